@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from threading import Condition, Lock
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.accuracy import JOBS, LOW_PRECISION, full, noting_routes, recompute, with_routes
 from memlab import AllocatorSettings, Lab, MemorySettings, Scenario, StepRecord, TrainingState
@@ -47,6 +49,16 @@ SHALLOW = USUAL | {"num_layers": 2}
 ONE_RANK = Layout()
 LONG = SHALLOW | {"seq_length": 16384}
 EXPANDABLE = {"allocator": AllocatorSettings(expandable_segments=True)}
+
+
+def several(num_microbatches: int, micro_batch_size: int, num_layers: int = 2) -> dict[str, Any]:
+    """Returns what a lab of one rank with several micro-batches is given."""
+    return {
+        "num_layers": num_layers,
+        "seq_length": 4096,
+        "micro_batch_size": micro_batch_size,
+        "num_microbatches": num_microbatches,
+    }
 
 
 def of_job(name: str) -> dict[str, Any]:
@@ -106,6 +118,34 @@ CASES: dict[str, tuple[str, dict[str, Any], MemorySettings]] = {
     ),
 }
 """Jobs first: a try of theirs waits for room on both GPUs."""
+FC1_AND_ACTIVATION = ("expert_fc1", "moe_act")
+CASES |= {
+    "qwen3 three layers, 3 x 2 sequences, moe recomputed": (QWEN, several(3, 2, num_layers=3), recompute("moe")),
+    "qwen3 three layers, 3 x 1 sequence, moe recomputed": (QWEN, several(3, 1, num_layers=3), recompute("moe")),
+    "qwen3 2 x 2 sequences, moe recomputed": (QWEN, several(2, 2), recompute("moe")),
+    "qwen3 3 x 2 sequences, moe recomputed": (QWEN, several(3, 2), recompute("moe")),
+    "qwen3 4 x 2 sequences, moe recomputed": (QWEN, several(4, 2), recompute("moe")),
+    "qwen3 4 x 1 sequence, moe recomputed": (QWEN, several(4, 1), recompute("moe")),
+    "qwen3 3 x 2 sequences": (QWEN, several(3, 2), MemorySettings()),
+    "qwen3 3 x 2 sequences, full recompute": (QWEN, several(3, 2), full(1)),
+    "qwen3 2 x 2 sequences, moe_act recomputed": (QWEN, several(2, 2), recompute("moe_act")),
+    "qwen3 3 x 2 sequences, layernorm, offload": (
+        QWEN,
+        several(3, 2),
+        recompute("layernorm", offload_modules=FC1_AND_ACTIVATION),
+    ),
+    "qwen3 3 x 1 sequence, moe recomputed, core_attn offloaded": (
+        QWEN,
+        several(3, 1),
+        recompute("moe", offload_modules=("core_attn",)),
+    ),
+    "qwen3 3 x 2 sequences, moe recomputed, expandable segments": (
+        QWEN,
+        several(3, 2) | EXPANDABLE,
+        recompute("moe"),
+    ),
+}
+"""Of one rank, with several micro-batches of one or two sequences."""
 CASES |= {
     f"{name}, expandable segments": (CASES[name][0], CASES[name][1] | EXPANDABLE, CASES[name][2])
     for name in (
@@ -137,6 +177,34 @@ def scenario_of(name: str) -> Scenario:
 def _of_case(measured: Scenario, layout: Layout = ONE_RANK) -> Scenario:
     """Returns a measured scenario without its routes, of the rank in a layout."""
     return replace(measured, layout=layout, routing=Routing())
+
+
+@contextmanager
+def keeping_history(path: Path | None) -> Iterator[None]:
+    """Writes to a pickle what torch's allocator did: the snapshots that the meter reads, in their order.
+
+    Each has torch's segments and blocks at its moment, and in ``device_traces`` the entries since the one before. With
+    them the requests of a real step can be given to the simulated allocator, and be compared with the predicted ones.
+
+    Args:
+        path: Of the pickle; None writes nothing.
+    """
+    if path is None:
+        yield
+        return
+    from memlab.meter.cuda import meter
+
+    read, snapshots = meter._snapshot, list[dict[str, Any]]()
+
+    def reading() -> dict[str, Any]:
+        snapshots.append(read())
+        return snapshots[-1]
+
+    with patch.object(meter, "_snapshot", reading):
+        try:
+            yield
+        finally:
+            path.write_bytes(pickle.dumps(snapshots))
 
 
 def take_step(name: str, limit_bytes: int | None) -> StepRecord:
@@ -195,18 +263,23 @@ class Gpus:
                 self._changed.notify_all()
 
 
-def take_step_in_processes(name: str, gpus: Gpus, room_bytes: int, limit_bytes: int | None) -> StepRecord | None:
+def take_step_in_processes(
+    name: str, gpus: Gpus, room_bytes: int, limit_bytes: int | None, history: Path | None = None
+) -> StepRecord | None:
     """As `take_step`, in a process for each rank; None if one ended with an error."""
     num_bytes = min(room_bytes, (limit_bytes or room_bytes) + _BESIDE_A_CAP_BYTES)
     with gpus.taken(scenario_of(name).layout.world_size, num_bytes) as indices:
-        return _take_step_on(name, indices, limit_bytes)
+        return _take_step_on(name, indices, limit_bytes, history)
 
 
-def _take_step_on(name: str, gpus: list[int], limit_bytes: int | None = None) -> StepRecord | None:
+def _take_step_on(
+    name: str, gpus: list[int], limit_bytes: int | None = None, history: Path | None = None
+) -> StepRecord | None:
     scenario = scenario_of(name)
     ranks = scenario.layout.world_size
     options = {"PYTORCH_ALLOC_CONF": str(scenario.allocator)} if scenario.allocator.changed() else {}
     own = ["-m", "benchmarks.fit_boundary", "try", name, str(limit_bytes or 0)]
+    own += [] if history is None else ["--history", str(history)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     started = time.monotonic()
     done = subprocess.run(
@@ -223,8 +296,14 @@ def _take_step_on(name: str, gpus: list[int], limit_bytes: int | None = None) ->
     return record
 
 
-def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int, leave_bytes: int) -> None:
-    """Bisects on the GPUs, and appends a line for each case that the file lacks; several cases at the same time."""
+def measure(
+    out: Path, names: list[str], expected: dict[str, int], jobs: int, leave_bytes: int, histories: Path | None
+) -> None:
+    """Bisects on the GPUs, and appends a line for each case that the file lacks; several cases at the same time.
+
+    With a folder for histories, each case of one rank is tried once more without a limit and once with the largest that
+    was too small, and what torch's allocator did is written there (`keeping_history`).
+    """
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     known = [Limit.from_dict(json.loads(line)) for line in lines]
     gpus, writing = Gpus(leave_bytes), Lock()
@@ -247,6 +326,14 @@ def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int, le
         with writing, out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(limit.to_dict()) + "\n")
             print(f"{name}: {limit.fails_bytes / 1e9:.2f} to {limit.fits_bytes / 1e9:.2f} GB", flush=True)
+        if histories is not None and scenario.layout.world_size == 1:
+            histories.mkdir(parents=True, exist_ok=True)
+            stem = name.replace(" ", "-").replace(",", "")
+            for label, limit_bytes in (("free", None), ("fails", limit.fails_bytes)):
+                record = attempt(limit_bytes, histories / f"{stem}-{label}.pickle")
+                if record is not None:
+                    text = json.dumps(record.to_dict(), indent=1)
+                    (histories / f"{stem}-{label}.json").write_text(text + "\n", encoding="utf-8")
 
     with ThreadPoolExecutor(jobs) as threads:
         found = {name: threads.submit(find, name) for name in names}
@@ -330,6 +417,7 @@ def main() -> None:
         )
     measuring.add_argument("--expected", type=Path, help="what expect wrote")
     measuring.add_argument("--jobs", type=int, default=8, help="cases at the same time (default 8)")
+    measuring.add_argument("--histories", type=Path, help="folder for what torch's allocator did in two more tries")
     measuring.add_argument("--leave", type=int, default=0, help="GiB of each GPU for other programs (default 0)")
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
     on_device = actions.add_parser("device", help="try measured limits of one rank on a GPU that has no more memory")
@@ -341,10 +429,11 @@ def main() -> None:
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
     trying.add_argument("limit_bytes", type=int, help="what torch may reserve; 0 is no limit")
+    trying.add_argument("--history", type=Path, help="new pickle for what torch's allocator did")
     arguments = parser.parse_args()
     if arguments.action == "measure":
         expected = json.loads(arguments.expected.read_text(encoding="utf-8")) if arguments.expected else {}
-        measure(arguments.out, arguments.only, expected, arguments.jobs, arguments.leave * GIB)
+        measure(arguments.out, arguments.only, expected, arguments.jobs, arguments.leave * GIB, arguments.histories)
     elif arguments.action == "expect":
         expect(arguments.out, arguments.only)
     elif arguments.action == "predict":
@@ -352,7 +441,8 @@ def main() -> None:
     elif arguments.action == "device":
         check_on_device(arguments.measured, arguments.only)
     else:
-        record = take_step(arguments.name, arguments.limit_bytes or None)
+        with keeping_history(arguments.history):
+            record = take_step(arguments.name, arguments.limit_bytes or None)
         if rank() == 0:
             print(json.dumps(record.to_dict()))
 

@@ -1,10 +1,11 @@
 """Device memory that NCCL takes, per communicator and kind of collective, on the GPUs of this machine.
 
-    torchrun --nproc-per-node 2 -m benchmarks.nccl_memory --out nccl.json
+    torchrun --nproc-per-node 4 -m benchmarks.nccl_memory --out nccl.json
 
-A communicator takes its memory when a collective of a kind is first used. Each line is a new communicator that is used
-once, twice, and then in a second way. What the whole device has in use is read before and after: nothing else may run
-there. NVLink multicast (NVLS) is off where ``NCCL_NVLS_ENABLE`` is 0, and takes memory of its own otherwise.
+A communicator takes its memory when a collective of a kind is first used. Each line is a new communicator of all or
+some of the ranks that is used once, twice, and then in a second way. What the whole device has in use is read before
+and after: nothing else may run there. NVLink multicast (NVLS) is off where ``NCCL_NVLS_ENABLE`` is 0, and takes memory
+of its own otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,10 +31,11 @@ Collective = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 
 def send_and_receive(source: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Exchanges a tensor with the next and the former rank, as pipeline stages do."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = dist.get_process_group_ranks(group)
+    own = ranks.index(dist.get_rank())
     both = [
-        dist.P2POp(dist.isend, source, (rank + 1) % size, group),
-        dist.P2POp(dist.irecv, into, (rank - 1) % size, group),
+        dist.P2POp(dist.isend, source, ranks[(own + 1) % len(ranks)], group),
+        dist.P2POp(dist.irecv, into, ranks[own - 1], group),
     ]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -40,8 +43,8 @@ def send_and_receive(source: torch.Tensor, into: torch.Tensor, group: dist.Proce
 
 KINDS: dict[str, Collective] = {
     "all-reduce": lambda source, into, group: dist.all_reduce(into, group=group),
-    "all-gather": lambda source, into, group: dist.all_gather_into_tensor(into, part(source), group=group),
-    "reduce-scatter": lambda source, into, group: dist.reduce_scatter_tensor(part(into), source, group=group),
+    "all-gather": lambda source, into, group: dist.all_gather_into_tensor(into, part(source, group), group=group),
+    "reduce-scatter": lambda source, into, group: dist.reduce_scatter_tensor(part(into, group), source, group=group),
     "all-to-all": lambda source, into, group: dist.all_to_all_single(into, source, group=group),
     "send and receive": send_and_receive,
 }
@@ -49,9 +52,9 @@ SECOND = {"all-reduce": "all-to-all", "all-gather": "reduce-scatter", "all-to-al
 """What a communicator of a kind is used for afterwards."""
 
 
-def part(tensor: torch.Tensor) -> torch.Tensor:
+def part(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Returns one rank's share of a tensor."""
-    return tensor[: tensor.numel() // dist.get_world_size()]
+    return tensor[: tensor.numel() // group.size()]
 
 
 def used_bytes() -> int:
@@ -65,17 +68,17 @@ def measure() -> list[dict[str, object]]:
     """Uses communicators of each kind; returns what each use took on this rank."""
     source, into = (torch.ones(ELEMENTS, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
-    everyone = list(range(dist.get_world_size()))
+    world_size = dist.get_world_size()
+    sizes = [size for size in range(2, world_size + 1) if world_size % size == 0]
     rows = []
-    for kind in KINDS:
-        for number in range(COMMUNICATORS):
-            group = dist.new_group(everyone)
-            assert group is not None
-            for use in (kind, kind, SECOND.get(kind)):
-                if use is not None:
-                    before = used_bytes()
-                    KINDS[use](source, into, group)
-                    rows.append({"kind": kind, "number": number, "use": use, "bytes": used_bytes() - before})
+    for size, kind, number in product(sizes, KINDS, range(COMMUNICATORS)):
+        group, _ = dist.new_subgroups(size)
+        for use in (kind, kind, SECOND.get(kind)):
+            if use is not None:
+                before = used_bytes()
+                KINDS[use](source, into, group)
+                taken = used_bytes() - before
+                rows.append({"size": size, "kind": kind, "number": number, "use": use, "bytes": taken})
     return rows
 
 
@@ -96,7 +99,7 @@ def main() -> None:
         out.write_text(json.dumps({"gpu": gpu, "versions": versions, "environment": settings, "ranks": everyone}))
         for one, *others in zip(*everyone, strict=True):
             taken = " ".join(f"{int(str(row['bytes'])) / MIB:8.0f}" for row in (one, *others))
-            print(f"{one['kind']:20}{one['number']}  {one['use']:20}{taken} MiB")
+            print(f"{one['size']} ranks  {one['kind']:20}{one['number']}  {one['use']:20}{taken} MiB")
     dist.destroy_process_group()
 
 

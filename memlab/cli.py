@@ -28,6 +28,8 @@ _COMMANDS = {
     "lab": "Open the labs in JupyterLab.",
 }
 """Each command's summary. The command itself is the module of `memlab.commands` of that name."""
+_READ_SCRIPTS = ("measure", "predict", "search", "job")
+"""Commands that read a job's script: what follows ``--`` is what the script is started with."""
 
 _LONGEST_VALUE, _LONGEST_LINE = 200, 900
 
@@ -116,7 +118,10 @@ def _checked_and_run(argv: Sequence[str]) -> int:
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     command = next((word for word in argv if not word.startswith("-")), "")
-    arguments, unknown = build_parser([command]).parse_known_args(argv)
+    place = list(argv).index("--") if "--" in argv and command in _READ_SCRIPTS else len(argv)
+    arguments, unknown = build_parser([command]).parse_known_args(argv[:place])
+    if place < len(argv):
+        arguments.values_of_script = list(argv[place + 1 :])
     if unknown:
         flags = set(re.findall(r"--[a-z][a-z-]*", arguments.page)) - {unknown[0]}
         near = difflib.get_close_matches(unknown[0].partition("=")[0][:_LONGEST_VALUE], sorted(flags), 1)
@@ -135,7 +140,10 @@ def one_line(message: str) -> str:
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in message)
     long_value = rf"'[^']{{{_LONGEST_VALUE},}}'|\S{{{_LONGEST_VALUE + 1},}}"
     text = re.sub(long_value, lambda value: f"{value[0][:60]}... ({len(value[0])} characters)", text)
-    return text if len(text) <= _LONGEST_LINE else f"{text[:500]} ... {text[-_LONGEST_LINE + 500 :]}"
+    if len(text) <= _LONGEST_LINE:
+        return text
+    start, end = text[:500].rpartition(" ")[0] or text[:500], text[-_LONGEST_LINE + 500 :]
+    return f"{start} ... {end.partition(' ')[2] or end}"
 
 
 def _reason(error: OSError) -> str:

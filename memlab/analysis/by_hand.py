@@ -24,8 +24,14 @@ def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: 
         Bytes by what they are, in the order in which a step allocates them.
 
     Raises:
-        ValueError: If there is no formula for this recompute.
+        ValueError: If there is no formula for this recompute or this model.
     """
+    if model.is_moe != model.qk_layernorm:
+        raise ValueError(
+            f"{model.name} is {'an MoE' if model.is_moe else 'a dense'} model with"
+            f"{'' if model.qk_layernorm else 'out'} norms of queries and keys, for which the cheat sheet has no "
+            "formula, must be like phi-4 or Qwen3-MoE: predict a step instead (memlab predict)"
+        )
     choices = MOE_RECOMPUTE if model.is_moe else DENSE_RECOMPUTE
     if recompute not in choices:
         raise ValueError(f"recompute is {recompute!r}, must be one of {', '.join(choices)}: choose one of them")

@@ -90,6 +90,7 @@ def _fp8_replacements() -> dict[str, Any]:
     """Returns what Megatron takes from Transformer Engine for FP8 only."""
     engine, utilities = "megatron.core.extensions.transformer_engine", "megatron.core.fp8_utils"
     experts, block = "megatron.core.transformer.moe.experts", "megatron.core.transformer.transformer_block"
+    recompute = "megatron.core.recompute"
     return {
         "megatron.core.transformer.transformer_config.is_te_min_version": is_te_min_version,
         f"{experts}.HAVE_TE": True,
@@ -101,7 +102,9 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{utilities}._quantize_param_shard_impl": fp8_parameters.quantize_main_parameters,
         # An installed Transformer Engine would ask the GPU for its recipes, and fail on a machine without one.
         f"{block}.get_fp8_context": lambda *_, **__: nullcontext(),
+        f"{recompute}.get_fp8_context": lambda *_, **__: nullcontext(),
         f"{block}.te_checkpoint": fake_fp8.checkpoint_around_layers,
+        f"{recompute}.te_checkpoint": fake_fp8.checkpoint_around_layers,
         f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
         "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,
     }

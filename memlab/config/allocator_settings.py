@@ -7,8 +7,9 @@ from typing import Any
 
 from memlab.config.validation import check_whole_number, is_number, shortened
 
-SMALLEST_MAX_SPLIT_SIZE_MB = 21
-"""torch refuses smaller ones: blocks of at most 20 MiB share segments (``AllocatorConfig.h``, ``kLargeBuffer``)."""
+SMALLEST_MAX_SPLIT_SIZE_MB = 20
+"""torch refuses smaller ones (``parseMaxSplitSize`` in c10/core/AllocatorConfig.cpp, 2.13): large requests below 10 MiB
+share segments of 20 MiB, ``kLargeBuffer``. Older releases refuse 20 as well."""
 _LARGEST_MAX_SPLIT_SIZE_MB = 2**20
 
 

@@ -1,4 +1,4 @@
-"""The architectures that memlab knows: two families, their published members, and one tiny member of each.
+"""The architectures that memlab knows: published models, and a tiny one with experts and one without.
 
 The published values are those of the models' Hugging Face ``config.json`` files. The tiny members keep
 their family's shape (grouped-query attention, q/k norms, experts) at widths that step on a laptop's CPU.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memlab.config.from_json import read_json
+from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.validation import (
     MOST_LAYERS,
     MOST_TOKENS_OF_A_SEQUENCE,
@@ -19,7 +20,9 @@ from memlab.config.validation import (
     shortened,
 )
 
-Family = Literal["qwen3_moe", "phi3"]
+Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3"]
+"""The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
+has experts, else as phi3: the layers of the others have the same parts, with or without norms of queries and keys."""
 
 # Some ten times what any published model has. Below these limits no tensor's bytes overflow 64 bits, and what walks
 # over layers, experts or ranks ends.
@@ -94,16 +97,28 @@ class Architecture:
                 f"{self.name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
                 f"num_query_groups, {self.num_query_groups}: correct one of them"
             )
-        if self.num_moe_experts is not None and self.moe_router_topk > self.num_moe_experts:
-            raise ValueError(
-                f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
-                f"{self.num_moe_experts}: correct one of them"
-            )
+        self._check_experts()
         if self.num_parameters > _MOST_PARAMETERS:
             raise ValueError(
                 f"{self.name}: it has {self.num_parameters:,} parameters, must have at most {_MOST_PARAMETERS:,} "
                 "(more than "
                 "any real model has): correct its sizes"
+            )
+
+    def _check_experts(self) -> None:
+        if self.num_moe_experts is None:
+            return
+        if self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(
+                f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
+                f"{self.num_moe_experts}: correct one of them"
+            )
+        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
+            raise ValueError(
+                f"{self.name}: moe_router_topk is 1 without moe_router_pre_softmax, must be at least 2 there by a rule "
+                "of Megatron-Core, because the softmax over one expert has no gradient: set moe_router_pre_softmax "
+                "(norm_topk_prob false in a config.json), or choose more experts"
             )
 
     @property
@@ -128,14 +143,17 @@ class Architecture:
         query, kv = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        if self.num_moe_experts is not None:
-            expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
-            mlp = self.num_moe_experts * (expert + self.hidden_size)
-        else:
-            mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        routers = (self.num_moe_experts or 0) * self.hidden_size
+        mlp = 0 if self.is_moe else 3 * self.hidden_size * self.ffn_hidden_size
         embeddings = self.vocab_size * self.hidden_size
         embeddings *= 1 if self.share_embeddings_and_output_weights else 2
-        return self.num_layers * (attention + norms + mlp) + embeddings + self.hidden_size
+        outside = self.num_layers * (attention + norms + routers + mlp) + embeddings + self.hidden_size
+        return outside + self.num_parameters_of_experts
+
+    @property
+    def num_parameters_of_experts(self) -> int:
+        """Number of parameters in the experts of all layers; 0 for a dense model."""
+        return self.num_layers * (self.num_moe_experts or 0) * 3 * self.hidden_size * self.moe_ffn_hidden_size
 
 
 _QWEN3_MOE: dict[str, Any] = {
@@ -146,6 +164,33 @@ _QWEN3_MOE: dict[str, Any] = {
     "qk_layernorm": True,
     "moe_aux_loss_coeff": 1e-3,
 }
+
+_LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 128256,
+    "rotary_base": 500000.0,
+    "layernorm_epsilon": 1e-5,
+}
+_QWEN3: dict[str, Any] = {
+    "family": "qwen3",
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 151936,
+    "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6,
+    "qk_layernorm": True,
+}
+
+
+def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
+    """Makes a dense architecture of its layers, hidden size, width of the MLP and attention heads."""
+    fields = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+    return Architecture(
+        name=name, share_embeddings_and_output_weights=tied, **(others | dict(zip(fields, sizes, strict=True)))
+    )
+
 
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
@@ -223,6 +268,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             layernorm_epsilon=1e-5,
             share_embeddings_and_output_weights=True,
         ),
+        # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json, and likewise. (How these models scale
+        # the angles of the rotary embedding changes no tensor's size, and is not applied here.)
+        _dense("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
+        _dense("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
+        _dense("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
+        _dense("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
+        _dense("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
+        _dense("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
+        _dense("qwen3-4b", 36, 2560, 9728, 32, tied=True, **_QWEN3),
+        _dense("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
+        _dense("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
+        _dense("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
         Architecture(
             name="phi-4-tiny",
             family="phi3",
@@ -248,7 +306,7 @@ def find_architecture(name: str | Path) -> Architecture:
         name: A key of `ARCHITECTURES`, or the path of a ``config.json`` or of a folder that holds one.
 
     Raises:
-        ValueError: If it is neither, or the config is damaged, of another family, or uses what memlab does not model.
+        ValueError: If it is neither, or the config is damaged, or the model has parts that memlab does not model.
     """
     if not isinstance(name, (str, Path)):
         raise ValueError(
@@ -277,88 +335,11 @@ def find_architecture(name: str | Path) -> Architecture:
             f"{shortened(config_path)} holds {type(config).__name__}, not an object: give a Hugging Face config.json"
         )
     try:
-        return _from_hugging_face(config, config_path)
+        values = architecture_fields(config)
+        name = model_name(str(config_path.parent)) if config_path.name == "config.json" else config_path.stem
+        return Architecture(name=_printable(name) or values["family"], **values)
     except ValueError as error:
         raise ValueError(f"{shortened(config_path)}: {error}") from error
-
-
-def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
-    """Reads the fields that decide sizes or meaning. A field that may be left out counts as left out where it is null.
-
-    Raises:
-        ValueError: If a field is missing, of the wrong type, or of a kind that memlab does not model.
-    """
-    family = config.get("model_type")
-    if family not in ("qwen3_moe", "phi3"):
-        raise ValueError(f"model_type {shortened(family)} is not supported: memlab models qwen3_moe and phi3")
-    modelled = {"hidden_act": ("silu",), "attention_dropout": (0,), "resid_pdrop": (0,), "embd_pdrop": (0,)}
-    for name, values in modelled.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
-    if _flag(config, "attention_bias", default=False):
-        raise ValueError("attention_bias true is not supported: memlab models qwen3_moe and phi3, which have no biases")
-    heads, hidden_size = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
-    common: dict[str, Any] = {
-        "name": _printable(path.parent.name if path.name == "config.json" else path.stem) or family,
-        "family": family,
-        "num_layers": _whole(config, "num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": _whole(config, "intermediate_size"),
-        "num_attention_heads": heads,
-        # transformers' own default is 4 for Qwen3-MoE, and as many as heads for phi-3.
-        "num_query_groups": _whole(config, "num_key_value_heads", default=heads if family == "phi3" else 4),
-        "kv_channels": _whole(config, "head_dim", default=max(1, hidden_size // heads)),
-        "vocab_size": _whole(config, "vocab_size"),
-        # Newer files of transformers keep it, and the share that is rotated, among the rope's parameters.
-        "rotary_base": _number(config, "rope_theta", default=_number(rope, "rope_theta", default=10000.0)),
-        "layernorm_epsilon": _number(config, "rms_norm_eps"),
-        "share_embeddings_and_output_weights": _flag(config, "tie_word_embeddings", default=False),
-    }
-    if family == "phi3":
-        share = _number(rope, "partial_rotary_factor", default=1.0)
-        return Architecture(**common, rotary_percent=_number(config, "partial_rotary_factor", default=share))
-    if config.get("mlp_only_layers") or _whole(config, "decoder_sparse_step", default=1) != 1:
-        raise ValueError(
-            "dense layers among MoE layers are not supported: mlp_only_layers must be empty and decoder_sparse_step 1"
-        )
-    return Architecture(
-        **common,
-        qk_layernorm=True,
-        num_moe_experts=_whole(config, "num_experts"),
-        moe_router_topk=_whole(config, "num_experts_per_tok"),
-        moe_ffn_hidden_size=_whole(config, "moe_intermediate_size"),
-        moe_aux_loss_coeff=_number(config, "router_aux_loss_coef", default=0.0),
-        moe_router_pre_softmax=not _flag(config, "norm_topk_prob", default=True),
-    )
-
-
-def _field(config: dict[str, Any], name: str, default: Any) -> Any:
-    if default is None and name not in config:
-        raise ValueError(f"field {name!r} is missing: give the whole Hugging Face config.json")
-    value = config.get(name)
-    return default if value is None and default is not None else value
-
-
-def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = _field(config, name, default)
-    check_whole_number(name, value, action="correct it")
-    return int(value)
-
-
-def _number(config: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = _field(config, name, default)
-    check_number(name, value, above=None, at_most=1e300, action="correct it")
-    return float(value)
-
-
-def _flag(config: dict[str, Any], name: str, *, default: bool) -> bool:
-    value = _field(config, name, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {shortened(value)}, must be true or false: correct it")
-    return value
 
 
 def _printable(name: str) -> str:

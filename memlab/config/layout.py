@@ -78,10 +78,12 @@ class Layout:
             advice = (
                 f"choose expert_model_parallel_size from {choices}" if choices else "change expert_tensor_parallel_size"
             )
+            derived = self.expert_tensor_parallel_size is None and tensor > 1
+            whose = " (without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks)"
             raise ValueError(
                 f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
                 f"must divide the {self.ranks_of_a_stage} ranks of a stage: {advice}, or "
-                "use more ranks"
+                f"use more ranks{whose if derived else ''}"
             )
         if not is_whole_number(self.rank, at_least=0) or self.rank >= self.world_size:
             raise ValueError(
@@ -179,8 +181,8 @@ class Layout:
                 f"context_parallel_size is {context}, must divide the {seq_length} tokens of a sequence into "
                 f"{2 * context} chunks, two per rank: choose from {', '.join(choices)}"
             )
+        self._check_heads(architecture)
         for name, size, what, amount in (
-            ("tensor_model_parallel_size", tensor, "query groups", architecture.num_query_groups),
             ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
             ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
             *self._stages_and_layers(num_layers),
@@ -199,6 +201,31 @@ class Layout:
                 )
                 raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}")
         self._check_chunks(num_layers, num_microbatches)
+
+    def _check_heads(self, architecture: Architecture) -> None:
+        """Checks Megatron's rules for the heads that tensor parallel ranks share.
+
+        They are in ``transformer_config.py``, ``attention.py`` and ``tensor_parallel/layers.py`` of
+        ``megatron/core``, 0.16.1 and 0.19.2. With more ranks than query groups, each rank has a part of a group's
+        matrices, and gathers the queries, keys and values of all ranks in each forward pass.
+        """
+        heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+        rows = (heads + 2 * groups) * architecture.kv_channels
+
+        def broken(size: int) -> str | None:
+            if heads % size:
+                return f"must divide the {heads} attention heads of {architecture.name}"
+            if groups % size and size % groups:
+                return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
+            return f"must divide the {rows} rows of query, key and value" if rows % size else None
+
+        rule = broken(self.tensor_model_parallel_size)
+        if rule is not None:
+            choices = ", ".join(str(size) for size in range(1, min(heads, 128) + 1) if broken(size) is None)
+            raise ValueError(
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, {rule}, by a rule of Megatron-Core: "
+                f"choose from {choices}"
+            )
 
     def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
         """Checks Megatron's rules (``TransformerConfig`` and ``forward_backward_pipelining_with_interleaving``)."""

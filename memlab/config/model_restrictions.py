@@ -42,7 +42,8 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     Raises:
         ValueError: If a module exists only in MoE layers and the model is dense, if more layers shall be recomputed
             than the model has, if the FP8 recipe refuses a module, if full recompute is combined with offload modules
-            on pipeline stages, or if the installed megatron-core does not have a setting.
+            on pipeline stages, if the installed megatron-core does not have a setting, or if its steps end in an error
+            with the offload modules.
     """
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -53,21 +54,25 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
             f"give a number from 1 to {num_layers}"
         )
-    # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1).
+    # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1). From 0.17.0 on, the
+    # last group is smaller.
     num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
     if settings.recompute_method == "uniform" and num_layers % (settings.recompute_num_layers or 1):
         divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
         raise ValueError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
-            f"divide into groups of that size: choose from {', '.join(divisors)}"
+            "divide into groups of that size, on which megatron-core 0.16 fails, and memlab predicts no smaller last "
+            f"group, as 0.17 makes it: choose from {', '.join(divisors)}"
         )
     if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:
         # Its forward opens no chunks of the offload manager for the micro-batches, and their backward needs them:
         # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
         raise ValueError(
             f"recompute_granularity 'full' cannot be combined with offload_modules {list(settings.offload_modules)} "
-            "on pipeline stages, because Megatron's offload manager fails there: leave one of the two out"
+            "on pipeline stages, because the offload manager of megatron-core 0.16.1 fails there: leave one of the two "
+            "out"
         )
+    _check_offload_groups(settings, scenario)
     if architecture.is_moe:
         return
     for field_name, moe_only in (
@@ -93,6 +98,47 @@ def _check_megatron(settings: MemorySettings) -> None:
                 "this setting "
                 "(0.19 has it): leave it out, or install megatron-core 0.19"
             )
+
+
+def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
+    """Refuses offload modules with which the second step ends in Megatron 0.19's own "Chunk mismatch".
+
+    Its offload manager goes on to the groups of the next pass when a group ends while none of the pass is on the host.
+    So it leaves a pass too early whose first group stays on the device
+    (``megatron/core/pipeline_parallel/fine_grained_activation_offload.py``, 0.19.2, and not 0.18.2; Megatron-LM #6783
+    repairs it). Under full recompute it does not.
+    """
+    num_passes = scenario.num_microbatches * scenario.layout.virtual_pipeline_model_parallel_size
+    if _megatron_version() < (0, 19) or settings.recompute_granularity == "full" or num_passes == 1:
+        return
+    groups, num_layers = _groups_in_turn(settings, scenario.architecture), min(scenario.layers_of_chunks)
+    chunk, delta_bytes = _whole(scenario.layers_of_chunks), settings.delta_offload_bytes_across_pp_ranks
+    if num_layers * len(groups) <= 1:
+        return
+    if num_layers == 1:
+        cause = f"offload_modules has {groups}, and {chunk} has one layer"
+        remedy = f"name one of them, or give {chunk} two layers"
+    elif settings.activation_offload_fraction == 0:
+        cause, remedy = "activation_offload_fraction is 0", "leave offload_modules out, which is the same"
+    elif delta_bytes and scenario.layout.pipeline_model_parallel_size > 1:
+        cause, remedy = f"delta_offload_bytes_across_pp_ranks is {delta_bytes}", "leave it out"
+    else:
+        return
+    raise ValueError(
+        f"{cause}: with {num_passes} passes, megatron-core 0.19's offload manager mixes them up, and the second step "
+        f"fails ('Chunk mismatch'; Megatron-LM #6783 repairs it): {remedy}"
+    )
+
+
+def _groups_in_turn(settings: MemorySettings, architecture: Architecture) -> list[str]:
+    """Returns the groups of a layer that begin after another one has ended: ``mlp_norm`` spans those of the experts."""
+    offloaded = set(settings.offload_modules or ())
+    if "core_attn" in (settings.recompute_modules or ()):
+        offloaded.discard("core_attn")
+    in_turn = ["qkv_linear", "core_attn", "attn_proj"]
+    if architecture.is_moe:
+        in_turn += ["mlp_norm"] if "mlp_norm" in offloaded else ["expert_fc1", "moe_act"]
+    return [name for name in in_turn if name in offloaded]
 
 
 def _given_since_megatron_0_19(settings: MemorySettings) -> list[str]:

@@ -254,6 +254,6 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
     unknown = [module for module in given if module not in choices]
     if unknown:
         raise ValueError(
-            f"{name} has {shortened(unknown)}, which Megatron does not know: choose from {', '.join(choices)}"
+            f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}"
         )
     return tuple(module for module in choices if module in given)

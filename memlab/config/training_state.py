@@ -67,7 +67,9 @@ class TrainingState:
     overlap_grad_reduce: bool = False
     """Reduce the gradients of a bucket while backward computes the next one."""
     overlap_param_gather: bool = False
-    """Gather the parameters of a bucket while forward computes with the one before it."""
+    """Gather the parameters of a bucket while forward computes with the one before it. Without `overlap_grad_reduce`,
+    each buffer is a single bucket, which is gathered when forward begins. (Megatron-Core's DDP allows this; the
+    arguments of Megatron-LM's own scripts do not.)"""
     ddp_bucket_size: int | None = None
     """Elements of a bucket; None takes Megatron's rule, and has an effect only with an overlap."""
 
@@ -149,29 +151,19 @@ class TrainingState:
             for name in _OPTIMIZER_DTYPES:
                 if getattr(self, name) != "fp32":
                     raise ValueError(
-                        f"{name} is {getattr(self, name)!r}, must be fp32 without the precision-aware optimizer: set "
-                        f"use_precision_aware_optimizer, or leave {name} out"
+                        f"{name} is {getattr(self, name)!r}, must be fp32 without the precision-aware optimizer, by a "
+                        f"rule of Megatron-Core: set use_precision_aware_optimizer, or leave {name} out"
                     )
         elif not self.use_distributed_optimizer:
             raise ValueError(
-                "use_precision_aware_optimizer is True, but needs the distributed optimizer: set "
-                "use_distributed_optimizer, or leave use_precision_aware_optimizer out"
+                "use_precision_aware_optimizer is True, but needs the distributed optimizer, by a rule of "
+                "Megatron-Core: set use_distributed_optimizer, or leave use_precision_aware_optimizer out"
             )
         if self.optimizer_cpu_offload and not self.use_distributed_optimizer:
             # Float16OptimizerWithFloat16Params replaces the parameters that HybridDeviceOptimizer looks up later.
             raise ValueError(
                 "optimizer_cpu_offload is True without the distributed optimizer, where Megatron's CPU optimizer "
                 "fails: set use_distributed_optimizer, or leave optimizer_cpu_offload out"
-            )
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise ValueError(
-                "overlap_param_gather is True without the distributed optimizer, which is what gathers parameters: "
-                "set use_distributed_optimizer, or leave overlap_param_gather out"
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError(
-                "overlap_param_gather is True without overlap_grad_reduce, which Megatron requires: set "
-                "overlap_grad_reduce too, or leave overlap_param_gather out"
             )
 
     def _check_loss(self) -> None:
@@ -205,8 +197,9 @@ class TrainingState:
             )
         if self.fp8_param_gather and self.optimizer_cpu_offload and self.fp8_recipe != "delayed":
             raise ValueError(
-                f"fp8_recipe is {self.fp8_recipe!r} with fp8_param_gather and optimizer_cpu_offload, where Megatron "
-                "allows only 'delayed': choose that, or leave one of the two options out"
+                f"fp8_recipe is {self.fp8_recipe!r} with fp8_param_gather and optimizer_cpu_offload, which the "
+                "arguments of Megatron-LM refuse and memlab does not predict: choose 'delayed', or leave one of the "
+                "two options out"
             )
         if self.fp8_param_gather and self.use_precision_aware_optimizer:
             self._check_main_parameters_of_fp8()
@@ -289,6 +282,8 @@ class TrainingState:
                 "main_grads_dtype",
                 f"{buffers} (Megatron-LM's command line also sets grad_reduce_in_bf16, but Megatron-Core does not)",
             )
+        if not self.use_distributed_optimizer:
+            ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
         if not self.cross_entropy_loss_fusion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.keys import Effect
 
 
@@ -68,6 +69,24 @@ def _dropout_bytes(scenario: Scenario) -> int:
     return 2 * 3 * elements * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
 
 
+def _dropped_scores_bytes(scenario: Scenario) -> int:
+    """Returns what dropout of attention keeps for each layer in flight: of fused kernels, their random state.
+
+    Unfused attention keeps a mask of 1 byte and the dropped probabilities in 2 bytes per score of every head, as the
+    log of NVIDIA/Megatron-LM's issue 965 shows: 1,536 MiB for 32 heads and 4,096 tokens.
+    """
+    layout = scenario.layout
+    of_layer = _SMALLEST_BLOCK
+    if scenario.state.attention_backend == "unfused":
+        heads = scenario.architecture.num_attention_heads // layout.tensor_model_parallel_size
+        of_layer = 3 * scenario.micro_batch_size * heads * scenario.seq_length**2
+    return of_layer * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+
+
+_SMALLEST_BLOCK = 512
+"""Bytes that torch's allocator gives at least."""
+
+
 def _mask_bytes(scenario: Scenario) -> int:
     """Returns the attention masks of all micro-batches in flight, whole sequences on every rank."""
     return scenario.micro_batch_size * scenario.seq_length**2 * scenario.most_passes_in_flight
@@ -92,6 +111,47 @@ def _trained_bytes(scenario: Scenario) -> int:
     )
 
 
+def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns what an MLP's activation keeps for backward where its gate, product and probabilities are not one kernel.
+
+    Beside the input, which both keep, these are SiLU of the gate and the other half as a tensor of its own, in 2 bytes
+    per element; of experts also the product, and the probabilities in fp32 (``glu`` in megatron/core/transformer/mlp.py
+    and ``bias_act_func`` in moe/experts.py, 0.16.1). Layers that are recomputed keep it while their backward runs.
+    """
+    model, tokens = scenario.architecture, scenario.tokens_of_rank
+    in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    layers = _layers_that_keep_the_activation(scenario, settings)
+    if not model.is_moe:
+        return 4 * layers * tokens * model.ffn_hidden_size
+    rows = tokens * model.moe_router_topk
+    return 6 * layers * rows * model.moe_ffn_hidden_size + 4 * in_flight * rows
+
+
+def _layers_that_keep_the_activation(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns in how many layers at once an MLP's activation is kept, counted once for each pass in flight."""
+    layers, passes = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
+    if settings.recompute_granularity == "full":
+        count = min(settings.recompute_num_layers or 1, layers)
+        return count if settings.recompute_method == "uniform" else (layers - count) * passes + 1
+    modules = set(settings.recompute_modules or ())
+    is_recomputed = modules & ({"moe", "moe_act"} if scenario.architecture.is_moe else {"mlp"})
+    return 1 if is_recomputed else layers * passes
+
+
+def _router_rows_bytes(scenario: Scenario) -> int:
+    """Returns one fp32 number per token and expert in each layer in flight, and one per weight of the routers."""
+    model = scenario.architecture
+    rows = scenario.tokens_of_rank * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    return 4 * (model.num_moe_experts or 0) * (rows + scenario.num_layers_of_stage * model.hidden_size)
+
+
+def _received_ahead_bytes(scenario: Scenario) -> int:
+    """Returns the inputs and their gradients that a stage receives ahead, of each of its chunks."""
+    elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
+    chunks = scenario.layout.virtual_pipeline_model_parallel_size
+    return 2 * chunks * elements * (2 if scenario.dtype == "bf16" else 4)
+
+
 def _parameters(scenario: Scenario) -> tuple[int, int]:
     """Returns how many parameters a rank has, outside experts and in them."""
     model, layout = scenario.architecture, scenario.layout
@@ -113,6 +173,9 @@ def _parameters(scenario: Scenario) -> tuple[int, int]:
 
 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
+    "moe_router_load_balancing_type": _router_rows_bytes,
+    "moe_router_dtype": _router_rows_bytes,
+    "overlap_p2p_comm": _received_ahead_bytes,
     "gradient_accumulation_fusion": _fused_accumulation_bytes,
     "defer_fp32_logits": lambda scenario: 4 * _logits(scenario),
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
@@ -120,12 +183,20 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "create_attention_mask_in_dataloader": _mask_bytes,
+    "attention_dropout": _dropped_scores_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says."""
+
+BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
+    **dict.fromkeys(
+        ("bias_activation_fusion", "bias_swiglu_fusion", "no_bias_swiglu_fusion"), _unfused_activation_bytes
+    ),
+}
+"""The same, of what the memory settings decide too."""
 
 EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
     "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.is_moe else "more",

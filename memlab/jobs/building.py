@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
@@ -13,17 +13,15 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.framework import NotModelled, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
+from memlab.jobs.layer_pattern import has_dense_layers, layer_pattern
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
 SETTINGS_FIELDS = tuple(field.name for field in fields(MemorySettings))
-
-
-class CannotStartError(ValueError):
-    """The framework itself would refuse the job; the text says by which rule."""
 
 
 def layout_of(reading: Reading, architecture: Architecture) -> Layout:
@@ -77,7 +75,8 @@ def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:
     of_stage, remainder = divmod(num_layers, stages)
     if remainder or layers < 1 or of_stage % layers:
         raise CannotStartError(
-            f"{key} is {layers}, must divide the layers of a stage, {num_layers} / {stages}: change one of the three"
+            f"{key} is {layers}, must divide the layers of a stage, {num_layers} / {stages}, by a rule of "
+            "Megatron-LM's arguments: change one of the three"
         )
     field = "num_virtual_stages_per_pipeline_rank"
     reading.take(key, field, of_stage // layers)
@@ -110,7 +109,8 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     keys = ", ".join(one.key for one in counted)
     if any(values.get(field) is not None for field in _COUNTED.values()):
         raise CannotStartError(
-            f"{keys} cannot be combined with a number of layers for the first or last stage: leave one of the two out"
+            f"{keys} cannot be combined with a number of layers for the first or last stage, by a rule of "
+            "Megatron-Core: leave one of the two out"
         )
     together = num_layers + len(counted)
     if together % (stages * chunks):
@@ -127,6 +127,31 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
         reading.not_modelled.remove(one)
 
 
+def _check_layer_pattern(reading: Reading, architecture: Architecture, num_layers: int) -> None:
+    """Refuses a model with experts in some layers only.
+
+    Raises:
+        CannotStartError: If the pattern is not as long as the model is deep (``get_gpt_decoder_block_spec`` in
+            megatron/core/models/gpt/gpt_layer_specs.py, 0.16.1).
+        ValueError: If a layer is dense.
+    """
+    for key, entry in reading.entries.by_key.items():
+        if key.rpartition(".")[2] != "moe_layer_freq" or entry.is_unknown or not architecture.is_moe:
+            continue
+        given = f"{key} is {shortened(entry.value)} ({entry.place})"
+        pattern = layer_pattern(entry.value)
+        if isinstance(pattern, tuple) and len(pattern) != num_layers:
+            raise CannotStartError(
+                f"{given}, a list for {len(pattern)} layers, must be as long as the model, {num_layers} layers, by a "
+                "rule of Megatron-Core: correct one of them"
+            )
+        if has_dense_layers(entry.value):
+            raise ValueError(
+                f"{given}, so some layers are dense, and memlab models experts in every layer or in none: give --set "
+                f"{key}=1 to predict the model with experts in all {num_layers} layers"
+            )
+
+
 def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     """Builds the scenario that the values of a job's file describe.
 
@@ -137,13 +162,15 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     layout = layout_of(reading, architecture)
     values = reading.values
     num_layers = values.get("num_layers") or architecture.num_layers
+    _check_layer_pattern(reading, architecture, num_layers)
     seq_length = values.get("seq_length") or architecture.default_seq_length
     num_microbatches = _num_microbatches(reading, layout)
+    _note_turns_of_chunks(reading, layout, num_microbatches)
+    _check_whole_sequences(reading, layout, seq_length)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except ValueError as error:
         raise CannotStartError(str(error)) from error
-    _note_turns_of_chunks(reading, layout)
     return Scenario(
         architecture=architecture,
         num_layers=num_layers,
@@ -158,17 +185,55 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     )
 
 
+def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:
+    """Refuses whole sequences on tensor parallel ranks where memlab, which always splits them, cannot.
+
+    Raises:
+        ValueError: If the job has no sequence parallelism, and the sequences do not divide; Megatron-Core takes them.
+    """
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    keys = [one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == "sequence_parallel"]
+    if keys and seq_length % context == 0 and seq_length // context % tensor:
+        raise ValueError(
+            f"{keys[0]} is off, so each of the {tensor} tensor parallel ranks has whole sequences; memlab splits them, "
+            f"and {seq_length // context} tokens do not divide by {tensor}: give a length that is a multiple of "
+            f"{tensor * context}"
+        )
+
+
 _TURNS = ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage")
 
 
-def _note_turns_of_chunks(reading: Reading, layout: Layout) -> None:
-    """Notes that a stage changes to its next chunk after another number of micro-batches than in memlab."""
+def _note_turns_of_chunks(reading: Reading, layout: Layout, num_microbatches: int) -> None:
+    """Notes that a stage changes to its next chunk after another number of micro-batches than in memlab.
+
+    Raises:
+        CannotStartError: If the micro-batches do not divide into such turns
+            (``forward_backward_pipelining_with_interleaving`` in megatron/core/pipeline_parallel/schedules.py, 0.16.1).
+        ValueError: If only turns of another number than the stages divide them.
+    """
     stages = layout.pipeline_model_parallel_size
     for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _TURNS]:
         given = reading.get(key)
         if layout.virtual_pipeline_model_parallel_size > 1 and given not in (None, stages):
             reason = f"in memlab, a stage changes to its next chunk after {stages} micro-batches, one per stage"
             reading.miss(key, "either", reason)
+            if not isinstance(given, int) or not stages <= given <= num_microbatches:
+                raise CannotStartError(
+                    f"{key} is {shortened(given)}, must be from {stages} (stages) to {num_microbatches} "
+                    "(micro-batches), by a rule of Megatron-Core: change one of the three"
+                )
+            if 0 < num_microbatches % given < stages:
+                raise CannotStartError(
+                    f"{key} is {given}, which leaves {num_microbatches % given} of {num_microbatches} micro-batches, "
+                    f"must leave none or at least {stages}, one per stage, by a rule of Megatron-Core: change one of "
+                    "the three"
+                )
+            if num_microbatches % stages:
+                raise ValueError(
+                    f"{key} is {given} with {num_microbatches} micro-batches, and {reason}: give a number of "
+                    f"micro-batches that is a multiple of {stages}"
+                )
 
 
 def _num_microbatches(reading: Reading, layout: Layout) -> int:
@@ -202,15 +267,6 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
         values["cross_entropy_loss_fusion"], values["cross_entropy_fusion_impl"] = False, "native"
     if values.get("fp8_format") is None:
         values["fp8_recipe"], values["fp8_param_gather"] = "delayed", False
-    # The rule of Megatron-LM's `validate_args`, so of the frameworks that have its flags.
-    if "overlap_param_gather" in reading.entries.by_key and values["overlap_param_gather"]:
-        needed = ("use_distributed_optimizer", "overlap_grad_reduce")
-        missing = [name for name in needed if not values.get(name)]
-        if missing and not reading.entries.get("use_megatron_fsdp"):
-            raise CannotStartError(
-                f"overlap_param_gather is on without {missing[0]}, which Megatron-LM requires: switch {missing[0]} on, "
-                "or leave overlap_param_gather out"
-            )
     backend = values.get("attention_backend")
     if backend == "flash" and layout.context_parallel_size > 1:
         reading.miss(
@@ -243,17 +299,31 @@ def settings_of(reading: Reading) -> MemorySettings:
     return MemorySettings(**given)
 
 
+def recompute_of_all_layers(reading: Reading, settings: MemorySettings, scenario: Scenario) -> MemorySettings:
+    """Returns the settings with as many layers as a model chunk has, where ``block`` recompute names more.
+
+    Megatron-Core then recomputes all of them (``_checkpointed_forward`` in transformer_block.py, 0.16.1).
+    """
+    named, most = settings.recompute_num_layers, max(scenario.layers_of_chunks)
+    if settings.recompute_method != "block" or named is None or named <= most:
+        return settings
+    reading.warnings.append(
+        f"recompute_num_layers is {named}, and a model chunk has {most} layers: all of them are recomputed"
+    )
+    return replace(settings, recompute_num_layers=most)
+
+
 def _complete_recompute(reading: Reading, values: dict[str, Any]) -> None:
     """Drops what the granularity does not read, and adds what it implies."""
     granularity = values.get("recompute_granularity")
     if values.get("moe_layer_recompute"):  # as `TransformerConfig.__post_init__` has it, megatron-core 0.16.1
         if granularity == "full":
             raise CannotStartError(
-                "moe_layer_recompute is true with full recompute, which Megatron refuses: leave one of the two out"
+                "moe_layer_recompute is true with full recompute, which Megatron-Core refuses: leave one of the two out"
             )
         if granularity is None:
             values["recompute_method"] = values["recompute_num_layers"] = None
-        granularity, modules = "selective", values.get("recompute_modules") or ("core_attn",)
+        granularity, modules = "selective", _modules_or_default(values)
         implied = {"recompute_granularity": granularity, "recompute_modules": tuple(dict.fromkeys((*modules, "moe")))}
         key = next(one.key for one in reversed(reading.taken) if one.field == "moe_layer_recompute")
         for name, value in implied.items():
@@ -265,11 +335,33 @@ def _complete_recompute(reading: Reading, values: dict[str, Any]) -> None:
     elif granularity == "full":
         values["recompute_modules"] = None
     else:
+        if granularity == "selective":
+            _drop_method(reading, values)
         values["recompute_modules"] = _known(
-            reading, "recompute_modules", values.get("recompute_modules") or ("core_attn",), RECOMPUTE_MODULES
+            reading, "recompute_modules", _modules_or_default(values), RECOMPUTE_MODULES
         )
         if values["recompute_modules"] is None:
             values["recompute_granularity"] = None
+
+
+def _drop_method(reading: Reading, values: dict[str, Any]) -> None:
+    """Drops the method, which selective recompute does not read; a number of layers is refused there.
+
+    As ``TransformerConfig.__post_init__`` has it (megatron-core 0.16.1 and 0.19.2).
+    """
+    if values.get("recompute_num_layers") is not None:
+        one = next(one for one in reversed(reading.taken) if one.field == "recompute_num_layers")
+        raise CannotStartError(
+            f"{one.key} is {one.memlab_value} ({one.place}) with selective recompute, must be null there by a rule of "
+            "Megatron-Core: set it to null, or choose full recompute"
+        )
+    values["recompute_method"] = None
+
+
+def _modules_or_default(values: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the modules to recompute: Megatron-Core takes ``core_attn`` for none given, and keeps an empty list."""
+    modules: tuple[str, ...] | None = values.get("recompute_modules")
+    return ("core_attn",) if modules is None else modules
 
 
 def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -295,25 +387,29 @@ _LONGEST_ALLOCATOR = 2000
 _NOT_OF_DEVICE_MEMORY = ("pinned_", "release_lock_", "throw_on_", "graph_capture_")
 
 
+def _allocator_variable(reading: Reading) -> tuple[str, str]:
+    """Returns the variable that counts and its text; the text is empty where it is not set, or not known."""
+    variable, text = ALLOCATOR_VARIABLES[0], reading.values.get("allocator") or ""
+    for name in ALLOCATOR_VARIABLES:
+        if name in reading.entries.environment:
+            variable, text = name, reading.entries.environment[name]
+    if UNKNOWN not in text:
+        return variable, text
+    reading.warnings.append(
+        f"{variable} is known only when the job runs, so memlab takes the default allocator: give it with "
+        f"--set {variable}=VALUE"
+    )
+    return variable, ""
+
+
 def _allocator(reading: Reading) -> AllocatorSettings:
-    """Reads ``PYTORCH_CUDA_ALLOC_CONF`` of a script or of a configuration's environment.
+    """Reads ``PYTORCH_CUDA_ALLOC_CONF`` of a script or of a configuration's environment, and a framework's own switch.
 
     Raises:
         ValueError: If an option's value is none that torch reads.
     """
-    variable, text = ALLOCATOR_VARIABLES[0], reading.values.get("allocator")
-    for name in ALLOCATOR_VARIABLES:
-        if name in reading.entries.environment:
-            variable, text = name, reading.entries.environment[name]
-    if not text:
-        return AllocatorSettings()
-    if UNKNOWN in text:
-        reading.warnings.append(
-            f"{variable} is known only when the job runs, so memlab takes the default allocator: give it with "
-            f"--set {variable}=VALUE"
-        )
-        return AllocatorSettings()
     values: dict[str, Any] = {}
+    variable, text = _allocator_variable(reading)
     for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text[:_LONGEST_ALLOCATOR]):
         name, _, value = (part.strip() for part in option.partition(":"))
         if name in _ALLOCATOR_OPTIONS:
@@ -327,4 +423,6 @@ def _allocator(reading: Reading) -> AllocatorSettings:
                 reading.not_modelled.append(
                     NotModelled(f"{variable}.{name}", value, missing.effect, missing.reason, "environment")
                 )
+    if reading.values.get("expandable_segments"):  # a framework's own switch, which it turns after the start
+        values["expandable_segments"] = True
     return AllocatorSettings(**values)

@@ -44,6 +44,8 @@ class Entries:
     """All keys of a job's file, the last value of each."""
 
     by_key: dict[str, Entry] = field(default_factory=dict)
+    causes: list[str] = field(default_factory=list)
+    """What is wrong with the file itself, such as a command that ends too early: to be said before anything else."""
     warnings: list[str] = field(default_factory=list)
     """What the reader of the file did not follow, in whole sentences."""
     environment: dict[str, str] = field(default_factory=dict)

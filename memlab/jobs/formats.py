@@ -6,15 +6,19 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, lines_of, parse_scalar
+from memlab.jobs.entries import UNKNOWN, Entries, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
+from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
+from memlab.jobs.slime_file import FILES, values_of
+from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
 _MOST_BYTES = 8 * 2**20
@@ -24,23 +28,25 @@ _ACTION = "give a script, a log with a block of arguments, or a resolved configu
 LOOKED_FOR = (
     "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
     "bridge: the key model with ddp or train; verl: actor_rollout_ref; nemo-rl: policy.megatron_cfg; skyrl: "
-    "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, or 'megatron sft'"
+    "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, 'megatron sft', or YAML with its arguments"
 )
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
 _FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
 _FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
-_SWIFT_COMMANDS = {"sft", "pt", "rlhf"}
 
 
-def read_file(path: Path, variables: dict[str, str], format_name: str | None) -> tuple[str, Entries]:
+def read_file(
+    path: Path, variables: dict[str, str], format_name: str | None, arguments: list[str] | None = None
+) -> tuple[str, Entries]:
     """Reads a job's file.
 
     Args:
         path: A file, or a folder in which a framework keeps its resolved configuration.
         variables: Given for a script; the entries' environment has those that it reads or sets.
         format_name: The framework whose file it is; None recognizes it.
+        arguments: What a script is started with; None if that is not known.
 
     Returns:
         The framework's name, and the keys of the file.
@@ -50,6 +56,9 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
     """
     path = _file_of(path)
     text, is_whole = _text(path)
+    is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
+    if arguments is not None and (not is_script or has_argument_block(text)):
+        raise ValueError(f"{path.name} is no script that could be started with values: leave out what follows --")
     if has_argument_block(text):
         entries = read_argument_block(text, path.name)
         if not is_whole:
@@ -63,14 +72,16 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         where = "" if is_whole else " in its first 8 MiB"
         raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
-        return _json_format(text, path, format_name)
+        return _json_format(text, path, format_name, variables)
     if path.suffix in (".yaml", ".yml"):
-        return _yaml_format(read_yaml(text, path.name), path, format_name)
+        return _yaml_format(read_yaml(text, path.name), path, format_name, variables)
     if path.suffix in (".py", ".ipynb"):
         raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
-    script = read_script(text, path, variables, is_job=lambda words: _format_of_words([words]) is not None)
+    script = read_script(
+        text, path, variables, arguments=arguments, is_job=lambda words: _format_of_words([words]) is not None
+    )
     return _script_format(script, path, format_name)
 
 
@@ -109,13 +120,16 @@ def _text(path: Path) -> tuple[str, bool]:
     return text, not rest
 
 
-def _json_format(text: str, path: Path, format_name: str | None) -> tuple[str, Entries]:
+def _json_format(text: str, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     values = parse_json(text, path.name, "give the args.json that ms-swift writes")
     if not isinstance(values, dict) or len(values) > 20_000:
         raise ValueError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
     trees = {key for key, value in values.items() if isinstance(value, dict)}
     if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
-        return _yaml_format(read_yaml(text.replace("\t", " "), path.name), path, format_name)  # JSON is YAML
+        root = read_yaml(text.replace("\t", " "), path.name)  # JSON is YAML
+        return _yaml_format(root, path, format_name, variables)
+    if format_name is None and path.name != "args.json" and not is_argument_file(values):
+        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
     entries = Entries()
     for key, value in values.items():
@@ -123,25 +137,22 @@ def _json_format(text: str, path: Path, format_name: str | None) -> tuple[str, E
     return format_name or "ms-swift", entries
 
 
-_BRACKETS = re.compile(r"\[[\w ]*\]")
-"""Several values of one argument, as Megatron-LM's tests write them; their launcher takes the brackets away."""
+def _plain(root: Node) -> dict[str, Any]:
+    """Returns a file's keys with their values, and of a mapping its keys alone."""
+    return {
+        key: dict.fromkeys(node.value) if isinstance(node.value, dict) else node.value
+        for key, node in root.value.items()
+    }
+
+
 _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 
-def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, Entries]:
-    model_args = root.value.get("MODEL_ARGS")
-    if model_args is not None and isinstance(model_args.value, dict):
-        entries = Entries()
-        for key, node in model_args.value.items():
-            value = [child.value for child in node.value] if isinstance(node.value, list) else node.value
-            if isinstance(value, str) and (" " in value or _BRACKETS.fullmatch(value)):
-                words = value[1:-1] if _BRACKETS.fullmatch(value) else value
-                value = [parse_scalar(part) for part in words.split()]
-            entries.add(key.lstrip("-").replace("-", "_"), value, node.line)
-        variables = root.value.get("ENV_VARS")
-        if variables is not None and isinstance(variables.value, dict):
-            entries.environment = {key: str(node.value) for key, node in variables.value.items()}
-        return format_name or "megatron-lm", entries
+def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
+    if "MODEL_ARGS" in root.value and isinstance(root.value["MODEL_ARGS"].value, dict):
+        return format_name or "megatron-lm", model_args(root, variables)
+    if format_name == "ms-swift" or (format_name is None and is_argument_file(_plain(root))):
+        return "ms-swift", arguments_of(root, path.name)
     entries = _with_defaults(root, path, [])
     resolve(entries)
     _collapse_targets(entries)
@@ -231,24 +242,35 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     texts = [[word for word, _ in command.words] for command in script.commands]
     found = format_name or _format_of_words(texts)
     # Arguments may be missing because of what could not be followed, such as a sourced file.
-    cause = f" ({'; '.join(script.warnings[:2])})" if script.warnings else ""
+    causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
+    cause = f"{path.name}, {causes[0]}; " if causes else ""
     if found is None:
         raise ValueError(
-            f"{path.name} is of no format that memlab reads{cause}. It looked for {LOOKED_FOR}: give --format"
+            f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
-    entries = Entries(warnings=list(script.warnings))
+    entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
     command = _chosen(script, found, entries.warnings)
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            if is_started_by_a_launcher(word for word, _ in command.words):
+                _take_file_of_a_launcher(command, path, entries)
+            if found == "slime":
+                _take_values_above_flags(path, entries)
+            if found == "ms-swift":
+                _take_argument_file(words, path, entries)
+                if "rlhf_type" not in entries.by_key and is_preference_learning(words):
+                    entries.add("rlhf_type", "dpo", command.line)
         else:
             _take_configuration(words, path, framework, entries)
             read_overrides(words, entries)
             resolve(entries)
-        entries.environment = command.variables
+        entries.environment = entries.environment | command.variables
+        if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
+            entries.causes.append(script.lacks_arguments)
     if not entries.by_key:
-        raise ValueError(f"{path.name} has no arguments of {found}{cause}: {_ACTION}")
+        raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
 
 
@@ -257,8 +279,8 @@ def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[
     own = [line for word, line in command.words if isinstance(word, OwnArguments)]
     if own:
         warnings.append(
-            f"{lines_of(own)}: $@ stands for what the script is started with, which memlab does not see: give what "
-            "matters with --set KEY=VALUE"
+            f"{lines_of(own)}: $@ stands for what the script is started with, which memlab does not see: give it "
+            "behind the file, after --, or what matters with --set KEY=VALUE"
         )
     return [(word, line) for word, line in command.words[1:] if not isinstance(word, OwnArguments)]
 
@@ -288,6 +310,86 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         entries.warnings += own.warnings
 
 
+def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
+    """Takes the arguments of the file that a command of ms-swift names, below those of its flags."""
+    named = named_file(words)
+    if named is None:
+        return
+    name, line = named
+    root = _argument_file(name, line, path, entries)
+    if root is None:
+        return
+    own = arguments_of(root, name)
+    flags = entries.by_key
+    for key in ("config", "use_ray"):
+        flags.pop(key, None)
+    if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
+        names = ", ".join(f"--{key}" for key in flags)
+        entries.warnings.append(
+            f"line {line}: under Ray, ms-swift reads the arguments of {name} only, so these flags change nothing: "
+            f"{names}"
+        )
+        flags = {}
+    entries.by_key = own.by_key | flags
+    entries.environment = own.environment
+
+
+def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> None:
+    """Takes the flags of the file that MoE Model Zoo's launcher reads, below those of the command."""
+    variables = command.variables
+    root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
+    if root is None or "MODEL_ARGS" not in root.value:
+        return
+    own = model_args(root, variables)
+    if (nodes := variables.get("NNODES", "")).isdigit():
+        own.add("nnodes", int(nodes), command.line)
+        own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)
+    entries.by_key = own.by_key | entries.by_key
+    entries.environment = own.environment
+    entries.warnings.append(
+        f"line {command.line}: the launcher adds flags of its own for DISPATCHER, PR, VPP, OPTIMIZER_OFFLOAD and "
+        "A2A_OVERLAP, which memlab does not read: give those that matter with --set KEY=VALUE"
+    )
+
+
+def _take_values_above_flags(path: Path, entries: Entries) -> None:
+    """Takes the values of the files that slime's arguments name."""
+    for argument in FILES:
+        entry = entries.by_key.get(argument)
+        if entry is not None and entry.value:
+            name = UNKNOWN if entry.is_unknown else str(entry.value)
+            root = _argument_file(name, entry.line or 1, path, entries)
+            if root is not None:
+                entries.by_key |= values_of(root, argument, name).by_key
+
+
+def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:
+    """Reads a file of arguments, named from the script's folder or from one above it, where the job may be started.
+
+    Args:
+        name: As the command has it.
+        line: Of the command.
+        path: The script.
+        entries: They get a warning if the file is not there.
+
+    Returns:
+        Its root, or None.
+    """
+    bases = [folder / name for folder in path.absolute().parents]
+    base = next((one for one in bases if UNKNOWN not in name and _is_file(one)), None)
+    if base is None:
+        shown = "" if UNKNOWN in name else f" {shortened(name)}"
+        entries.warnings.append(
+            f"line {line}: the file of arguments{shown} is not beside the script, so what it sets is unknown: put it "
+            "there, or give its keys with --set"
+        )
+        return None
+    content, _ = _text(base)
+    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
+        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -300,7 +402,9 @@ def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | No
     start = _FIRST_KEYS.get(framework)
     own = [one for one in script.commands if _format_of_words([[word for word, _ in one.words]]) == framework]
     by_words = {
-        tuple(word for word, _ in one.words): one for one in reversed(own or script.commands) if _score(one, start)
+        tuple(word for word, _ in one.words): one
+        for one in reversed(own or script.commands)
+        if own or _score(one, start)
     }
     if not by_words:
         return None
@@ -324,9 +428,11 @@ def _format_of_words(commands: list[list[str]]) -> str | None:
         if any(word.lstrip("+~").startswith(start) for words in commands for word in words):
             return name
     for words in commands:
-        swift = any(one.endswith("megatron") and other in _SWIFT_COMMANDS for one, other in pairwise(words))
+        swift = any(one.endswith("megatron") and other in COMMANDS for one, other in pairwise(words))
         if swift or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words):
             return "ms-swift"
+    if any(is_started_by_a_launcher(words) for words in commands):
+        return "megatron-lm"
     flags = {word.partition("=")[0] for words in commands for word in words if word.startswith("--")}
     if "--actor-num-nodes" in flags:
         return "slime"

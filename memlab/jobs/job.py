@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,16 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import BOUNDS, EFFECTS
-from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
+from memlab.jobs.bounds import BOUNDS, BOUNDS_BY_SETTINGS, EFFECTS
+from memlab.jobs.building import (
+    ALLOCATOR_VARIABLES,
+    recompute_of_all_layers,
+    scenario_of,
+    settings_of,
+)
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
-from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading, Taken
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of
 
@@ -48,6 +53,8 @@ class Job:
     without_effect: dict[str, str] = None  # type: ignore[assignment]  # always given by `read`
     """Keys that do not change memory, each with a reason."""
     not_modelled: tuple[NotModelled, ...] = ()
+    causes: tuple[str, ...] = ()
+    """What is wrong with the file itself, such as a command that ends too early: to be corrected first of all."""
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -60,6 +67,7 @@ class Job:
         version: str | None = None,
         architecture: str | Path | Architecture | None = None,
         world_size: int | None = None,
+        arguments: Iterable[str] | None = None,
     ) -> Job:
         """Reads a job's file. Nothing in it is executed.
 
@@ -70,12 +78,14 @@ class Job:
             version: Version of the framework, if its defaults depend on the version.
             architecture: Replaces the job's own; None takes what the file says.
             world_size: Ranks of the job; None takes what the file says.
+            arguments: What a script is started with, its ``$1`` and so on; None if that is not known.
 
         Raises:
             ValueError: If memlab cannot understand the file; the message names the line where it is known.
         """
         try:
-            return cls._read(Path(path), format_name, overrides, version, architecture, world_size)
+            values = None if arguments is None else list(arguments)
+            return cls._read(Path(path), format_name, overrides, version, architecture, world_size, values)
         except (ArithmeticError, RecursionError) as error:
             raise ValueError(
                 f"{Path(path).name}: a calculation with its values fails ({error}): correct its sizes"
@@ -90,12 +100,13 @@ class Job:
         version: str | None,
         architecture: str | Path | Architecture | None,
         world_size: int | None,
+        arguments: list[str] | None,
     ) -> Job:
         given = dict(_pair(text) for text in overrides)
         variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
         if format_name is not None:
             framework_named(format_name)
-        name, entries = read_file(path, variables, format_name)
+        name, entries = read_file(path, variables, format_name, arguments)
         framework = framework_named(name)
         environment = {
             name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
@@ -143,6 +154,7 @@ class Job:
                 }
                 for one in self.not_modelled
             ],
+            "causes": list(self.causes),
             "warnings": list(self.warnings),
         }
 
@@ -153,7 +165,8 @@ class Job:
             ValueError: If the job cannot start or is not supported, with the reason.
         """
         if self.scenario is None or self.settings is None:
-            raise ValueError(f"{self.path.name}: {self.cannot_start or self.not_supported}")
+            cause = f"{self.causes[0]}; " if self.causes else ""
+            raise ValueError(f"{self.path.name}: {cause}{self.cannot_start or self.not_supported}")
         return self.scenario, self.settings
 
 
@@ -195,9 +208,12 @@ def _built(
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
+        framework.complete_of_model(reading, found)
+        framework.check(reading)
         scenario = scenario_of(reading, found)
-        _bound(reading, scenario)
-        settings = settings_of(reading)
+        _drop_overlap(reading, scenario)
+        settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
+        _bound(reading, scenario, settings)
     except CannotStartError as error:
         cannot_start, scenario = str(error), None
     except ValueError as error:
@@ -233,6 +249,7 @@ def _built(
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
+        causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
 
@@ -255,19 +272,34 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the model has no experts"
+        if one.place != "default":
+            reading.without_effect[one.key] = "the model has no experts"
 
 
-def _bound(reading: Reading, scenario: Scenario) -> None:
+def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
+    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
+    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
+        return
+    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the pipeline is not interleaved"
+
+
+def _bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
     """Says how much what is not modelled can change, where that is known."""
+    by_key = BOUNDS_BY_SETTINGS | {name: _without_settings(bound) for name, bound in BOUNDS.items()}
     for index, one in enumerate(reading.not_modelled):
         parts = one.key.split(".")
-        bound = next((BOUNDS[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in BOUNDS), None)
+        bound = next((by_key[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in by_key), None)
         if bound is not None and one.effect != "unknown":
             ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
             effect = EFFECTS[parts[-1]](scenario) if parts[-1] in EFFECTS else one.effect
-            bound_bytes = max(bound(rank) for rank in ranks)
+            bound_bytes = max(bound(rank, settings) for rank in ranks)
             reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=bound_bytes)
+
+
+def _without_settings(bound: Callable[[Scenario], int]) -> Callable[[Scenario, MemorySettings], int]:
+    return lambda scenario, _: bound(scenario)
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

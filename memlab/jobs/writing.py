@@ -123,7 +123,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     """Names what a framework cannot express of a job, each with the reason."""
     changed = _changed(framework, scenario, settings)
     reasons = {name: reason for name, reason in framework.cannot_write.items() if name in changed}
-    reasons |= framework.cannot_write_of(settings)
+    reasons |= framework.cannot_write_of(scenario, settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
         reasons["packed_sequences"] = f"{framework.title} has no key for this number of sequences in a row"
     if scenario.routing != Routing():

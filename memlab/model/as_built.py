@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from memlab.model.build import LiveModel
+from memlab.model.megatron_versions import forget_norm_groups
 from memlab.model.recover_failed_step import forget_discarded_outputs
 from memlab.model.retention import megatron_globals
 
@@ -32,7 +33,9 @@ class AsBuilt:
                     del attributes[name]
         for module in live.modules():
             forget_discarded_outputs(module)
+        forget_norm_groups(live.optimizer)
         for part in live.optimizers:
+            forget_norm_groups(part)
             part.optimizer.state.clear()
             getattr(part.optimizer, "_scales", {}).clear()
             for group in part.optimizer.param_groups:

@@ -49,6 +49,15 @@ def forget_pending_offload(layer: torch.nn.Module) -> None:
         vars(layer)["mlp_norm_manager"] = None
 
 
+def forget_norm_groups(optimizer: Any) -> None:
+    """Lets an optimizer's next step ask the ranks again which parameters have a gradient norm of their own.
+
+    0.19 asks in the first step, with a tensor on the device, and keeps the answer (``optimizer/optimizer.py``). 0.16
+    has one norm.
+    """
+    vars(optimizer).pop("_has_grad_norm_group_cache", None)
+
+
 def _tracker() -> dict[str, Any]:
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         return moe_utils.get_moe_metrics_tracker().metrics

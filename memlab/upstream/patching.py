@@ -54,9 +54,9 @@ def swapped(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def _place(dotted: str) -> tuple[Any, str]:
     """Returns the owner and the attribute of a name; None as owner for another version's name."""
     row, name = replaceable()[dotted]
-    owner = pkgutil.resolve_name(row.owner)
     if not in_this_version(row):
         return None, name
+    owner = pkgutil.resolve_name(row.owner)
     if not hasattr(owner, name) and not row.absent_without_te and not row.is_builtin:
         raise AttributeError(
             f"{dotted} does not exist in the installed version, and memlab replaces it ({row.where}): {row.why} "

@@ -470,6 +470,15 @@ _WITHOUT_TE = (
         use="replaced",
         where="backends/simulated.py",
         why="Under FP8 Megatron checkpoints layers with it.",
+        until=(0, 18),
+    ),
+    Internal(
+        owner="megatron.core.recompute",
+        names=("get_fp8_context", "te_checkpoint"),
+        use="replaced",
+        where="backends/simulated.py",
+        why="The checkpoints of layers have moved here from ``transformer_block.py``, with these two names.",
+        since=(0, 18),
     ),
     Internal(
         owner="megatron.core.transformer.moe.moe_layer",
@@ -989,6 +998,15 @@ _MEGATRON = (
         where="model/data_parallel_overlap.py",
         why="What a failed step leaves of its communication.",
         on_instances=True,
+    ),
+    Internal(
+        owner="megatron.core.optimizer.optimizer:ChainedOptimizer",
+        names=("_has_grad_norm_group_cache",),
+        use="used",
+        where="model/megatron_versions.py",
+        why="What a first step has asked the ranks; a model that starts over asks again.",
+        on_instances=True,
+        since=(0, 19),
     ),
     Internal(
         owner="megatron.core.optimizer.optimizer:ChainedOptimizer",

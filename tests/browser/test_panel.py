@@ -136,7 +136,7 @@ def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPag
     expect(panel.error_boxes).to_have_count(0)
     panel.press("state-toggle")
     panel.write("state-max-split-size-mb", 5)
-    expect(panel.error_boxes).to_contain_text("max_split_size_mb is 5, must be a whole number of at least 21")
+    expect(panel.error_boxes).to_contain_text("max_split_size_mb is 5, must be a whole number of at least 20")
     panel.write("state-max-split-size-mb", 0)
     expect(panel.error_boxes).to_have_count(0)
     panel.tick("state-expandable-segments")

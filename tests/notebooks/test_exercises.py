@@ -449,13 +449,13 @@ EXERCISES = {
                 layout(dp=4),
                 layout(pp=4),
                 layout(tp=2),
-                layout(tp=4),  # Megatron refuses it
                 layout(context_parallel_size=4),
                 "mine = Layout()",
                 f'{layout(dp=4)}; job = job | {{"num_layers": 4, "seq_length": 128}}',
                 OtherLine(layout(dp=4), "lab.step()", "lab.step(full_recompute)"),
                 OtherLine(layout(tp=2, dp=2), "num_microbatches=number", "num_microbatches=1"),
             ),
+            also_right=(layout(tp=4),),  # more ranks than query groups
         ),
     ],
     "10_one_layer": [

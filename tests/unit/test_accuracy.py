@@ -8,9 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from megatron.core.package_info import MINOR
 
 from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
 from memlab.analysis.limits import Limit
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -41,7 +43,16 @@ for step in MEASURED:
 
 def sample(records: list[StepRecord]) -> list[StepRecord]:
     """Plain, and another one. All cases: `benchmarks/accuracy.py`."""
-    return [records[0], records[len(records) // 2]]
+    return [records[0], next(record for record in records[len(records) // 2 :] if runs_here(record))]
+
+
+def runs_here(record: StepRecord) -> bool:
+    """Whether the installed Megatron takes such a step: 0.19 fails with some offload modules (test_offload_groups.py)."""
+    try:
+        check_on_model(record.settings, record.scenario)
+    except ValueError:
+        return MINOR < 19
+    return True
 
 
 def test_fp8_steps_of_two_ranks_peak_between_the_prediction_and_what_torch_may_keep_beside_it() -> None:

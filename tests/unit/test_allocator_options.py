@@ -6,10 +6,12 @@ import itertools
 import json
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memlab.allocator.replay import Block, Blocks
 from memlab.allocator.request_log import RequestLog
@@ -143,11 +145,30 @@ def test_an_expandable_segment_maps_the_pages_that_a_search_from_scratch_maps(se
         assert mine.reserved_bytes == len(truth.mapped) * page
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_above_max_split_size_are_never_split(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_split_size_mb", value) for value in (0, 1, 19, 20, 21, 1024, 2**20)),
+        *(("garbage_collection_threshold", value) for value in (0, 1e-4, 0.5, 0.9999, 1, 1.5)),
+    ],
+)
+def test_the_bounds_are_those_of_torch_s_own_parser(name: str, value: float) -> None:
+    try:
+        torch._C._accelerator_setAllocatorSettings(
+            f"{name}:{value:f}" if isinstance(value, float) else f"{name}:{value}"
+        )
+        is_accepted = True
+    except (RuntimeError, ValueError):
+        is_accepted = False
+    with nullcontext() if is_accepted else pytest.raises(ValueError, match=f"{name} is .*must be"):
+        AllocatorSettings(**{name: value})
+
+
+@pytest.mark.parametrize(("seed", "split_mib"), [(0, 32), (1, 32), (2, 32), (3, 20), (4, 20)])
+def test_blocks_above_max_split_size_are_never_split(seed: int, split_mib: int) -> None:
     choose = random.Random(seed)
-    mine = CachingAllocator(AllocatorSettings(max_split_size_mb=32))
-    truth = reference.CachingAllocator(unsplit_from=32 * MIB)
+    mine = CachingAllocator(AllocatorSettings(max_split_size_mb=split_mib))
+    truth = reference.CachingAllocator(unsplit_from=split_mib * MIB)
     live: list[tuple[Any, Any]] = []
     for _ in range(500):
         if len(live) < 20 or choose.random() < 0.5:
@@ -159,7 +180,7 @@ def test_blocks_above_max_split_size_are_never_split(seed: int) -> None:
             mine.free(mine_block)
             truth.free(true_block)
         assert mine.reserved_bytes == truth.totals[-1][2]
-    replayed = Blocks([], unsplit_from_bytes=32 * MIB)
+    replayed = Blocks([], unsplit_from_bytes=split_mib * MIB)
     for entry in truth.trace:
         replayed.replay(entry)
     assert sum(block.num_bytes for block in replayed if not block.is_free) == truth.totals[-1][0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memlab.config.architectures import ARCHITECTURES, find_architecture
+from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -24,6 +24,19 @@ PUBLISHED_PARAMETERS = {
     "qwen3-235b-a22b": 235_093_634_560,
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
+}
+# What transformers 5.24 counts of its own models with the sizes of their config.json files, on the meta device.
+COUNTED_PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 
 
@@ -43,25 +56,30 @@ def megatron() -> object:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
-def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
+def num_parameters_of_live_model(architecture: Architecture, megatron: object) -> int:
+    """Counts the parameters of Megatron's model with one and with two layers: each layer adds as many as the second."""
     from memlab.model.build import gpt_model
     from memlab.model.layers.torch_layers import TorchProvider
     from memlab.model.megatron_config import transformer_config
 
     def num_parameters(num_layers: int) -> int:
-        scenario = Scenario.of(name, num_layers=num_layers)
+        scenario = Scenario.of(architecture, num_layers=num_layers)
         with megatron(), FakeTensorMode():  # type: ignore[operator]
             config = transformer_config(scenario, MemorySettings())
             config.perform_initialization = False
             model = gpt_model(scenario, config, TorchProvider)
         return sum(parameter.numel() for parameter in model.parameters())
 
-    architecture = find_architecture(name)
-    # Each layer adds as many parameters as the second one.
     one, two = num_parameters(1), num_parameters(2)
-    assert one + (architecture.num_layers - 1) * (two - one) == PUBLISHED_PARAMETERS[name]
-    assert architecture.num_parameters == PUBLISHED_PARAMETERS[name]
+    return one + (architecture.num_layers - 1) * (two - one)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.endswith("-tiny")])
+def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
+    architecture = find_architecture(name)
+    published = (PUBLISHED_PARAMETERS | COUNTED_PARAMETERS)[name]
+    assert num_parameters_of_live_model(architecture, megatron) == published
+    assert architecture.num_parameters == published
 
 
 def qwen_config() -> dict[str, object]:
@@ -109,6 +127,12 @@ def newer(config: dict[str, object], *of_rope: str) -> dict[str, object]:
     return {name: value for name, value in config.items() if name not in of_rope} | {"rope_parameters": rope}
 
 
+def renamed_experts() -> dict[str, object]:
+    """The config as transformers 5.18 to 5.24 write it."""
+    config = newer(qwen_config(), "rope_theta")
+    return {"num_local_experts" if name == "num_experts" else name: value for name, value in config.items()}
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
@@ -116,6 +140,11 @@ def newer(config: dict[str, object], *of_rope: str) -> dict[str, object]:
         (phi_config(), "phi-4-mini"),
         (newer(qwen_config(), "rope_theta"), "qwen3-30b-a3b"),
         (newer(phi_config(), "rope_theta", "partial_rotary_factor"), "phi-4-mini"),
+        (phi_config() | {"sliding_window": 262144, "max_position_embeddings": 131072}, "phi-4-mini"),
+        (qwen_config() | {"sliding_window": 4096, "use_sliding_window": False}, "qwen3-30b-a3b"),
+        (qwen_config() | {"qkv_bias": False, "shared_expert_intermediate_size": 0}, "qwen3-30b-a3b"),
+        (renamed_experts(), "qwen3-30b-a3b"),
+        (renamed_experts() | {"num_experts": 128}, "qwen3-30b-a3b"),
     ],
 )
 def test_a_hugging_face_config_gives_the_same_architecture(
@@ -128,10 +157,71 @@ def test_a_hugging_face_config_gives_the_same_architecture(
     assert find_architecture(folder / "config.json") == ARCHITECTURES[name]
 
 
+_DENSE = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+_OF_OTHER_TYPES: list[tuple[dict[str, object], int]] = [
+    # The defaults of transformers' classes, and a model with tied embeddings.
+    ({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None, "vocab_size": 32000}, 6_738_415_616),
+    ({"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 28}, 596_049_920),
+    ({"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 151936}, 12_049_461_248),
+    ({"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "sliding_window": None}, 7_241_732_096),
+    ({"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46_702_792_704),
+]  # fmt: skip
+"""Each config with the number of parameters that transformers 5.24 counts of its own model on the meta device."""
+
+
+@pytest.mark.parametrize(("config", "num_parameters"), _OF_OTHER_TYPES, ids=lambda one: str(one)[:24])
+def test_models_with_the_same_parts_have_transformers_number_of_parameters(
+    config: dict[str, object], num_parameters: int, megatron: object, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_DENSE | config))
+    architecture = find_architecture(tmp_path)
+    assert architecture.num_parameters == num_parameters
+    assert num_parameters_of_live_model(architecture, megatron) == num_parameters
+    assert (
+        architecture.family,
+        architecture.qk_layernorm,
+        architecture.is_moe,
+        architecture.moe_router_pre_softmax,
+    ) == (
+        config["model_type"],
+        config["model_type"] == "qwen3",
+        config["model_type"] == "mixtral",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "models--Qwen--Qwen3-30B-A3B/snapshots/ad44e777bcd18fa416d9da3bd8f70d33ebb85d39",
+        "Qwen/Qwen3-30B-A3B/snapshots/ad44e777bcd18fa416d9da3bd8f70d33ebb85d39",
+        "Qwen/Qwen3-30B-A3B",
+    ],
+)
+def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
+    folder = tmp_path / path
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(qwen_config()))
+    assert find_architecture(folder).name == find_architecture(folder / "config.json").name == "Qwen3-30B-A3B"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "'llama' is not supported"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported: memlab reads qwen3_moe, mixtral, phi3, llama, mistral"),
+        ({"model_type": "qwen2"}, "'qwen2' is not supported, since it has biases of queries, keys and values: memlab"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias true is not supported"),
+        ({"model_type": "llama", "hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not modelled"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "has 'sliding_attention'"),
+        ({"model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 32768}, "sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "at least max_position_embeddings, None"),
+        ({"model_type": "qwen3", "sliding_window": 4096, "use_sliding_window": True}, "sliding_window 4096 is not"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not modelled"),
+        ({"qkv_bias": True}, "qkv_bias true is not supported"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size 512 is not modelled"),
+        ({"num_local_experts": 64}, "it has num_experts 128 and num_local_experts 64, two names for the same number"),
+        ({"num_experts": 1, "num_experts_per_tok": 1}, "moe_router_topk is 1 without moe_router_pre_softmax"),
         ({"hidden_size": None}, "hidden_size"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
         ({"attention_bias": True}, "attention_bias"),
@@ -221,6 +311,7 @@ def test_what_a_config_of_another_age_leaves_out_is_transformers_default(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = find_architecture(tmp_path / "config.json")
     assert (found.num_query_groups, found.rotary_base) == (4, 1e6)
+    assert (found.moe_router_pre_softmax, found.moe_aux_loss_coeff) == (True, 0.001)
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_attention_heads", "hidden_size", "rms_norm_eps"])

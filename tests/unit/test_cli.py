@@ -111,7 +111,7 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
         ("measure phi-4-tiny --offload-modules=", "offload_modules is an empty list: name at least one of"),
         (
             "measure phi-4-tiny --offload-modules core_attn,nope",
-            "offload_modules has ['nope'], which Megatron does",
+            "offload_modules has ['nope'], which memlab does not model",
         ),
         ("measure phi-4-tiny --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),
         ("measure phi-4-tiny --offload-modules moe_act", "offload_modules has ['moe_act'], which only MoE layers have"),

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 import memlab.lab.lab
 from memlab.backends import simulated_routing
 from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -28,6 +29,8 @@ from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.processes import on_processes
 
+QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -35,7 +38,7 @@ class Job:
 
     sizes: dict[str, int]
     settings: tuple[MemorySettings, ...] = (MemorySettings(),)
-    architecture: str = "qwen3-moe-tiny"
+    architecture: Architecture = QWEN
     state: TrainingState = field(default_factory=TrainingState)
     packed_sequences: int | None = None
 
@@ -212,9 +215,18 @@ AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_o
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
 OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
 PLAIN = MemorySettings()
+ONE_GROUP = {"num_attention_heads": 4, "num_query_groups": 1}
 
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
+    # More tensor parallel ranks than query groups: each has a part of a group's key and value.
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE), replace(QWEN, **ONE_GROUP)),
+    Job(
+        {"tensor_model_parallel_size": 2},
+        (PLAIN, *OF_DENSE),
+        replace(PHI, **ONE_GROUP),
+        state=TrainingState(apply_rope_fusion=True),
+    ),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
@@ -222,15 +234,17 @@ TWO = [
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
-        architecture="phi-4-tiny",
+        architecture=PHI,
         state=TrainingState(apply_rope_fusion=True),
         packed_sequences=2,
     ),
-    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture="phi-4-tiny"),
+    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
+    Job({"data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY), state=TrainingState(overlap_param_gather=True)),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
     Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 ]
 FOUR = [
+    Job({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     Job({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
 ]
 
@@ -246,7 +260,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[OfR
 
 def name_of(job: Job) -> str:
     packed = "" if job.packed_sequences is None else f"-{job.packed_sequences} packed"
-    return f"{job.architecture}-{Layout(**job.sizes)}{packed}"
+    groups = job.architecture.num_query_groups
+    return f"{job.architecture.name}-{groups} groups-{Layout(**job.sizes)}{packed}-{job.state}"
 
 
 @pytest.fixture(params=[*TWO, *FOUR], ids=name_of)

@@ -215,6 +215,9 @@ def test_options_without_effect_are_named() -> None:
         return set(Scenario.of("qwen3-moe-tiny", state=state, layout=Layout(**layout)).without_effect())
 
     assert reasons(TrainingState()) == reasons(WITHOUT) == set()
+    alone = TrainingState(use_distributed_optimizer=False, overlap_param_gather=True)
+    assert reasons(alone, data_parallel_size=2) == {"overlap_param_gather"}
+    assert reasons(TrainingState(overlap_param_gather=True), data_parallel_size=2) == set()
     assert reasons(OVERLAP) == {"overlap_grad_reduce", "overlap_param_gather"}
     assert reasons(OVERLAP, data_parallel_size=2) == reasons(OVERLAP, context_parallel_size=2) == set()
     # Experts that are spread over ranks are exchanged among fewer of them.

@@ -97,6 +97,7 @@ def write_model(architecture: Architecture, folder: Path) -> Architecture:
         "num_experts_per_tok": architecture.moe_router_topk,
         "moe_intermediate_size": architecture.moe_ffn_hidden_size,
         "router_aux_loss_coef": architecture.moe_aux_loss_coeff,
+        "norm_topk_prob": not architecture.moe_router_pre_softmax,
     }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
@@ -166,7 +167,10 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         kept |= {
             field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *SINCE_MEGATRON_0_19)
         }
-    if FRAMEWORKS[name].cannot_write_of(settings):
+    unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
+    if unsaid.pop("overlap_param_gather", None):
+        state["overlap_param_gather"] = False
+    if unsaid:
         moved = kept["offload_parameters"]
         kept |= {"offload_gradients": moved, "offload_optimizer": moved}
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":

@@ -68,6 +68,9 @@ model:
   moe_router_topk: 8
   moe_ffn_hidden_size: 768
   qk_layernorm: true
+  bias_activation_fusion: true
+  gradient_accumulation_fusion: false
+  moe_router_dtype: fp32
   seq_length: 4096
 """
 REMEDY = {"checkpoint_input_remedy": "release_storage"}
@@ -98,23 +101,23 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "bridge", "run_config.yaml", BRIDGE + "  expert_model_parallel_size: 8\ntrain:\n  micro_batch_size: 1\n  global_batch_size: 16\nddp:\n  grad_reduce_in_fp32: true\n  overlap_grad_reduce: true\nworld_size: 8\n",
-        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_microbatches": 2, "overlap_grad_reduce": True},
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_microbatches": 2, "overlap_grad_reduce": True, "cross_entropy_loss_fusion": True},
     ),
     (
         "bridge", "run_config.yaml", BRIDGE + "  tensor_model_parallel_size: 2\n  sequence_parallel: true\n  expert_tensor_parallel_size: 1\n  recompute_granularity: selective\n  recompute_modules: [moe_act, layernorm]\n  params_dtype:\n    _call_: false\n    _target_: torch.bfloat16\n  attention_backend:\n    _target_: megatron.core.transformer.enums.AttnBackend\n    _call_: true\n    _args_: [2]\ntrain:\n  global_batch_size: 4\nddp:\n  grad_reduce_in_fp32: false\noptimizer:\n  use_precision_aware_optimizer: true\n  exp_avg_dtype:\n    _call_: false\n    _target_: torch.bfloat16\nworld_size: 8\n",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 4, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act")},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 4, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act"), "cross_entropy_loss_fusion": True},
     ),
     (
         "bridge", "run_config.yaml", BRIDGE + "  pipeline_model_parallel_size: 4\n  virtual_pipeline_model_parallel_size: 3\ntrain:\n  micro_batch_size: 2\n  global_batch_size: 16\nmixed_precision: bf16_mixed\nddp: {}\nworld_size: 4\n",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3, "micro_batch_size": 2, "num_microbatches": 8},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3, "micro_batch_size": 2, "num_microbatches": 8, "cross_entropy_loss_fusion": True},
     ),
     (
         "bridge", "run_config.yaml", BRIDGE.replace("num_layers: 48", "num_layers: 4") + "  cross_entropy_loss_fusion: true\n  cross_entropy_fusion_impl: te\n  fp8: e4m3\n  fp8_recipe: tensorwise\ntrain:\n  manual_gc: true\nmixed_precision:\n  grad_reduce_in_fp32: false\noptimizer:\n  optimizer_cpu_offload: true\n  optimizer_offload_fraction: 1.0\nddp: {bucket_size: 40000000, overlap_grad_reduce: true}\nworld_size: 1\n",
         {"architecture": "qwen3-30b-a3b", "num_layers": 4, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "manual_gc": True, "grad_reduce_in_bf16": True, "optimizer_cpu_offload": True, "ddp_bucket_size": 40000000, "overlap_grad_reduce": True},
     ),
     (
-        "bridge", "run_config.yaml", "checkpoint: &parallel\n  context_parallel_size: 2\nmodel:\n  <<: *parallel\n  hf_model_id: microsoft/phi-4\n  seq_length: 8192\n  recompute_granularity: full\n  recompute_method: block\n  recompute_num_layers: 12\ntrain:\n  global_batch_size: 1\nddp:\n  grad_reduce_in_fp32: true\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'\nworld_size: 2\n",
-        {"architecture": "phi-4", "context_parallel_size": 2, "seq_length": 8192, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 12, "expandable_segments": True},
+        "bridge", "run_config.yaml", "dataset: &parallel\n  context_parallel_size: 2\nmodel:\n  <<: *parallel\n  hf_model_id: microsoft/phi-4\n  seq_length: 8192\n  recompute_granularity: full\n  recompute_method: block\n  recompute_num_layers: 12\ntrain:\n  global_batch_size: 1\nddp:\n  grad_reduce_in_fp32: true\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'\nworld_size: 2\n",
+        {"architecture": "phi-4", "context_parallel_size": 2, "seq_length": 8192, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 12, "expandable_segments": True, "cross_entropy_loss_fusion": True},
     ),
     (
         "verl", "run.sh", VERL + f"trainer.nnodes=1 trainer.n_gpus_per_node=8 {ACTOR}.megatron.tensor_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=8 {ACTOR}.megatron.expert_tensor_parallel_size=1 {ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8192 data.max_prompt_length=1024 data.max_response_length=7168 {ACTOR}.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
@@ -158,23 +161,23 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "skyrl", "run.sh", f"NODES=2\nGPUS=8\n{SKYRL} trainer.placement.policy_num_nodes=$NODES trainer.placement.policy_num_gpus_per_node=$GPUS {MEGATRON}.tensor_model_parallel_size=4 {MEGATRON}.pipeline_model_parallel_size=2 {MEGATRON}.expert_model_parallel_size=8 {MEGATRON}.expert_tensor_parallel_size=1 trainer.micro_train_batch_size_per_gpu=4 trainer.policy_mini_batch_size=64 generator.n_samples_per_prompt=5 trainer.max_prompt_length=512 generator.sampling_params.max_generate_length=1024",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 1536, "micro_batch_size": 4, "num_microbatches": 40, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 1536, "micro_batch_size": 4, "num_microbatches": 40, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.gradient_checkpointing=false trainer.flash_attn=false trainer.placement.colocate_all=false trainer.logprobs_chunk_size=null trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.ddp_config.grad_reduce_in_fp32=false {MEGATRON}.optimizer_config_kwargs.use_precision_aware_optimizer=true trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.context_parallel_size=2 {MEGATRON}.transformer_config_kwargs.attention_backend=fused trainer.max_tokens_per_microbatch=8192 trainer.policy.optimizer_config.offload_after_step=false {MEGATRON}.transformer_config_kwargs.recompute_granularity=selective {MEGATRON}.transformer_config_kwargs.recompute_method=null {MEGATRON}.transformer_config_kwargs.recompute_num_layers=null",
-        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "offload_parameters": True, "offload_gradients": True},
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "offload_parameters": True, "offload_gradients": True, "expandable_segments": True},
     ),
     (
         "skyrl", "config.yaml", "trainer:\n  strategy: megatron\n  placement:\n    policy_num_gpus_per_node: 4\n  policy:\n    model:\n      path: microsoft/phi-4\n    megatron_config:\n      tensor_model_parallel_size: 2\n      fp8: hybrid\n      fp8_recipe: blockwise\n      optimizer_config_kwargs:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1.0\n        overlap_cpu_optimizer_d2h_h2d: true\n  policy_mini_batch_size: 4\ngenerator:\n  n_samples_per_prompt: 1\n",
-        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED},
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=4 {MEGATRON}.pipeline_model_parallel_size=4 {MEGATRON}.transformer_config_kwargs.virtual_pipeline_model_parallel_size=2 {MEGATRON}.transformer_config_kwargs.recompute_num_layers=2 trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2, "expandable_segments": True},
     ),
     (
         "slime", "run.sh", "PERF=(\n  --tensor-model-parallel-size 4\n  --sequence-parallel\n  --expert-model-parallel-size 8\n  --expert-tensor-parallel-size 1\n  --recompute-granularity full\n  --recompute-method uniform\n  --recompute-num-layers 1\n  # --micro-batch-size 1\n  --use-dynamic-batch-size\n  --max-tokens-per-gpu 20480\n)\nOPT=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)\nray job submit -- " + SLIME + "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${PERF[@]} ${OPT[@]} --attention-backend flash --no-rope-fusion",
@@ -396,7 +399,8 @@ def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_pa
     for flag in own:
         text = text.replace(flag, "")
     keys = {one.key: one.effect for one in Job.read(write(tmp_path, "run.sh", text)).not_modelled}
-    assert keys == {flag.partition(" ")[0].strip("-").replace("-", "_"): "either" for flag in own}
+    expected = {flag.partition(" ")[0].strip("-").replace("-", "_"): "either" for flag in own}
+    assert keys == expected | {"moe_router_dtype": "less"}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +436,7 @@ def test_a_dense_job_of_bridge_ignores_its_expert_keys_and_takes_the_rows_of_its
     job = Job.read(write(tmp_path, "run_config.yaml", text))
     scenario, _ = job.required()
     assert (scenario.seq_length, scenario.architecture.share_embeddings_and_output_weights) == (1024, True)
-    assert job.not_modelled == ()
+    assert {one.place for one in job.not_modelled} == {"default"}
     assert "the model has no experts" in job.without_effect.values()
     # An 8xH100 job of these sizes had 648,022,528 bytes more at a step's start than memlab predicts (labs/LOG.md).
     assert unused_gradient_bytes(scenario) == 2 * 2048 * (128256 + 16384 + 8192 + 3072 + 2048)
@@ -670,7 +674,10 @@ def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: 
     assert "\\u0000" not in json.dumps(job.to_dict())
 
 
-OWN = "$@ stands for what the script is started with, which memlab does not see: give what matters with --set KEY=VALUE"
+OWN = (
+    "$@ stands for what the script is started with, which memlab does not see: give it behind the file, after --, or what "
+    "matters with --set KEY=VALUE"
+)
 
 
 @pytest.mark.parametrize(
@@ -842,9 +849,9 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("args.json", '{"model": "phi-4", "megatron_extra_kwargs": "{\\"min_offloaded_tensor_size\\": \\"many\\"}"}', "line 1: megatron_extra_kwargs.min_offloaded_tensor_size is 'many', must be a whole number: correct it"),
         *(("run.sh", f"python pretrain_gpt.py {QWEN} --{flag} 0", f"line 1: {flag.replace('-', '_')} is 0, must be a whole number of at least 1: correct it") for flag in ("make-vocab-size-divisible-by", "micro-batch-size", "seq-length", "global-batch-size")),
         ("run.sh", f"{SLIME} --actor-num-nodes 1 --max-tokens-per-gpu 0", "line 1: max_tokens_per_gpu is 0, must be a whole number of at least 1: correct it"),
-        ("run_config.yaml", BRIDGE + "  make_vocab_size_divisible_by: 0\n  should_pad_vocab: true\ntrain: {micro_batch_size: 1}\n", "line 16: model.make_vocab_size_divisible_by is 0, must be a whole number of at least 1: correct it"),
+        ("run_config.yaml", BRIDGE + "  make_vocab_size_divisible_by: 0\n  should_pad_vocab: true\ntrain: {micro_batch_size: 1}\n", "line 19: model.make_vocab_size_divisible_by is 0, must be a whole number of at least 1: correct it"),
         ("run.sh", "NPROC_PER_NODE=0 megatron sft --model phi-4", "environment: NPROC_PER_NODE is '0', must be a whole number of at least 1: correct it"),
-        ("run.sh", "source models/x.sh\ntorchrun x.py ${ARGS[@]}", "run.sh is of no format that memlab reads (line 1: the sourced file x.sh does not exist, or is not a text of less than 1 MiB"),
+        ("run.sh", "source models/x.sh\ntorchrun x.py ${ARGS[@]}", "run.sh, line 1: the sourced file x.sh does not exist, or is not a text of less than 1 MiB"),
         ("config.yaml", "policy:\n  ? " + "k" * 1000 + "\n  : {a: 1}\n  megatron_cfg: {enabled: true}\n", "config.yaml, line 3: a key has more than 500 characters: give another file"),
         ("run.sh", f"{VERL} actor_rollout_ref.model.lora='{{rank: [}}'", "the value of actor_rollout_ref.model.lora, line 1: it is not valid YAML"),
         ("empty.sh", " \n", "empty.sh is empty"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from memlab.commands.shared.step_flags import layout_of_the_job
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
+from memlab.lab.lab import Lab
 from memlab.views.text.ranks import ranks_table
 from tests.unit.builders import record_of
 
@@ -61,6 +63,10 @@ def test_ranks_of_a_kind_are_looked_at_once() -> None:
             "must divide the 6 ranks of a stage: choose expert_model_parallel_size from 1, 2, 3, 6",
         ),
         (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks",
+        ),
+        (
             {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 3},
             "1 x expert_tensor_parallel_size 4 is 4, must divide the 6 ranks .* change expert_tensor_parallel_size",
         ),
@@ -74,7 +80,7 @@ def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) ->
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"tensor_model_parallel_size": 8}, r"must divide the 4 query groups of qwen3-30b-a3b: choose from 1, 2, 4"),
+        ({"tensor_model_parallel_size": 3}, "must divide the 32 attention heads .* choose from 1, 2, 4, 8, 16, 32"),
         (
             {"context_parallel_size": 3},
             r"4096 tokens of a sequence into 6 chunks, two per rank: choose from 1, 2, 4, 8,",
@@ -87,6 +93,44 @@ def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) ->
 def test_what_does_not_divide_is_refused_with_the_choices(sizes: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Scenario.of(architecture=QWEN, layout=Layout(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "channels"),
+    [(32, 4, 128), (40, 10, 128), (24, 8, 128), (5, 5, 32), (4, 2, 32), (12, 1, 64), (48, 6, 80), (64, 4, 128)],
+)
+def test_the_tensor_parallel_sizes_are_those_that_megatron_builds(heads: int, groups: int, channels: int) -> None:
+    """Megatron's own config and its rule for the rows of a column-parallel linear are asked for each size."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import divide
+
+    attention = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": channels}
+    model = replace(QWEN, **attention)
+    for size in range(1, heads + 2):
+        try:
+            TransformerConfig(num_layers=1, hidden_size=2048, tensor_model_parallel_size=size, **attention)
+            divide((heads + 2 * groups) * channels, size)
+            builds = True
+        except (ValueError, AssertionError):
+            builds = False
+        layout, split = (
+            Layout(tensor_model_parallel_size=size),
+            replace(model, vocab_size=size, moe_ffn_hidden_size=size),
+        )
+        refusal = pytest.raises(ValueError, match="by a rule of Megatron-Core: choose from 1")
+        with nullcontext() if builds else refusal:
+            layout.check(split, 1, size, 1)
+
+
+def test_a_rank_has_its_part_of_the_weights_where_more_ranks_share_them_than_there_are_query_groups() -> None:
+    """Qwen3-30B-A3B with 2 layers on 8 tensor parallel ranks: counted by hand from the matrices that each rank has."""
+    vocabulary, qkv, projection = 2 * 151936 * 2048 // 8, (32 + 2 * 4) * 128 * 2048 // 8, 32 * 128 * 2048 // 8
+    norms, router, experts = 2 * 2048 + 2 * 128, 128 * 2048, 128 // 8 * 3 * 2048 * 768
+    layout = Layout(tensor_model_parallel_size=8, expert_model_parallel_size=8, expert_tensor_parallel_size=1)
+    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=64, layout=layout, backend="simulated") as lab:
+        record = lab.step()
+    count = vocabulary + 2048 + 2 * (qkv + projection + norms + router + experts)
+    assert record.peak_by_category["parameters"] == 2 * count == 468_079_616
 
 
 def test_a_dense_model_has_an_mlp_to_split_and_no_experts_to_spread() -> None:

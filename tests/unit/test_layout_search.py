@@ -125,7 +125,8 @@ def test_each_step_of_a_lab_sends_as_much_if_passes_updates_or_the_whole_step_ar
                 lab.step(settings, warm_up=False)
                 of_steps.append(stepper.sent_bytes)
     assert sent[True] == sent[False]
-    assert (sent[True][0] == sent[True][1]) != overlaps, "the first step gathers no parameters before its passes"
+    gathered = [of_step["all-gather"] for of_step in sent[True]]
+    assert (gathered[0] == gathered[1]) != overlaps, "the first step gathers no parameters before its passes"
 
 
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
@@ -135,6 +136,7 @@ def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
     assert {one.layout.world_size for one in every} == {16}
     assert {one.tokens_per_step for one in every} == {job.tokens_per_step}
     assert every[0].layout == replace(job.layout, expert_tensor_parallel_size=1)
+    assert {one.layout.tensor_model_parallel_size for one in every} == {1, 2, 4, 8}, "8 ranks share 4 query groups"
     given = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8}
     assert {one for one in every if one.layout.tensor_model_parallel_size == 2} >= set(layouts_of(job, given))
 

@@ -452,8 +452,10 @@ def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_t
         lab.device_memory_bytes = None
         whole_layers = [choice for choice in proposed if choice.settings.recompute_granularity == "full"]
         assert whole_layers
-        # From another place of each layout's list, which is nearly the same: together they try every twentieth.
-        others = proposed[20 * PIPELINES.index(layout) :: 80]
+        # From another place of each layout's list, which is nearly the same: together they try every twentieth. Megatron
+        # 0.19 fails with many of the offload modules where chunks have one layer, so that this list is shorter.
+        stride = min(80, len(proposed) // 2)
+        others = proposed[stride * PIPELINES.index(layout) // len(PIPELINES) :: stride]
         assert len(others) >= 2
         for choice in [*whole_layers, *others]:
             # What is recomputed is recomputed from the first step on; what is offloaded moves in the second.

@@ -207,7 +207,7 @@ def test_the_allocator_s_options_by_message_are_those_of_the_next_simulated_run(
 
 def test_the_allocator_s_rules_are_next_to_the_group(shown: Panel) -> None:
     receive(shown, "max_split_size_mb", 5)
-    assert "max_split_size_mb is 5, must be a whole number of at least 21" in shown.training_state.error_box.value
+    assert "max_split_size_mb is 5, must be a whole number of at least 20" in shown.training_state.error_box.value
     press_run(shown)
     assert "Not started: max_split_size_mb" in shown.run_bar.status.value and not shown.state.lab.submitted
     receive(shown, "max_split_size_mb", 64)

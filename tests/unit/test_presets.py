@@ -43,7 +43,7 @@ def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
             f"{MEGATRON}.override_transformer_config.recompute_num_layers=1",
         ])),
         ("NeMo-RL", "policy: {model_name: phi-4, megatron_cfg: {enabled: true}}\ngrpo: {num_prompts_per_step: 8}"),
-        ("SkyRL", "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=phi-4"),
+        ("SkyRL", "uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=phi-4"),
     ],
 )  # fmt: skip
 def test_a_preset_is_what_a_job_with_these_keys_has(framework: str, text: str, tmp_path: Path) -> None:

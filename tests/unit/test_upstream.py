@@ -46,8 +46,16 @@ def has(row: Internal, name: str) -> bool:
         return re.search(rf"\b{name}\b", inspect.getsource(owner)) is not None
     if isinstance(owner, dict):
         return name in owner
+    if isinstance(owner, ModuleType) and getattr(owner, name, owner) is None and "extensions" not in row.owner:
+        return reads(owner, name)  # what is in megatron.core.extensions is there for others
     submodules = {module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", ()))}
     return hasattr(owner, name) or name in submodules
+
+
+def reads(module: ModuleType, name: str) -> bool:
+    """Whether a module's code uses a name: one that it only sets to None has been left behind, its code is elsewhere."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    return any(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) for node in nodes)
 
 
 @pytest.mark.parametrize(("row", "name"), EACH_NAME)

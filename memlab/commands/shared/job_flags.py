@@ -31,7 +31,12 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
         parser: Of the command.
         takes_job: Whether the file is named with ``--job``, and not as the command's own argument.
     """
-    group = parser.add_argument_group("job of another framework")
+    parser.set_defaults(values_of_script=None)
+    group = parser.add_argument_group(
+        "job of another framework",
+        "If the job's file is a script that is started with values, write them at the end, behind two dashes, as in: "
+        "-- 2 8",
+    )
     if takes_job:
         group.add_argument(
             "--job",
@@ -86,6 +91,7 @@ def job_of(
         version=arguments.framework_version,
         architecture=architecture,
         world_size=world_size,
+        arguments=arguments.values_of_script,
     )
 
 
@@ -131,6 +137,8 @@ def _require_a_model(arguments: argparse.Namespace) -> None:
     for flag in ("format", "framework_version", "set"):
         if getattr(arguments, flag):
             raise ValueError(f"--{flag.replace('_', '-')} concerns a job's file, and there is none: give --job FILE")
+    if arguments.values_of_script is not None:
+        raise ValueError("what follows -- is for a job's script, and there is none: give --job FILE, or leave it out")
     if arguments.architecture is None:
         raise ValueError(
             f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
@@ -139,7 +147,7 @@ def _require_a_model(arguments: argparse.Namespace) -> None:
 
 def _notes(job: Job, scenario: Scenario, num_microbatches: int) -> list[str]:
     """Says what the user should know of a job before its figures."""
-    notes = list(job.warnings)
+    notes = [*job.causes, *job.warnings]
     missing = [f"{one.key} ({one.effect})" for one in job.not_modelled if one.effect != "unknown"]
     if missing:
         words = "; ".join(missing)

@@ -1,6 +1,6 @@
 """Megatron-Bridge: the ``run_config.yaml`` that it writes into each checkpoint, or another dump of its ConfigContainer.
 
-Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own configs (main, August 2026).
+Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own configs (0.6.2).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks import without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, complete_provider
+from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
+    Effect,
     Key,
     Missing,
     is_given,
@@ -43,6 +44,7 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import LORA
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model import published_architecture
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -51,7 +53,7 @@ _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 KEYS = (
     Key("model.hf_model_id", "architecture", TEXT),
     Key("world_size", "world_size", WHOLE),
-    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE)),
+    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
     *under("model", ARCHITECTURE),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
@@ -75,23 +77,41 @@ KEYS = (
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
 )
-_PRECISIONS = ("fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention")
-_OVERLAPS = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
+_PRECISIONS = (
+    "fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "fp8_amax_history_len", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+)  # fmt: skip
+_OVERLAPS = (
+    "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
+    "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
+)  # fmt: skip
 FRAMEWORK_MISSING = (
-    Missing("peft.*", "less", LORA, is_given),
-    Missing("distill*", "more", "a teacher model on the same ranks", is_given),
-    *missing_under("model", MISSING),
+    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
-    Missing("comm_overlap.tp_comm_overlap", "more", "user buffers of the overlap of tensor parallel communication"),
-    *missing_under("mixed_precision", (row for row in MISSING if row.name in _PRECISIONS)),
-    *missing_under("comm_overlap", (row for row in MISSING if row.name in _OVERLAPS)),
+    *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),
+    Missing("mixed_precision.autocast_enabled", "more", "weights and activations are cast in each layer"),
+    *missing_under("comm_overlap", (row for row in (*MISSING, *MISSING_OPTIMIZER) if row.name in _OVERLAPS)),
     Missing("dist.use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("dist.use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
     Missing("train.empty_unused_memory_level", "less",
             "each step frees torch's cached memory, so fewer bytes stay reserved"),
-    Missing("env_vars.NVTE_*_ATTN", "either",
-            "it chooses the attention's kernel; memlab chooses it by attention_backend", lambda value: True),
+    Missing("dist.disable_jit_fuser", "more", "fused kernels run one by one, each with temporaries"),
+    Missing("tensor_inspect.enabled", "more", "Transformer Engine computes statistics of tensors"),
+    Missing("logger.log_max_attention_logit", "more", "the largest attention logit of each head is kept"),
+    Missing("logger.log_params_norm", "more", "parameters are copied to fp32 for their norm"),
+    Missing("logger.moe_routing_trace_path", "more", "routing is recorded", is_given),
+    *(
+        Missing(f"checkpoint.save_{what}_interval", "more", "tensors of a step are kept until they are saved", is_given)
+        for what in ("activations", "wgrads", "dgrads")
+    ),
+    *(
+        Missing(f"{section}.NVTE_{kernel}_ATTN", "either",
+                "it chooses the attention's kernel; memlab chooses it by attention_backend",
+                lambda value: value not in (None, 1, "1"))
+        for section in ("env_vars", "ENV_VARS")
+        for kernel in ("FLASH", "FUSED", "UNFUSED")
+    ),
 )  # fmt: skip
 
 
@@ -117,6 +137,24 @@ def complete(reading: Reading) -> None:
     if values.pop("should_pad_vocab") and values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
     note_sequence_parallel(reading, "model.sequence_parallel", default=True)
+    _note_other_models(reading)
+
+
+_OTHER_MODELS: dict[str, tuple[Effect, str]] = {
+    "peft": ("less", LORA),
+    "model.teacher": ("more", "a teacher model on the same ranks"),
+}
+"""Sections whose presence says that another model, or a part of the model, is trained or present."""
+
+
+def _note_other_models(reading: Reading) -> None:
+    """Notes adapters and a teacher, whichever of their keys the file has."""
+    for section, (effect, reason) in _OTHER_MODELS.items():
+        keys = [key for key in reading.entries.by_key if key == section or key.startswith(f"{section}.")]
+        given = [key for key in keys if is_given(reading.get(key))]
+        if given:
+            entry = reading.entries.by_key[given[0]]
+            reading.not_modelled.append(NotModelled(section, entry.value, effect, reason, entry.place))
 
 
 def _complete_gradients(reading: Reading) -> None:
@@ -189,12 +227,17 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 BRIDGE = Framework(
     name="bridge",
     title="Megatron-Bridge",
-    source="main of August 2026",
+    source="0.6.2",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=without_effect.BRIDGE,
+    without_effect=keys_without_effect("bridge")
+    | keys_without_effect("bridge_provider", "model")
+    | keys_without_effect("megatron_core_model", "model")
+    | keys_without_effect("megatron_core_ddp", "ddp")
+    | keys_without_effect("megatron_core_optimizer", "optimizer"),
     complete=complete,
+    complete_of_model=complete_provider,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     writes_sizes=True,

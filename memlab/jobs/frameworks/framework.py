@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.architectures import Architecture
+from memlab.config.hugging_face import model_name
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -15,9 +16,14 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
 from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, Effect, Key, Missing, refusal
+from memlab.jobs.frameworks.without_effect import has_no_effect
 
 Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
+
+
+class CannotStartError(ValueError):
+    """The framework itself would refuse the job; the text says by which rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +115,20 @@ class Framework:
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]
     missing: tuple[Missing, ...]
-    without_effect: tuple[str, ...]
-    """Patterns of keys that do not change the memory of a training step."""
+    without_effect: frozenset[str]
+    """Keys that do not change the memory of a training step (`keys_without_effect`)."""
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
+    complete_of_model: Callable[[Reading, Architecture], None] = lambda *_: None
+    """Derives what the model decides too, once it is known."""
+    check: Callable[[Reading], None] = lambda _: None
+    """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
     compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
     """Fields of memlab that the framework cannot express, each with the reason."""
-    cannot_write_of: Callable[[MemorySettings], dict[str, str]] = lambda _: {}
-    """The same, where it depends on the settings."""
+    cannot_write_of: Callable[[Scenario, MemorySettings], dict[str, str]] = lambda *_: {}
+    """The same, where it depends on other fields too."""
     render: Callable[[dict[str, Any]], list[str]]
     """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False
@@ -183,33 +193,36 @@ class Framework:
 
     def _note_missing(self, reading: Reading) -> None:
         for missing in self.missing:
-            for key in _matching(reading, missing.name):
-                entry = reading.entries.by_key[key]
-                reading.known.add(key)
-                if entry.is_unknown:
-                    reading.warn_of_unknown(entry, "it as not given")
-                if entry.is_unknown or entry.value == {} or not missing.is_on(entry.value):
-                    continue
-                reading.not_modelled.append(NotModelled(key, entry.value, missing.effect, missing.reason, entry.place))
-                if missing.blocks:
-                    reading.blocked.append(f"{key} {entry.value} ({entry.place}): {missing.reason}")
+            entry = reading.entries.by_key.get(missing.name)
+            if entry is not None:
+                reading.known.add(missing.name)
+            if entry is not None and entry.is_unknown:
+                reading.warn_of_unknown(entry, "it as not given")
+                continue
+            value, place = (missing.default, "default") if entry is None else (entry.value, entry.place)
+            if value is ABSENT or value == {}:
+                continue
+            try:
+                is_on = missing.is_on(value)
+            except ValueError as error:
+                raise refusal(place, missing.name, value, error) from error
+            if not is_on:
+                continue
+            reading.not_modelled.append(NotModelled(missing.name, value, missing.effect, missing.reason, place))
+            if missing.blocks:
+                reading.blocked.append(f"{missing.name} {value} ({place}): {missing.reason}")
 
     def ignores(self, key: str) -> bool:
-        """Whether a key is known to change no memory of a training step; one that holds others is not."""
-        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect) and not any(
-            name.startswith(f"{key}.") for name in self.names()
-        )
+        """Whether a key is known to change no memory of a training step."""
+        return has_no_effect(key, self.without_effect)
 
     def names(self) -> set[str]:
-        """Returns the names of all keys that memlab reads or knows to change memory; some are patterns."""
+        """Returns the names of all keys that memlab reads or knows to change memory."""
         return {key.name for key in self.keys} | {missing.name for missing in self.missing}
 
     def knows(self, key: str) -> bool:
         """Whether memlab knows a key, or keys that it holds."""
-        return self.ignores(key) or any(
-            name == key or name.startswith(f"{key}.") or ("*" in name and fnmatch.fnmatchcase(key, name))
-            for name in self.names()
-        )
+        return self.ignores(key) or any(name == key or name.startswith(f"{key}.") for name in self.names())
 
     def is_switch(self, flag: str) -> bool | None:
         """Whether a flag has no value; None if memlab does not know that."""
@@ -225,12 +238,6 @@ _NAMES_A_MODEL = ("architecture", "loaded")
 
 
 def _known_end(value: Any) -> Any:
-    """Returns the last part of a path whose folder is known only when the job runs, such as ``${FOLDER}/phi-4``."""
-    _, slash, name = str(value).rstrip("/").rpartition("/")
-    return name if slash and UNKNOWN not in name else value
-
-
-def _matching(reading: Reading, name: str) -> list[str]:
-    if "*" in name:
-        return [key for key in reading.entries.by_key if fnmatch.fnmatchcase(key, name)]
-    return [name] if name in reading.entries.by_key else []
+    """Returns the model's name in a path whose folder is known only when the job runs, such as ``${FOLDER}/phi-4``."""
+    name = model_name(str(value))
+    return name if name != value and UNKNOWN not in name else value

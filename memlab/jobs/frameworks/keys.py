@@ -42,7 +42,6 @@ class Missing:
     """Something that changes memory and that memlab does not model."""
 
     name: str
-    """The key; a ``*`` matches any text."""
     effect: Effect
     """Whether a step needs more or less memory with it than memlab says."""
     reason: str
@@ -50,6 +49,8 @@ class Missing:
     """Whether a value switches it on."""
     blocks: bool = False
     """Whether a prediction without it would be of another model."""
+    default: Any = ABSENT
+    """The framework's value if the file does not give the key; `ABSENT` where that is what memlab models."""
 
 
 def is_false(value: Any) -> bool:
@@ -59,7 +60,7 @@ def is_false(value: Any) -> bool:
 
 def is_given(value: Any) -> bool:
     """Whether a value switches something on that takes any text, number or list, such as a path."""
-    return value not in (None, False, 0, "", [], {})
+    return value not in (None, False, 0, "", [], (), {})
 
 
 def _read_whole(value: Any) -> Any:
@@ -106,10 +107,12 @@ def _read_text(value: Any) -> Any:
 
 
 def _read_words(value: Any) -> Any:
-    if value is None:
+    if value is None or value == "":
         return None
+    if value is True:  # a flag without words
+        return ()
     parts = value if isinstance(value, list) else str(value).replace(",", " ").split()
-    return tuple(str(part) for part in parts) or None
+    return tuple(str(part) for part in parts)
 
 
 _DTYPES = {
@@ -167,9 +170,9 @@ def under(prefix: str, keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:
     )
 
 
-def missing_under(prefix: str, rows: Iterable[Missing]) -> tuple[Missing, ...]:
-    """Returns rows of what is not modelled, with their names under a prefix."""
-    return tuple(replace(row, name=f"{prefix}.{row.name}") for row in rows)
+def missing_under(prefix: str, rows: Iterable[Missing], **defaults: Any) -> tuple[Missing, ...]:
+    """Returns rows of what is not modelled, with their names under a prefix, and the framework's own defaults."""
+    return tuple(replace(row, name=f"{prefix}.{row.name}", default=defaults.get(row.name, row.default)) for row in rows)
 
 
 def with_defaults(keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:

@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.keys import (
     is_false,
     is_given,
 )
+from memlab.jobs.layer_pattern import has_dense_layers
 
 SIZES = (
     Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
@@ -110,7 +111,7 @@ MISSING = (
     Missing("experimental_attention_variant", "either", "another kind of attention is another model", blocks=True),
     Missing("linear_attention_freq", "either", "layers of linear attention are another model", is_given, True),
     Missing("attention_output_gate", "more", "memlab's attention has no gate on its output", blocks=True),
-    Missing("heterogeneous_*", "either", "layers of different shapes are another model", is_given, True),
+    Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
     Missing("moe_latent_size", "either", "experts of a narrower input are another model", blocks=True),
     Missing("hybrid_layer_pattern", "either", "layers of another kind are another model", blocks=True),
     Missing("hybrid_override_pattern", "either", "layers of another kind are another model", blocks=True),
@@ -127,13 +128,7 @@ MISSING = (
         lambda value: value not in (None, "rope", "yarn"),
         True,
     ),
-    Missing(
-        "moe_layer_freq",
-        "either",
-        "memlab has MoE in every layer or in none",
-        lambda value: value not in (None, 1, [1]) and bool(set(str(value)) - set("[]1*, ()")),
-        True,
-    ),
+    Missing("moe_layer_freq", "either", "some layers have no experts", has_dense_layers),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing(
         "moe_shared_expert_intermediate_size",
@@ -183,7 +178,13 @@ MISSING = (
     Missing(
         "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
     ),
-    Missing("attention_dropout", "more", "dropout inside the attention kernel: at most its random state", bool),
+    Missing(
+        "attention_dropout",
+        "more",
+        "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
+        "kernel's random state",
+        bool,
+    ),
     Missing(
         "gradient_accumulation_fusion",
         "more",
@@ -200,9 +201,15 @@ MISSING = (
     Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", is_false),
     Missing(
         "moe_router_dtype",
-        "either",
-        "memlab's router computes in fp32: other types change tensors of one number per token and expert",
-        lambda value: value not in ("fp32", "float32"),
+        "less",
+        "the router computes in the parameters' type: memlab's computes in fp32",
+        lambda value: value in (None, "bf16", "bfloat16", "none"),
+    ),
+    Missing(
+        "moe_router_dtype",
+        "more",
+        "the router's tensors, of one number per token and expert, have 8 bytes: memlab's have 4",
+        lambda value: value in ("fp64", "float64"),
     ),
     Missing("moe_expert_capacity_factor", "either", "tokens above an expert's capacity are dropped"),
     Missing("moe_pad_expert_input_to_capacity", "more", "the experts' inputs are padded to their capacity"),
@@ -224,11 +231,94 @@ MISSING = (
     Missing("account_for_loss_in_pipeline_split", "either", "the loss counts as a layer of the last stage"),
     Missing("tp_comm_overlap", "more", "user buffers of Transformer Engine's overlap of tensor parallel communication"),
     Missing("fp4", "either", "matrices are multiplied in FP4"),
-    Missing(
-        "calculate_per_token_loss", "either", "a different scale of the loss: no tensor of any size", lambda _: False
-    ),
     Missing("fp16", "either", "memlab computes in bf16 or fp32", blocks=True),
     Missing("deterministic_mode", "either", "deterministic kernels have other temporaries"),
+    Missing("apply_residual_connection_post_layernorm", "either", "the norm's output is the residual"),
+    Missing("activation_func_clamp_value", "more", "the activation's input is clamped, which keeps a copy", is_given),
+    Missing("rotary_interleaved", "either", "other pairs of elements are rotated, with other temporaries"),
+    Missing("no_rope_freq", "less", "some layers do not rotate queries and keys", is_given),
+    Missing("log_max_attention_logit", "more", "the largest attention logit of each head is kept"),
+    Missing("use_mup", "more", "embeddings and logits are multiplied by a number, which makes a copy of each"),
+    Missing("fused_single_qkv_rope", "either", "queries, keys and values are rotated in one tensor"),
+    Missing("fused_residual_rmsnorm", "either", "residual and norm are one kernel, which keeps other tensors"),
+    Missing("fp8_quantizer_factory", "either", "the job's own recipe quantizes matrices", is_given),
+    Missing(
+        "fp8_amax_history_len",
+        "more",
+        "FP8 keeps 4 bytes per matrix and step of this history",
+        lambda value: value not in (None, 0, 1),
+    ),
+    Missing("fp8_output_proj", "either", "the output layer multiplies in FP8 too"),
+    Missing(
+        "moe_router_load_balancing_type",
+        "less",
+        "memlab's router has the loss aux_loss, which keeps one number per token and expert",
+        lambda value: value == "none",
+    ),
+    Missing(
+        "moe_router_load_balancing_type",
+        "either",
+        "memlab's router has the loss aux_loss: others keep other tensors of one number per token and expert",
+        lambda value: value not in (None, "none", "aux_loss", ["aux_loss"]),
+    ),
+    Missing("moe_z_loss_coeff", "more", "the router keeps its logits for one more loss", is_given),
+    Missing(
+        "moe_router_score_function",
+        "either",
+        "memlab's router computes softmax: others keep other tensors of one number per token and expert",
+        lambda value: value not in (None, "softmax"),
+    ),
+    Missing("moe_router_enable_expert_bias", "more", "each expert has a bias and a count of its tokens"),
+    Missing("moe_router_quantile_balancing_ema", "either", "the router balances experts by quantiles"),
+    Missing("moe_router_group_topk", "either", "the router chooses groups of experts first", is_given),
+    Missing("moe_router_topk_limited_devices", "either", "the router chooses devices first", is_given),
+    Missing("moe_router_force_load_balancing", "either", "the router draws its logits at random"),
+    Missing("moe_router_force_biased", "either", "the router adds a random bias to its logits", is_given),
+    Missing("moe_router_fusion", "either", "the router is one kernel, which keeps other tensors"),
+    Missing("moe_enable_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    Missing("moe_apply_probs_on_input", "either", "probabilities multiply the experts' inputs, not their activations"),
+    Missing("use_grouped_gemm_for_dense_mlp", "either", "the MLP's matrices are one group"),
+    Missing("moe_single_grouped_weight", "either", "the experts' weights are one tensor"),
+    Missing("moe_single_grouped_bias", "either", "the experts' biases are one tensor"),
+    Missing("moe_paged_stash", "either", "the experts' activations are kept in the pages of a buffer of fixed size"),
+    Missing("moe_expert_rank_capacity_factor", "either", "a rank's experts take no more tokens than this", is_given),
+    Missing("batch_invariant_mode", "either", "kernels that do not depend on the batch have other temporaries"),
+    Missing("symmetric_ar_type", "more", "buffers of symmetric memory for sums over ranks", is_given),
+    Missing("use_inference_optimized_layers", "either", "layers are those of Megatron's inference"),
+    Missing(
+        "transformer_impl",
+        "either",
+        "memlab has the layers of Transformer Engine",
+        lambda value: value not in (None, "transformer_engine", "local"),
+    ),
+    *(
+        Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
+        for name in (
+            "gtp_weight_remat_size",
+            "expert_gtp_weight_remat_size",
+            "tensor_parallel_num_weight_shards",
+            "expert_tensor_parallel_num_weight_shards",
+        )
+    ),
+    Missing("hierarchical_context_parallel_sizes", "either", "memlab's context parallel ranks are one group", is_given),
+    Missing("hybrid_context_parallel", "either", "sequences are spread over more or fewer ranks by their length"),
+    Missing("enable_autocast", "more", "weights and activations are cast in each layer"),
+    Missing(
+        "num_microbatches_with_partial_activation_checkpoints",
+        "more",
+        "some micro-batches in flight are not recomputed",
+        is_given,
+    ),
+    Missing(
+        "overlap_dispatch_backward_with_experts_wgrad", "more", "inputs of the experts' weight gradients stay longer"
+    ),
+    Missing(
+        "overlap_p2p_comm",
+        "less",
+        "in memlab, stages of an interleaved pipeline receive the next input while they compute",
+        is_false,
+    ),
+    Missing("overlap_p2p_comm_warmup_flush", "more", "a stage receives its next input while it computes"),
 )
 """Of TransformerConfig; a framework reads them under its own prefix."""
 
@@ -244,6 +334,16 @@ MISSING_DDP = (
     Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
     Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
     Missing("reuse_grad_buf_for_mxfp8_param_ag", "less", "parameters are gathered in the gradients' buffer"),
+    Missing("num_buckets", "either", "it decides how large the buckets are", is_given),
+    Missing("pad_buckets_for_high_nccl_busbw", "more", "buckets are padded to a multiple of 2**16 elements"),
+    Missing("fp4_param_gather", "either", "parameters are FP4"),
+    Missing(
+        "param_name_patterns_for_fp32_local_accumulation",
+        "more",
+        "gradients of these parameters are added in fp32 before they are reduced",
+        is_given,
+    ),
+    Missing("delay_wgrad_compute", "more", "inputs of weight gradients stay until these are computed"),
 )
 MISSING_OPTIMIZER = (
     Missing("optimizer", "either", "memlab models Adam", lambda value: value not in (None, "adam")),
@@ -255,4 +355,8 @@ MISSING_OPTIMIZER = (
     ),
     Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
+    Missing("offload_optimizer_states", "less", "the optimizer's states are on the host between updates"),
+    Missing("reuse_grad_buf_for_mxfp8_param_ag", "less", "parameters are gathered in the gradients' buffer"),
+    Missing("use_layer_wise_distributed_optimizer", "either", "each rank updates whole layers"),
+    Missing("use_torch_optimizer_for_cpu_offload", "either", "torch's Adam updates what is on the host"),
 )

@@ -9,11 +9,11 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
+    BACKEND,
     COUNT,
     LONG_DTYPE,
     NUMBER,
@@ -25,6 +25,7 @@ from memlab.jobs.frameworks.keys import (
     is_false,
     is_given,
     missing_under,
+    refusal,
     under,
 )
 from memlab.jobs.frameworks.lines import yaml_lines
@@ -47,13 +48,17 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    note_replaced_values,
     sequences_of_a_step,
     take_rollout,
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "policy.megatron_cfg"
+_GENERATION = "policy.generation"
+_QUANTIZED_ENGINE = "the engine's weights have fewer bytes than in bf16"
 _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
@@ -88,10 +93,16 @@ KEYS = (
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
     *under(_OVERRIDES, _PASSED[:-1]),
+    Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
     Key(f"{_MEGATRON}.fp8_cfg.enabled", "is_fp8", SWITCH, False),
-    *under(f"{_MEGATRON}.fp8_cfg", (key for key in COMPUTE if key.name in _FP8)),
+    *under(
+        f"{_MEGATRON}.fp8_cfg",
+        (key for key in COMPUTE if key.name in _FP8),
+        fp8_format="e4m3",
+        fp8_recipe="blockwise",
+    ),
     *under(f"{_MEGATRON}.optimizer", _OPTIMIZER, use_precision_aware_optimizer=True),
     Key(f"{_MEGATRON}.optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under(
@@ -109,7 +120,7 @@ KEYS = (
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
-    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, 4),
+    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
     Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", COUNT),
     Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
@@ -119,29 +130,54 @@ KEYS = (
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
 )
+_OWN_ARGUMENTS = (
+    "bias_activation_fusion", "cuda_graph_impl", "gradient_accumulation_fusion", "moe_enable_deepep",
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias",
+    "moe_router_group_topk", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "mtp_num_layers",
+    "transformer_impl",
+)  # fmt: skip
+"""Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
+_DEFAULTS = {"moe_router_dtype": "fp64", "moe_router_load_balancing_type": "none"}
+"""What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
             is_false, True),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
-    Missing("policy.hf_config_overrides.*num_*", "either", "it replaces a size of the published model", is_given),
-    Missing("policy.hf_config_overrides.*_size", "either", "it replaces a size of the published model", is_given),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
-    *missing_under(_MEGATRON, MISSING),
+    *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
     *missing_under(_OVERRIDES, MISSING),
     *missing_under(f"{_MEGATRON}.distributed_data_parallel_config", MISSING_DDP),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
-    FROZEN_ROUTER,
+    Missing(
+        f"{_MEGATRON}.empty_unused_memory_level",
+        "less",
+        "each step frees torch's cached memory, so fewer bytes stay reserved",
+        default=1,
+    ),
+    Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
+    Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
+    Missing(f"{_GENERATION}.vllm_kwargs.kv_cache_memory_bytes", "either",
+            "the engine takes its weights and these bytes in place of its share of the memory", is_given),
+    Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
+    Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
+    Missing("teacher.model_name", "either", "the teacher's forward passes are not predicted", is_given),
+    Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
+            is_given),
+    Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
+    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER, default=True),
 )  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
     per_node = _complete_ranks(reading)
@@ -167,7 +203,7 @@ def complete(reading: Reading) -> None:
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    rows = values.pop("log_prob_micro_batch_size")
+    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
     of_log_probs = longest
     if is_packed_row or is_dynamic:
@@ -191,6 +227,7 @@ def _take_rollout(
     if not generates:
         del values["engine_share"], values["engine_ranks"]
         return
+    _take_engine(reading)
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -200,6 +237,53 @@ def _take_rollout(
         bucket_bytes=int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
     )
+
+
+_TENSOR = "vllm_cfg.tensor_parallel_size"
+_KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        "engine_ranks": (_TENSOR, "vllm_cfg.pipeline_parallel_size"),
+        "engine_expert_ranks": ("vllm_cfg.expert_parallel_size",),
+    },
+    "sglang": {
+        "engine_share": ("sglang_cfg.mem_fraction_static",),
+        "engine_ranks": ("sglang_cfg.tp_size", "sglang_cfg.pp_size"),
+    },
+    "trtllm": {"engine_ranks": ("trtllm_cfg.tensor_parallel_size",)},
+    "megatron": {},
+}
+"""For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
+
+
+def _take_engine(reading: Reading) -> None:
+    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used."""
+    values = reading.values
+    key = f"{_GENERATION}.backend"
+    backend = reading.get(key, "vllm")
+    for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
+        given = [f"{_GENERATION}.{name}" for name in names if reading.entries.get(f"{_GENERATION}.{name}") is not None]
+        for name in given:
+            number = WHOLE if field_name == "engine_ranks" else NUMBER
+            try:
+                value = number.read(reading.get(name))
+            except ValueError as error:
+                entry = reading.entries.by_key[name]
+                raise refusal(entry.place, name, entry.value, error) from error
+            reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
+    # vLLM's expert parallel ranks are its tensor parallel ranks times its data parallel ones (vllm_generation.py).
+    experts, tensor = (
+        values.pop("engine_expert_ranks", None),
+        reading.get(f"{_GENERATION}.vllm_cfg.tensor_parallel_size"),
+    )
+    values["engine_data_ranks"] = max(1, (experts or 1) // (tensor if isinstance(tensor, int) and tensor > 0 else 1))
+    if backend == "megatron":
+        values["engine_share"] = 0.0  # it generates with the training's weights
+        reading.miss(key, "more", "Megatron's own engine has a buffer for keys and values of buffer_size_gb")
+    elif backend == "trtllm":
+        values["engine_share"] = None
+        reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
+    elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
+        values["engine_share"] = None
 
 
 def _complete_ranks(reading: Reading) -> int:
@@ -236,7 +320,21 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def check(reading: Reading) -> None:
+    """Checks a rule of ``nemo_rl/models/megatron/setup.py`` (main of August 2026).
+
+    Raises:
+        CannotStartError: If it refuses the job.
+    """
+    fused = f"{_MEGATRON}.use_fused_linear_logprobs"
+    if reading.entries.get(fused) and reading.values.get("overlap_param_gather"):
+        raise CannotStartError(
+            f"{fused} is on with overlap_param_gather, which NeMo-RL refuses: set {_MEGATRON}."
+            "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out"
+        )
+
+
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
@@ -257,8 +355,12 @@ NEMO_RL = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=without_effect.NEMO_RL,
+    without_effect=keys_without_effect("nemo_rl")
+    | keys_without_effect("megatron_core_model", _OVERRIDES)
+    | keys_without_effect("megatron_core_ddp", f"{_MEGATRON}.distributed_data_parallel_config")
+    | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
+    check=check,
     compose=compose,
     fixed={"loss": "logprobs"},
     configurations=("grpo_math_1B",),

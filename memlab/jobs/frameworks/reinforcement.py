@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import Missing, refusal
+from memlab.jobs.frameworks.keys import is_given, refusal
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
-FROZEN_ROUTER = Missing("*freeze_moe_router", "less", "the frozen router has no gradients and no optimizer state")
+FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
 
 
 def copies(reading: Reading) -> int:
@@ -141,12 +142,36 @@ def take_rollout(
         micro_batch_size=max(1, micro_batch_size or 1),
         gpu_memory_utilization=share,
         engine_sleeps=values.pop("engine_sleeps", True),
-        engine_ranks=max(1, values.pop("engine_ranks", None) or 1),
+        engine_ranks=_count(values, "engine_ranks") * _count(values, "engine_stages"),
+        engine_data_ranks=_count(values, "engine_data_ranks"),
         bucket_bytes=bucket_bytes,
         bucket_share=bucket_share if bucket_bytes is None else None,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
     )
+
+
+def note_replaced_values(reading: Reading, prefix: str) -> None:
+    """Notes what a job replaces in the published model's own config.
+
+    Args:
+        reading: The job.
+        prefix: Of the mapping that the framework passes on, such as ``policy.hf_config_overrides``.
+    """
+    for key, entry in reading.entries.by_key.items():
+        if not key.startswith(f"{prefix}."):
+            continue
+        reading.known.add(key)
+        if key.endswith(".freeze_moe_router"):
+            if entry.value:
+                reading.miss(key, "less", FROZEN_ROUTER)
+        elif is_given(entry.value) and not key.endswith(".attn_implementation"):
+            reading.miss(key, "either", "it replaces a value of the published model")
+
+
+def _count(values: dict[str, Any], name: str) -> int:
+    """Takes a number of ranks, which is at least 1, out of a job's values."""
+    return max(1, values.pop(name, None) or 1)
 
 
 def take_sequences(reading: Reading, longest: int | None, sequences: int | None) -> None:

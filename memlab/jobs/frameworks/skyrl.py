@@ -1,6 +1,6 @@
 """SkyRL with Megatron: overrides of a launch script, or a resolved configuration.
 
-Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (main, August 2026).
+Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (0.3.0).
 """
 
 from __future__ import annotations
@@ -9,9 +9,21 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED, complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
-from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.keys import (
+    COUNT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+    missing_under,
+    under,
+)
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
@@ -19,7 +31,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     COMPUTE,
     ENDS,
     MISSING,
-    MISSING_DDP,
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
@@ -32,20 +43,23 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    note_replaced_values,
     sequences_of_a_step,
     take_rollout,
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "trainer.policy.megatron_config"
 _TRANSFORMER = f"{_MEGATRON}.transformer_config_kwargs"
-_FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
+_ENGINE = "generator.inference_engine"
 
 KEYS = (
+    Key("trainer.strategy", "strategy", TEXT, "fsdp"),
     Key("trainer.policy.model.path", "architecture", TEXT),
     Key("trainer.placement.policy_num_nodes", "nodes", WHOLE, 1),
-    Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 4),
+    Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 1),
     *under(_MEGATRON, SIZES),
     *under(
         _TRANSFORMER,
@@ -55,58 +69,89 @@ KEYS = (
         recompute_num_layers=1,
         attention_backend=None,
     ),
-    *under(_MEGATRON, _FP8),
+    *under(_MEGATRON, (key for key in COMPUTE if key.name.startswith("fp8"))),  # of a branch of August 2026
     Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
     Key("trainer.flash_attn", "is_flash", SWITCH, True),
     Key("trainer.gradient_checkpointing", "is_checkpointing", SWITCH, True),
     *under(f"{_MEGATRON}.optimizer_config_kwargs", OPTIMIZER),
-    *under(f"{_MEGATRON}.ddp_config", BUCKETS, grad_reduce_in_bf16=False),
+    *under(f"{_MEGATRON}.ddp_config", BUCKETS[:3], grad_reduce_in_bf16=False),
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
+    Key("trainer.use_expandable_segments", "expandable_segments", SWITCH, True),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
-    Key("generator.inference_engine.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
+    Key(f"{_ENGINE}.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
     Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
-    Key("generator.inference_engine.tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key(f"{_ENGINE}.tensor_parallel_size", "engine_ranks", WHOLE, 1),
     Key("generator.inference_engine_tensor_parallel_size", "engine_ranks", WHOLE),
-    Key("generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER, 1.0),
+    Key(f"{_ENGINE}.pipeline_parallel_size", "engine_stages", WHOLE, 1),
+    Key(f"{_ENGINE}.data_parallel_size", "engine_data_ranks", WHOLE, 1),
+    Key(f"{_ENGINE}.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER, 1.0),
     Key("generator.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER),
     Key("trainer.policy_mini_batch_size", "prompts", WHOLE, 256),
     Key("generator.n_samples_per_prompt", "responses_per_prompt", WHOLE, 5),
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
+    Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
 )
+_MISSING_BESIDE = (
+    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype", "moe_router_load_balancing_type",
+    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_enable_routing_replay", "mtp_num_layers",
+)  # fmt: skip
+"""Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
 FRAMEWORK_MISSING = (
     Missing("trainer.policy.model.lora.rank", "less", LORA),
-    Missing(
-        "trainer.strategy", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True
-    ),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
     Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
-    *missing_under(_TRANSFORMER, MISSING),
-    *missing_under(_MEGATRON, MISSING),
-    *missing_under(f"{_MEGATRON}.ddp_config", MISSING_DDP),
+    Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
+    Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
+    Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
+    Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
+    Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
+            lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
+    Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
+    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
+    *missing_under(
+        _TRANSFORMER,
+        (*MISSING, *PROVIDER_MISSING, *REPLACED),
+        bias_activation_fusion=False,
+        overlap_p2p_comm=False,
+    ),
+    *missing_under(
+        _MEGATRON, (row for row in MISSING if row.name in _MISSING_BESIDE), moe_router_load_balancing_type="none"
+    ),
     *missing_under(f"{_MEGATRON}.optimizer_config_kwargs", MISSING_OPTIMIZER),
-    FROZEN_ROUTER,
-)
+)  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
+    strategy = values.pop("strategy")
+    if strategy != "megatron":
+        reading.blocked.append(f"trainer.strategy {strategy}: memlab predicts Megatron's jobs only")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
+    note_replaced_values(reading, "trainer.policy.model_config_kwargs")
+    note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
     is_flash = values.pop("is_flash")
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
     is_colocated, after_step = values.pop("is_colocated"), values.pop("offload_after_step")
     values["offload_parameters"] = values["offload_gradients"] = is_colocated
+    if values["expandable_segments"] and not is_colocated:
+        reading.warnings.append(
+            "trainer.use_expandable_segments: SkyRL switches them on after the model is built, so its parameters and "
+            "gradients stay in segments of fixed size; memlab predicts all in expandable segments"
+        )
     values["offload_optimizer"] = is_colocated and after_step
-    longest = values.pop("prompt_length") + values.pop("response_length")
+    # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
+    prompt = values.pop("prompt_length")
+    longest = (values.pop("input_length") or prompt) + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     take_rollout(
@@ -131,12 +176,15 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         values
         | named(scenario)
         | {
+            "strategy": "megatron",
             "is_flash": scenario.state.attention_backend != "fused",
             "is_checkpointing": settings.recompute_granularity is not None,
             "is_colocated": settings.offload_parameters,
+            "expandable_segments": scenario.allocator.expandable_segments,
             "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
             "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
             "prompt_length": longest // 2,
+            "input_length": None,
             "response_length": longest - longest // 2,
             "prompts": sequences_of_a_step(scenario),
             "responses_per_prompt": 1,
@@ -144,7 +192,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what SkyRL cannot express of these settings."""
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
@@ -157,12 +205,17 @@ def cannot_write(settings: MemorySettings) -> dict[str, str]:
 SKYRL = Framework(
     name="skyrl",
     title="SkyRL",
-    source="main of August 2026",
+    source="0.3.0, and main of August 2026",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=without_effect.SKYRL,
+    without_effect=keys_without_effect("skyrl")
+    | keys_without_effect("megatron_core_model", _TRANSFORMER)
+    | keys_without_effect("bridge_provider", _TRANSFORMER)
+    | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer_config_kwargs")
+    | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
+    complete_of_model=complete_provider,
     compose=compose,
     fixed={"loss": "logprobs", "use_distributed_optimizer": True},
     packs=is_packed,
@@ -171,9 +224,10 @@ SKYRL = Framework(
         "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
         "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
         "manual_gc": "SkyRL has no such key",
+        "ddp_bucket_size": "SkyRL has no such key",
         "loss": "SkyRL trains with log-probabilities",
         "dtype": "SkyRL's Megatron jobs are bf16",
-        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+        "allocator": "beside trainer.use_expandable_segments, set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     },
     cannot_write_of=cannot_write,
     render=plain_lines,

@@ -1,22 +1,24 @@
 """slime: Megatron-LM's flags and its own, in a launch script or in the block of arguments of a log.
 
-Names and defaults: ``slime/utils/arguments.py`` and ``slime/backends/megatron_utils/arguments.py`` (main, August 2026).
+Names and defaults: ``slime/utils/arguments.py`` and ``slime/backends/megatron_utils/arguments.py`` (624b824a,
+main of August 2026).
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading
-from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, with_defaults
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
     SWITCHES,
+    check_arguments,
     complete_chunks,
     complete_model,
     complete_state,
@@ -24,6 +26,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     named,
     note_fusion,
     note_sequence_parallel,
+    refused_overlap,
 )
 from memlab.jobs.frameworks.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
@@ -37,6 +40,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 KEYS = (
     Key("hf_checkpoint", "architecture", TEXT),
@@ -50,6 +54,7 @@ KEYS = (
     Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),
     Key("log_probs_chunk_size", "logprobs_chunk_size", WHOLE, -1),
     Key("colocate", "is_colocated", SWITCH, False),
+    Key("data_pad_size_multiplier", "pad_multiple", COUNT, 128),
     Key("offload_train", "is_offloaded", SWITCH, None),
     Key("no_offload_train", "stays", SWITCH, False),
     Key("offload", "is_offloaded_too", SWITCH, False),
@@ -61,17 +66,39 @@ KEYS = (
     Key("rollout_max_context_len", "context_length", WHOLE, None),
     *(
         key
-        for key in with_defaults(MEGATRON_KEYS, use_distributed_optimizer=True, bf16=True)
+        for key in with_defaults(MEGATRON_KEYS, use_distributed_optimizer=True, bf16=True, micro_batch_size=1)
         if key.field not in ("world_size", "global_batch_size")
     ),
     Key("global_batch_size", "sequences", COUNT, None),
 )
+
+
+def _is_flex(dispatcher: Any) -> bool:
+    """Whether tokens are not dispatched with alltoall, which slime takes in place of allgather (``validate_args``)."""
+    return bool(dispatcher == "flex")
+
+
 FRAMEWORK_MISSING = (
-    *FLAGS_MISSING,
+    *(replace(row, is_on=_is_flex) if row.name == "moe_token_dispatcher_type" else row for row in FLAGS_MISSING),
     Missing("lora_rank", "less", LORA),
+    *(
+        Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
+        for name in ("freeze_params_name_list", "only_train_params_name_list")
+    ),
+    Missing("use_stateless_adam", "less", "Adam's moments are made anew in each update"),
+    Missing("use_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    Missing("use_rollout_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    Missing("release_train", "less", "the ranks of the training end before generation, so they keep nothing then"),
+    Missing("custom_loss_function_path", "either", "the job's own loss keeps other tensors", is_given),
+    Missing("custom_model_provider_path", "either", "the job's own model is another one", is_given, True),
+    *(
+        Missing(name, "either", "some layers compute with DeepGEMM in FP8", is_given)
+        for name in ("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers")
+    ),
     Missing("entropy_coef", "more", "the entropy's gradient keeps the probabilities"),
     Missing("qkv_format", "more", "rows are padded", lambda value: value not in (None, "thd")),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
+    Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True),
     Missing("train_backend", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True),
 )
 
@@ -93,9 +120,11 @@ def complete(reading: Reading) -> None:
     _complete_offload(reading, is_colocated=is_colocated)
     longest = _longest_sequence(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
-    tokens = values.pop("tokens_per_rank")
+    tokens = _padded(reading, values.pop("tokens_per_rank"))
     of_log_probs = values.pop("log_prob_tokens") or tokens
     context = values.get("context_parallel_size") or 1
+    if reading.get("debug_train_only") or reading.get("load_debug_rollout_data"):
+        values["engine_share"] = 0.0  # no inference engine is started
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -108,6 +137,12 @@ def complete(reading: Reading) -> None:
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
         return
     take_sequences(reading, longest or values.get("seq_length"), sequences)
+
+
+def _padded(reading: Reading, tokens: int | None) -> int | None:
+    """Returns the tokens of a full row on one rank: slime pads each to a multiple (``get_batch`` in data.py)."""
+    multiple = reading.values.pop("pad_multiple") * (reading.values.get("tensor_model_parallel_size") or 1)
+    return None if tokens is None else -(-tokens // multiple) * multiple
 
 
 def _complete_offload(reading: Reading, *, is_colocated: bool) -> None:
@@ -173,13 +208,15 @@ def _longest_sequence(reading: Reading) -> int | None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row, longest = is_packed(scenario), longest_sequence(scenario)
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
     chunk = scenario.state.logprobs_chunk_size
     return (
         named(scenario)
         | compose_megatron(scenario, settings)
         | {
             "is_dynamic": is_row,
-            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else None,
+            "tokens_per_rank": tokens if is_row else None,
+            "pad_multiple": 1 if is_row and tokens % (128 * scenario.layout.tensor_model_parallel_size) else 128,
             "logprobs_chunk_size": -1 if chunk is None else chunk,
             "is_colocated": settings.offload_parameters,
             "is_offloaded": None,
@@ -196,11 +233,11 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what slime cannot express of these settings."""
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what slime cannot express of these settings, and what Megatron-LM's arguments refuse."""
     moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
     reason = "slime offloads parameters, gradients and optimizer together, or nothing"
-    return {"offload_parameters": reason} if len(moved) > 1 else {}
+    return refused_overlap(scenario) | ({"offload_parameters": reason} if len(moved) > 1 else {})
 
 
 _NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss", "logprobs"))}
@@ -212,8 +249,9 @@ SLIME = Framework(
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=(*without_effect.MEGATRON_LM, *without_effect.SLIME),
+    without_effect=keys_without_effect("megatron_lm") | keys_without_effect("slime"),
     complete=complete,
+    check=check_arguments,
     compose=compose,
     fixed={"loss": "logprobs", "use_distributed_optimizer": True, "dtype": "bf16"},
     switches=SWITCHES,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+Heredoc = tuple[str, bool]
+"""The last line of a here-document, and whether tabs before each line are dropped."""
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 HEREDOC = re.compile(r"<<(-?)[ \t]*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([\w.+-]+))")
 WITH_ESCAPES = re.compile(r"\$'((?:[^'\\]|\\.)*+)'", re.DOTALL)
@@ -40,7 +42,7 @@ def end_of_expansion(text: str, start: int) -> int:
         match = _WITHOUT_BRACKETS.match(text, start)
         return match.end() if match else start
     inside: list[str] = []
-    heredocs: list[tuple[str, bool]] = []
+    heredocs: list[Heredoc] = []
     position = start
     while found := _SIGNS.search(text, position):
         sign, position = "case" if found[0].startswith("case") else found[0], found.end()
@@ -64,7 +66,7 @@ def _end_of_quote(text: str, start: int) -> int:
     return escaped.end() if escaped else text.find("'", text.find("'", start) + 1) + 1
 
 
-def _end_of_skipped(text: str, found: re.Match[str], heredocs: list[tuple[str, bool]]) -> int:
+def _end_of_skipped(text: str, found: re.Match[str], heredocs: list[Heredoc]) -> int:
     """Returns where the script goes on after a comment, and after a line that here-documents follow."""
     if found[0] == "#":
         return end_of_line(text, found.end())
@@ -73,7 +75,7 @@ def _end_of_skipped(text: str, found: re.Match[str], heredocs: list[tuple[str, b
         heredocs.append(heredoc_of(heredoc))
         return heredoc.end()
     if found[0] == "\n":
-        return after_heredocs(text, found.end(), heredocs)
+        return after_heredocs(text, found.end(), heredocs)[0]
     return found.end()
 
 
@@ -83,19 +85,29 @@ def end_of_line(text: str, position: int) -> int:
     return end if end >= 0 else len(text)
 
 
-def heredoc_of(match: re.Match[str]) -> tuple[str, bool]:
-    """Returns the last line of a here-document, and whether tabs before it are dropped."""
+def heredoc_of(match: re.Match[str]) -> Heredoc:
+    """Returns how a here-document ends."""
     return next(name for name in match.groups()[1:] if name is not None), bool(match[1])
 
 
-def after_heredocs(text: str, position: int, heredocs: list[tuple[str, bool]]) -> int:
-    """Returns where the script goes on after the here-documents that begin here, and forgets them."""
+def is_literal(match: re.Match[str]) -> bool:
+    """Whether nothing in a here-document is expanded, because its last line is quoted where it is named."""
+    return match[4] is None or "\\" in match[0]
+
+
+def after_heredocs(text: str, position: int, heredocs: list[Heredoc]) -> tuple[int, list[str]]:
+    """Returns where the script goes on after the here-documents that begin here, and their texts; forgets them."""
+    bodies = []
     for name, drops_tabs in heredocs:
+        lines = []
         while position < len(text):
             end = end_of_line(text, position)
             content = text[position:end].rstrip("\r")
+            content = content.lstrip("\t") if drops_tabs else content
             position = end + 1
-            if (content.lstrip("\t") if drops_tabs else content) == name:
+            if content == name:
                 break
+            lines.append(f"{content}\n")
+        bodies.append("".join(lines))
     heredocs.clear()
-    return min(position, len(text))
+    return min(position, len(text)), bodies

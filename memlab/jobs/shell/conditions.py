@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from memlab.jobs.entries import UNKNOWN
 
@@ -14,7 +13,8 @@ _BINARY = _OF_NUMBERS | {"=", "==", "!=", "=~", "<", ">", "-nt", "-ot", "-ef"}
 _NEEDS_A_RUN = re.compile(r"-[a-hkprstuwxGLNOS]")
 """Questions about files, which the job's machine alone can answer."""
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
-_LONGEST_PATTERN = 500
+_ORDERED_ALIKE = re.compile("[a-z]*|[0-9]*")
+"""Texts that every language of the machine sorts in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Operand:
 
     text: str
     pattern: str = ""
-    """As the right side of ``==`` in ``[[ ]]``, with everything quoted escaped as in `matches`."""
+    """As the right side of ``==`` in ``[[ ]]``, with a backslash before everything that was quoted."""
     is_quoted: bool = False
     """Whether the word cannot be an operator."""
 
@@ -49,35 +49,32 @@ def either(first: bool | None, second: bool | None) -> bool | None:
     return negated(both(negated(first), negated(second)))
 
 
-def matches(text: str, pattern: str) -> bool | None:
-    """Says whether a text matches a pattern of the shell; None if memlab cannot tell.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a condition asks of the script's variables and options."""
 
-    Args:
-        text: Expanded.
-        pattern: With ``*``, ``?`` and ``[...]``; what was quoted stands in brackets, as `glob.escape` writes it.
-    """
-    if UNKNOWN in text or UNKNOWN in pattern:
-        return True if pattern == "*" else None
-    if "[:" in pattern or len(pattern) > _LONGEST_PATTERN or re.search(r"[?*+@!]\(", pattern):
-        return None
-    return fnmatchcase(text, pattern.replace("[^", "[!"))
+    number: Callable[[str], int | None]
+    """Calculates a side of ``-eq`` in double brackets."""
+    is_set: Callable[[str], bool | None]
+    """Whether a variable has a value, for ``-v``."""
+    matches: Callable[[str, str], bool | None]
+    """Whether a text matches a pattern between double brackets."""
+    finds: Callable[[str, str], bool | None]
+    """Whether a regular expression is found in a text, for ``=~``."""
 
 
-def decide(
-    operands: list[Operand], *, is_double: bool, number: Callable[[str], int | None], is_set: Callable[[str], bool]
-) -> bool | None:
+def decide(operands: list[Operand], *, is_double: bool, answers: Answers) -> bool | None:
     """Decides the words between ``[`` and ``]``, or between ``[[`` and ``]]``.
 
     Args:
         operands: The words.
         is_double: Whether the brackets are double.
-        number: Calculates a side of ``-eq`` in double brackets.
-        is_set: Whether a variable has a value, for ``-v``.
+        answers: What the condition asks of the script.
 
     Returns:
         None if only the job's machine can tell.
     """
-    condition = _Condition(operands, is_double, number, is_set)
+    condition = _Condition(operands, is_double, answers)
     try:
         return condition.whole()
     except _MalformedError:
@@ -85,14 +82,8 @@ def decide(
 
 
 class _Condition:
-    def __init__(
-        self,
-        operands: list[Operand],
-        is_double: bool,
-        number: Callable[[str], int | None],
-        is_set: Callable[[str], bool],
-    ) -> None:
-        self.operands, self.is_double, self.number, self.is_set = operands, is_double, number, is_set
+    def __init__(self, operands: list[Operand], is_double: bool, answers: Answers) -> None:
+        self.operands, self.is_double, self.answers = operands, is_double, answers
         self.position = 0
         self.depth = 0
 
@@ -163,7 +154,7 @@ class _Condition:
 
     def _of_one(self, operator: str, text: str) -> bool | None:
         if operator == "-v":
-            return None if UNKNOWN in text or "[" in text else self.is_set(text)
+            return None if UNKNOWN in text or "[" in text else self.answers.is_set(text)
         if operator in ("-z", "-n"):
             if UNKNOWN in text:
                 # What stands beside an unknown part is enough to know that there is something.
@@ -178,17 +169,21 @@ class _Condition:
             return self._numbers(left.text, operator, right.text)
         if operator in ("=", "==", "!="):
             if self.is_double:
-                result = matches(left.text, right.pattern)
+                result = self.answers.matches(left.text, right.pattern)
             else:
                 result = None if UNKNOWN in left.text + right.text else left.text == right.text
             return negated(result) if operator == "!=" else result
+        if operator == "=~":
+            return self.answers.finds(left.text, right.pattern)
+        if operator in ("<", ">") and (_ORDERED_ALIKE.fullmatch(left.text) and _ORDERED_ALIKE.fullmatch(right.text)):
+            return left.text < right.text if operator == "<" else left.text > right.text
         return None
 
     def _numbers(self, left: str, operator: str, right: str) -> bool | None:
         if UNKNOWN in left + right:
             return None
         if self.is_double:
-            one, other = self.number(left), self.number(right)
+            one, other = self.answers.number(left), self.answers.number(right)
             if one is None or other is None:
                 return None
         elif _WHOLE.fullmatch(left) and _WHOLE.fullmatch(right):

@@ -1,12 +1,11 @@
 """Reads a launch script of a shell without running it: assignments are followed, commands become lists of words.
 
-Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, the script's own folder, ``source`` of a file
-beside the script, functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&``
-and ``||``. Everything else, above all ``$(command)`` and what the script itself is started with, is an unknown value:
-it is reported and never executed. What runs only if a condition holds that memlab cannot decide is read apart: its
-commands are marked, its assignments are taken back, and a warning names them. A variable that the script reads and
-nobody sets is empty in a test, as on a machine where nobody exported it, and unknown in a command, because the job may
-need it.
+Followed are variables, arrays and expansions, functions, loops and tests over known values, ``source`` of a file beside
+the script, and ``$(...)`` of builtins and of paths, as bash 5.2 has them. Everything else, above all what other
+programs print and what the script itself is started with, is an unknown value: it is reported and never executed. What
+runs only if a condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are
+taken back, and a warning names them. A variable that the script reads and nobody sets is empty in a test, as on a
+machine where nobody exported it, and unknown in a command, because the job may need it.
 """
 
 from __future__ import annotations
@@ -19,36 +18,48 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
-from memlab.jobs.shell import syntax
-from memlab.jobs.shell.conditions import Operand, both, decide, either, matches, negated
+from memlab.config.validation import shortened
+from memlab.jobs.entries import UNKNOWN
+from memlab.jobs.shell import patterns, syntax
+from memlab.jobs.shell.builtins import Builtins, Input
+from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
+from memlab.jobs.shell.paths import printed_path
 from memlab.jobs.shell.variables import (
     ASSIGNMENT,
     OwnArguments,
-    Value,
-    Variables,
+    Variable,
     after,
+    array_of,
     element_of,
     is_assignment,
 )
-from memlab.jobs.shell.words import NAME_ONLY, Piece, Word
+from memlab.jobs.shell.words import Redirection, Word
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _SUCCEEDING = {
-    ":", "true", "cd", "pushd", "popd", "pwd", "echo", "mkdir", "touch", "sleep", "wait", "date", "shopt", "ulimit",
-    "umask", "trap", "alias", "module",
+    ":", "true", "cd", "pushd", "popd", "pwd", "mkdir", "touch", "sleep", "wait", "date", "ulimit", "umask", "alias",
+    "module",
 }  # fmt: skip
 """Commands that prepare a job and start none, which memlab assumes to succeed."""
+_PRINTING = {"pushd", "popd", "pwd", "date", "ulimit", "umask", "alias", "module"}
+"""Those of them that may print something."""
 _STARTING = {"env", "nohup", "exec", "command", "builtin"}
 """Commands that start the command after them."""
-_FOLLOWING = {"eval", "source", "."}
-"""Builtins that run other commands, which have what is set before the builtin."""
+_ARGUMENT = re.compile(r"--?[A-Za-z].*|[+~]{0,2}[A-Za-z_]\w*([.][\w-]+)+=.*", re.DOTALL)
+"""A word that is no command's name: a flag, or an override such as ``trainer.nnodes=1``."""
+_OF_THE_MACHINE = {
+    "activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "profile", "modules.sh", "lmod.sh", "setvars.sh",
+    "set_env.sh",
+}  # fmt: skip
+"""Files that a script sources to find its programs, and that set nothing of a job."""
 _INSTEAD = "give a log of the job or its resolved configuration"
 _MOST_COMMANDS = 100_000
 _MOST_SNAPSHOTS = 2**20
 _DEEPEST_SOURCE = 5
 _MOST_SOURCES = 20
 _DEEPEST_RUN = 100
+_MOST_ROUNDS = 1000
+"""Of ``while``: a script that waits has no end that memlab could see."""
 
 
 @dataclass(slots=True)
@@ -70,6 +81,10 @@ class Script:
 
     commands: list[Command] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+    """What is wrong with the script itself, such as a missing sourced file: to be corrected before anything else."""
+    lacks_arguments: str = ""
+    """Which of the values that the script is started with are not given; nothing if it uses none."""
 
 
 def read_script(
@@ -77,6 +92,7 @@ def read_script(
     path: Path,
     given: dict[str, str] | None = None,
     *,
+    arguments: list[str] | None = None,
     is_job: Callable[[list[str]], bool] = bool,
 ) -> Script:
     """Follows a script.
@@ -85,50 +101,90 @@ def read_script(
         text: The script.
         path: Its file, beside which sourced files are looked for.
         given: Variables by name, which the script cannot change. `Command.variables` has those that it reads or sets.
+        arguments: What the script is started with, ``$1`` and so on; None if that is not known.
         is_job: Whether words are the command that is looked for; an ``exit`` before it does not end the reading.
 
     Raises:
         ValueError: If a quote, an expansion or an array is not closed, or the script does more than any real one does.
     """
-    reader = _Reader(dict(given or {}), path, is_job)
+    reader = _Reader(dict(given or {}), path, arguments, is_job)
     reader.follow(text)
-    return Script(reader.commands, list(reader.warnings))
+    return Script(reader.commands, list(reader.warnings), list(reader.missing), reader.lacks_arguments())
 
 
 class _LeaveError(Exception):
     """Ends the script (``exit``), a function or sourced file (``return``), or a loop (``break``, ``continue``)."""
 
-    def __init__(self, kind: str, status: bool | None = True, loops: int = 1) -> None:
+    def __init__(self, kind: str, status: bool | None = True, loops: int = 1, code: str = "0") -> None:
         super().__init__(kind)
-        self.kind, self.status, self.loops = kind, status, loops
+        self.kind, self.status, self.loops, self.code = kind, status, loops, code
 
 
-class _Reader(Variables):
+@dataclass(slots=True)
+class _Function:
+    """What a name calls: several bodies if memlab cannot decide which of them the script defines."""
+
+    bodies: list[syntax.Node]
+    is_certain: bool = True
+
+
+Run = Callable[[], bool | None]
+
+
+class _Reader(Builtins):
     """Follows the tree of a script. The status of a command is True, False, or None if memlab cannot tell."""
 
-    def __init__(self, given: dict[str, str], path: Path, is_job: Callable[[list[str]], bool]) -> None:
-        super().__init__(given, path)
+    def __init__(
+        self, given: dict[str, str], path: Path, arguments: list[str] | None, is_job: Callable[[list[str]], bool]
+    ) -> None:
+        super().__init__(given, path, arguments)
         self.is_job, self.has_job = is_job, False
         self.commands: list[Command] = []
-        self.functions: dict[str, syntax.Node] = {}
-        self.calls: list[tuple[str, dict[str, Value | None]]] = []
-        """Functions that are running, each with the values that its local variables hide."""
+        self.functions: dict[str, _Function] = {}
+        self.calls: list[str] = []
+        """Functions that are running."""
+        self.hidden = []
         self.is_certain = True
         self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
+        self.num_shielded = 0
+        """How many blocks are running whose failure does not end the script after ``set -e``."""
         self.undecided: dict[str, int] = {}
+        self.doubts: list[_LeaveError] = []
+        """Ends of a function or a loop that memlab could not decide: what follows there may not run."""
+        self.parsed: dict[str, syntax.Node] = {}
+        self.printed_code: str | None = None
+        """The exit code of the last ``$(...)`` of the running command."""
+        self.at_exit = ""
+        self.missing: dict[str, None] = {}
+        self.lines: list[str] = []
+        """Of the file that is followed."""
 
     def follow(self, text: str) -> None:
+        self.lines = text.splitlines()
         with suppress(_LeaveError):
             self._run(syntax.parse(text, self.path.name))
+        if self.at_exit:
+            self._apart(lambda: self._eval([self.at_exit]))
         if not self.commands:
             for function in list(self.functions.values()):  # which something else than the script may call
-                self._maybe(function)
+                for body in function.bodies:
+                    self._maybe(lambda body=body: self._run(body))  # type: ignore[misc]
         for name, line in self.undecided.items():
             self.warn(
                 f"memlab cannot decide whether the script gives {name} this value, and keeps the earlier one: give it "
                 f"with --set {name}=VALUE",
                 line,
             )
+
+    def lacks_arguments(self) -> str:
+        """Says which of the values that the script is started with are not given."""
+        if not self.places_read:
+            return ""
+        names = " ".join(sorted(self.places_read, key=lambda name: int(name[1:])))
+        return (
+            f"line {min(self.places_read.values())}: the script is started with values that memlab does not know "
+            f"({names}): give them in order behind the file, as in {self.script.name} -- 2 8"
+        )
 
     # Blocks
 
@@ -141,132 +197,325 @@ class _Reader(Variables):
         finally:
             self.depth -= 1
 
+    def _shielded(self, node: syntax.Node) -> bool | None:
+        """Runs a part whose failure does not end the script after ``set -e``, such as a condition."""
+        self.num_shielded += 1
+        try:
+            return self._run(node)
+        finally:
+            self.num_shielded -= 1
+
     def _sequence(self, node: syntax.Sequence) -> bool | None:
         status: bool | None = True
-        for part in node.parts:
+        for place, part in enumerate(node.parts):
             status = self._run(part)
+            left = syntax.Sequence(node.parts[place + 1 :])
+            if self.doubts and left.parts:
+                doubts, self.doubts = self.doubts, []
+                status = self._maybe(lambda left=left: self._sequence(left))  # type: ignore[misc]
+                self.doubts = doubts + self.doubts
+                break
         return status
 
     def _not(self, node: syntax.Not) -> bool | None:
-        return negated(self._run(node.part))
+        status = negated(self._shielded(node.part))
+        self.code = _CODES[status]
+        return status
+
+    def _redirected(self, node: syntax.Redirected) -> bool | None:
+        with self._with_redirections(node.redirections):
+            return self._run(node.part)
+
+    @contextmanager
+    def _with_redirections(self, redirections: list[Redirection]) -> Iterator[None]:
+        """Lets commands read and print where the redirections say."""
+        outer_input, outer_output = self.input, self.output
+        for one in redirections:
+            if one.operator in ("<", "<<", "<<<"):
+                text = self._text_of(one)
+                self.input = Input(text) if one.descriptor in ("", "0") else self.input
+                continue
+            if one.target is not None:
+                self.one(one.target)  # which may set a variable
+            if one.operator[0] == "<":
+                self.input = None
+            elif re.fullmatch(r"\D*[3-9]-?", one.operator) or one.descriptor not in ("", "0", "1", "2"):
+                self.print_out(UNKNOWN)
+            elif one.descriptor != "2" and one.operator != ">&1":
+                self.output = None if self.output is None else []
+        try:
+            yield
+        finally:
+            self.input, self.output = outer_input, outer_output
+
+    def _text_of(self, redirection: Redirection) -> str:
+        """Returns what a command reads; the content of a file is unknown."""
+        target = redirection.target
+        if target is None:
+            return UNKNOWN
+        if redirection.operator == "<<":
+            return self.one(target)
+        if redirection.operator == "<<<":
+            return self.one(target) + "\n"
+        is_process = [piece.kind for piece in target.pieces] == ["process"]
+        return self._output_of(target.pieces[0].text[2:-1]) if is_process else UNKNOWN
 
     def _shells(self, node: syntax.Apart) -> bool | None:
-        status: bool | None = True
-        self.shells += len(node.parts) == 1
-        for part in node.parts:
-            status, _ = self._apart(part)
-        self.shells -= len(node.parts) == 1
-        return status if node.waits else True
+        if len(node.parts) == 1:
+            self.shells += 1
+            status, _, _ = self._apart(lambda: self._run(node.parts[0]), is_shell=True)
+            self.shells -= 1
+            if not node.waits:
+                self.code, status = "0", True
+            return status
+        outer_input, outer_output = self.input, self.output
+        statuses = []
+        for place, part in enumerate(node.parts):
+            is_last = place == len(node.parts) - 1
+            self.output = outer_output if is_last else []
+            if is_last and "lastpipe" in self.options:
+                statuses.append(self._run(part))
+            else:
+                statuses.append(self._apart(lambda part=part: self._run(part), is_shell=True)[0])  # type: ignore[misc]
+            self.input = None if self.output is None else Input("".join(self.output))
+        self.input, self.output = outer_input, outer_output
+        status = statuses[-1]
+        if "pipefail" in self.options:
+            for each in statuses:
+                status = both(status, each)
+            self.code = _CODES[status]
+        return status
+
+    def printed(self, text: str) -> str:
+        path = printed_path(text, self.path.name, self.line, self.one)
+        if path != UNKNOWN:
+            self.printed_code = "0"
+            return path
+        return self._output_of(text).rstrip("\n")
+
+    def _output_of(self, text: str) -> str:
+        """Returns what commands print in a shell of their own."""
+        if text not in self.parsed:
+            self.charge([text])
+            self.parsed[text] = syntax.parse(text, self.path.name, self.line)
+        outer = self.output, self.input, self.options, self.code, self.line
+        self.output, self.options = [], self.options - {"errexit"}
+        self.shells += 1
+        try:
+            self._apart(lambda: self._run(self.parsed[text]), is_shell=True)
+            printed = "".join(self.output)
+        finally:
+            self.shells -= 1
+            self.printed_code = self.code
+            self.output, self.input, self.options, self.code, self.line = outer
+        return UNKNOWN if UNKNOWN in printed and not printed.strip(UNKNOWN + "\n") else printed
 
     def _while(self, node: syntax.While) -> bool | None:
-        if self._run(node.condition) is False:
-            return True
-        self._loop_round(node.body, self._maybe)
+        if node.start is not None:
+            self._run(node.start)
+        is_first = True
+
+        def begins() -> bool | None:
+            nonlocal is_first
+            if not is_first and node.step is not None:
+                self._run(node.step)
+            is_first = False
+            return self._shielded(node.condition)
+
+        return self._loop(node.body, begins, _MOST_ROUNDS)
+
+    def _loop(self, body: syntax.Node, begins: Run, most_rounds: int = _MOST_COMMANDS) -> bool | None:
+        """Runs the rounds of a loop.
+
+        Args:
+            body: Of the loop.
+            begins: Prepares a round, and says whether there is one; None if memlab cannot tell.
+            most_rounds: After these, memlab no longer tells how often the loop runs.
+        """
+        status: bool | None = True
+        code = "0"
+        for _ in range(most_rounds):
+            more = begins()
+            if more is False:
+                self.code = code
+                return status
+            if more is None:
+                break
+            again, status = self._round(body)
+            code = self.code
+            if again is False:
+                return True
+            if again is None:
+                self._maybe(lambda: begins() is not False and self._round(body)[1])
+                return None
+        self._maybe(lambda: self._round(body)[1])
         return None
 
-    def _define(self, node: syntax.Function) -> bool | None:
-        if self.is_certain or node.name not in self.functions:
-            self.functions[node.name] = node.body
-        return True
-
-    def _apart(self, node: syntax.Node) -> tuple[bool | None, dict[str, int]]:
-        """Follows a part whose assignments do not last, and returns its status and what it changed, with lines."""
-        journal: dict[str, tuple[Value | None, int]] = {}
-        self.journals.append(journal)
-        arguments = self.arguments
-        try:
-            status = self._run(node)
-        except _LeaveError as leave:
-            status = leave.status
-        self.journals.pop()
-        self.arguments = arguments
-        changed = {name: line for name, (old, line) in journal.items() if self.values.get(name) != old}
-        for name, (old, _) in journal.items():
-            self.restore(name, old)
-        return status, changed
-
-    def _maybe(self, node: syntax.Node) -> bool | None:
-        """Follows a part of which memlab cannot tell whether it runs."""
-        was_certain, self.is_certain = self.is_certain, False
-        status, changed = self._apart(node)
-        self.is_certain = was_certain
-        for name, line in changed.items():
-            self.undecided.setdefault(name, line)
-        return status
-
-    def _chain(self, node: syntax.Chain) -> bool | None:
-        status = self._run(node.first)
-        for joiner, part in node.rest:
-            wanted = joiner == "&&"
-            if status is None:
-                other = self._maybe(part)
-                status = both(None, other) if wanted else either(None, other)
-            elif status is wanted:
-                status = self._run(part)
-        return status
-
-    def _if(self, node: syntax.If) -> bool | None:
-        """Runs the branch whose condition holds; from the first undecided condition on, any branch may run."""
-        run = self._run
-        for condition, body in node.branches:
-            result = run(condition)
-            if result is None:
-                run = self._maybe
-            if result is not False:
-                status = run(body)
-            if result:
-                return status if run == self._run else None
-        status = True if node.otherwise is None else run(node.otherwise)
-        return status if run == self._run else None
-
-    def _case(self, node: syntax.Case) -> bool | None:
-        with self.testing():
-            subject = self.one(node.subject)
-        run, status = self._run, True if node.branches else None
-        goes_on: bool | None = False
-        for patterns, body, end in node.branches:
-            result = goes_on
-            for pattern in patterns:
-                with self.testing():
-                    result = either(result, matches(subject, self.pattern(pattern)))
-            if result is None:
-                run = self._maybe
-            if result is not False:
-                status = run(body)
-            if result and end == ";;":
-                break
-            goes_on = result if end == ";&" else False  # into the next body, whatever its patterns are
-        return status if run == self._run else None
-
-    def _for(self, node: syntax.For) -> bool | None:
-        self.line = node.line
-        words = node.words
-        values = self.arguments if words is None else [text for word in words for text in self.words(word)]
-        if values is None or any(UNKNOWN in text for text in values):
-            self.set(node.name, UNKNOWN)
-            self._loop_round(node.body, self._maybe)
-            return None
-        for value in values:
-            self.set(node.name, value)
-            if not self._loop_round(node.body, self._run):
-                break
-        return True
-
-    def _loop_round(self, body: syntax.Node, run: Callable[[syntax.Node], bool | None]) -> bool:
-        """Runs the body of a loop once, and returns whether another round follows."""
+    def _round(self, body: syntax.Node) -> tuple[bool | None, bool | None]:
+        """Runs the body of a loop once, and returns whether another round may follow, and the status."""
         self._count()
         self.loops += 1
+        doubts, self.doubts = self.doubts, []
+        again: bool | None = True
+        status: bool | None = True
         try:
-            run(body)
+            status = self._run(body)
         except _LeaveError as leave:
             if leave.kind not in ("break", "continue"):
                 raise
             if leave.loops > 1:
                 raise _LeaveError(leave.kind, leave.status, leave.loops - 1) from None
-            return leave.kind == "continue"
+            again = leave.kind == "continue"
         finally:
             self.loops -= 1
+            for doubt in self.doubts:
+                if doubt.kind == "return" or doubt.loops > 1:
+                    doubts.append(_LeaveError(doubt.kind, loops=max(1, doubt.loops - 1)))
+                if again and (doubt.kind != "continue" or doubt.loops > 1):
+                    again = None
+            self.doubts = doubts
+        return again, status
+
+    def _define(self, node: syntax.Function) -> bool | None:
+        self.functions[node.name] = _Function([node.body])
         return True
+
+    def _apart(self, run: Run, *, is_shell: bool = False) -> tuple[bool | None, dict[str, int], _LeaveError | None]:
+        """Follows a part whose changes do not last: returns its status, what it set, with lines, and how it was left.
+
+        Args:
+            run: Runs the part.
+            is_shell: Whether the part runs in a shell of its own, so that it leaves nothing else.
+        """
+        journal: dict[str, tuple[Variable | None, int]] = {}
+        self.journals.append(journal)
+        arguments, functions, options = self.arguments, dict(self.functions), set(self.options)
+        shifted, doubts = self.num_shifted, list(self.doubts)
+        left = None
+        try:
+            status = run()
+        except _LeaveError as leave:
+            status, left, self.code = leave.status, leave, leave.code
+        self.journals.pop()
+        self.arguments, self.functions, self.options, self.num_shifted = arguments, functions, options, shifted
+        if is_shell:
+            self.doubts = doubts
+        changed = {name: line for name, (old, line) in journal.items() if self.variables.get(name) != old}
+        for name, (old, _) in journal.items():
+            self.restore(name, old)
+        return status, changed, left
+
+    def _maybe(self, run: Run) -> bool | None:
+        """Follows a part of which memlab cannot tell whether it runs."""
+        was_certain, self.is_certain = self.is_certain, False
+        outer_output = self.output
+        self.output = None if self.output is None else []
+        arguments, functions = self.arguments, dict(self.functions)
+        after_it: tuple[list[str] | None, dict[str, _Function]] = arguments, functions
+
+        def watched() -> bool | None:
+            nonlocal after_it
+            try:
+                return run()
+            finally:
+                after_it = self.arguments, self.functions
+
+        status, changed, left = self._apart(watched)
+        self.is_certain = was_certain
+        if outer_output is not None and self.output:
+            outer_output.append(UNKNOWN)
+        self.output = outer_output
+        if left is not None and left.kind == "exit":  # in which case nothing follows
+            return None
+        for name, line in changed.items():
+            self.undecided.setdefault(name, line)
+        if after_it[0] != arguments:
+            self.warn(
+                "memlab cannot decide whether the script changes its arguments ($1 and so on) here, and keeps the "
+                "earlier ones: give the values that come from them with --set NAME=VALUE"
+            )
+        for name, function in after_it[1].items():
+            earlier = functions.get(name)
+            if earlier is None or earlier.bodies != function.bodies:
+                bodies = ([] if earlier is None else earlier.bodies) + function.bodies
+                self.functions[name] = _Function(bodies, is_certain=False)
+        if left is not None:
+            self.doubts.append(left)
+        self.code = UNKNOWN
+        return status
+
+    def _chain(self, node: syntax.Chain) -> bool | None:
+        last = node.rest[-1][1]
+        status = self._shielded(node.first)
+        for joiner, part in node.rest:
+            run = self._run if part is last else self._shielded
+            wanted = joiner == "&&"
+            if status is None:
+                other = self._maybe(lambda run=run, part=part: run(part))  # type: ignore[misc]
+                status = both(None, other) if wanted else either(None, other)
+            elif status is wanted:
+                status = run(part)
+        return status
+
+    def _branch(self, node: syntax.Node, *, is_certain: bool) -> bool | None:
+        return self._run(node) if is_certain else self._maybe(lambda: self._run(node))
+
+    def _if(self, node: syntax.If) -> bool | None:
+        """Runs the branch whose condition holds; from the first undecided condition on, any branch may run."""
+        is_certain = True
+        for condition, body in node.branches:
+            result = self._shielded(condition) if is_certain else self._maybe(lambda c=condition: self._shielded(c))  # type: ignore[misc]
+            if result is None:
+                is_certain = False
+            if result is not False:
+                status = self._branch(body, is_certain=is_certain)
+            if result:
+                return status if is_certain else None
+        self.code, status = "0", True
+        if node.otherwise is not None:
+            status = self._branch(node.otherwise, is_certain=is_certain)
+        return status if is_certain else None
+
+    def _case(self, node: syntax.Case) -> bool | None:
+        with self.testing():
+            subject = self.one(node.subject)
+        is_certain, status = True, True if node.branches else None
+        self.code = "0"
+        goes_on: bool | None = False
+        for texts, body, end in node.branches:
+            result = goes_on
+            for text in texts:
+                with self.testing():
+                    pattern = self.pattern(text)
+                result = either(result, self.matches(subject, pattern, is_extended="extglob" in self.options))
+            if result is None:
+                is_certain = False
+            if result is not False:
+                status = self._branch(body, is_certain=is_certain)
+            if result and end == ";;":
+                break
+            goes_on = result if end == ";&" else False  # into the next body, whatever its patterns are
+        return status if is_certain else None
+
+    def _for(self, node: syntax.For) -> bool | None:
+        self.line = node.line
+        words = node.words
+        values = self.arguments if words is None else [text for word in words for text in self.words(word)]
+        if values is None or node.asks or any(UNKNOWN in text for text in values):
+            self.set(node.name, UNKNOWN)
+            if node.asks:
+                self.set("REPLY", UNKNOWN)
+            self._maybe(lambda: self._round(node.body)[1])
+            return None
+        left = iter(values)
+
+        def begins() -> bool:
+            value = next(left, None)
+            if value is not None:
+                self.set(node.name, value)
+            return value is not None
+
+        return self._loop(node.body, begins)
 
     # Commands
 
@@ -277,22 +526,31 @@ class _Reader(Variables):
 
     def _simple(self, node: syntax.Simple) -> bool | None:
         self._count()
-        words, self.line = node.words, node.line or self.line
+        self.line = node.line or self.line
+        with self._with_redirections(node.redirections):
+            status = self._command(node.words)
+        if status is False and "errexit" in self.options and not self.num_shielded:
+            self._exit([self.code])
+        return status
+
+    def _command(self, words: list[Word]) -> bool | None:
         if words and words[0].pieces and words[0].pieces[0].kind == "arithmetic":
-            return self.calculated(words[0].raw)
+            return self._coded(self.calculated(words[0].raw))
         first = 0
         while first < len(words) and (words[first].elements is not None or is_assignment(words[first])):
             first += 1
         before, words = words[:first], words[first:]
+        self.printed_code = None
         if not words:
             for word in before:
                 self.assign(word)
-            return None if any(re.search(r"\$\((?!\()|`", word.raw) for word in before) else True
+            self.code = self.printed_code or "0"
+            return _status_of(self.code)
         if words[0].keyword in ("[", "[[", "test"):
             with self.testing():
-                return self._tested(words)
+                return self._coded(self._tested(words))
         if words[0].keyword in _DECLARING:
-            return self._declare(words)
+            return self._coded(self.declare(words))
         environment = {}
         for word in before:
             match = ASSIGNMENT.match(word.raw)
@@ -305,6 +563,11 @@ class _Reader(Variables):
             for text in self.words(word)
         ]
         return self._start(expanded, environment)
+
+    def _coded(self, status: bool | None, code: str | None = None) -> bool | None:
+        """Notes the exit code that belongs to a status, and returns the status."""
+        self.code = _CODES[status] if code is None else code
+        return status
 
     def _start(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
         """Runs the command after ``env``, ``exec`` and the like."""
@@ -323,38 +586,70 @@ class _Reader(Variables):
                 return None  # asks whether there is such a command
             start += 2 if starter and text in ("-u", "--unset", "-C", "--chdir", "-a") else 1
         words = words[start:]
-        status = self._execute(words, environment) if words else True
-        if words and "exec" in starters:
-            raise _LeaveError("exit", status)
+        if not words:
+            return self._coded(_status_of(self.printed_code or "0"), self.printed_code or "0")
+        status = self._execute(words, environment, may_call=not starters)
+        if "exec" in starters:
+            raise _LeaveError("exit", status, code=self.code)
         return status
 
-    def _execute(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
+    def _execute(self, words: list[tuple[str, int]], environment: dict[str, str], *, may_call: bool) -> bool | None:
         name = words[0][0]
         arguments: list[str] = [element_of(text, at) for text, at in words[1:]]
-        if name in self.functions:
+        if name in self.functions and may_call:
             is_own = len(arguments) == 1 and isinstance(arguments[0], OwnArguments)
-            return self._call(name, None if is_own else arguments, environment)
+            return self._called(name, None if is_own else arguments, environment)
+        following = _FOLLOWING.get(name)
+        if following is not None:
+            with self._temporarily(environment):
+                return following(self, arguments)
         builtin = _BUILTINS.get(name)
         if builtin is not None:
-            with self._temporarily(environment if name in _FOLLOWING else {}):
-                return builtin(self, arguments)
+            with self._temporarily({"IFS": environment["IFS"]} if "IFS" in environment else {}):
+                return self._coded(builtin(self, arguments))
+        if _ARGUMENT.fullmatch(name):
+            self._orphaned(words)
+            return self._coded(False, "127")
         if name in _SUCCEEDING:
-            return True
+            self.print_out(UNKNOWN if name in _PRINTING else "")
+            return self._coded(True)
+        self.print_out(UNKNOWN)
+        self.code = UNKNOWN
         environment = environment | _set_by_wrappers(words)
         for place, ((shell, _), (option, _)) in enumerate(pairwise(words[:-1])):
             if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
                 return self._shell([text for text, _ in words[place + 2 :]], environment)
         command = Command(self.line, words, is_certain=self.is_certain)
-        self.has_job = self.has_job or self.is_job([text for text, _ in words])
-        if any(text[:1] == "-" or "=" in text for text in arguments):
+        is_job = self.is_job([text for text, _ in words])
+        self.has_job = self.has_job or is_job
+        if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
             given = {name: text for name, text in self.given.items() if name in self.used}
-            own = {n: text for n, text in self.values.items() if isinstance(text, str) and n not in self.given}
-            command.variables = own | given | environment
+            own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
+            command.variables = {n: text for n, text in own.items() if isinstance(text, str)} | given | environment
             self.snapshots += len(command.variables)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
         return None
+
+    def _orphaned(self, words: list[tuple[str, int]]) -> None:
+        """Names arguments that stand where a command would: the command before them has ended too early."""
+        name, line = words[0]
+        before = next((at for at in range(line - 1, 0, -1) if self.lines[at - 1 : at]), 0)
+        text = self.lines[before - 1].rstrip("\r") if before else ""
+        if not text.strip():
+            why = "is empty"
+        elif text.lstrip().startswith("#"):
+            why = "is a comment, which ends the command"
+        elif text.rstrip().endswith("\\"):
+            why = "has blanks behind its backslash"
+        else:
+            why = "does not end in a backslash"
+        number = f"{len(words)} words" if len(words) > 1 else "word"
+        self.missing[
+            f"line {line}: {shortened(name)} is an argument without a command, since line {before} {why}, so the job "
+            f"runs without the {number} from here on: correct line {before}"
+        ] = None
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
         """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
@@ -367,9 +662,9 @@ class _Reader(Variables):
     @contextmanager
     def _temporarily(self, environment: dict[str, str]) -> Iterator[None]:
         """Sets what stands before a command for as long as the command runs."""
-        hidden = {name: self.values.get(name) for name in environment}
+        hidden = {name: self.variables.get(name) for name in environment}
         for name, text in environment.items():
-            self.set(name, text)
+            self.put(name, Variable(text))
         try:
             yield
         finally:
@@ -377,77 +672,52 @@ class _Reader(Variables):
                 self.record(name)
                 self.restore(name, old)
 
-    def _call(self, name: str, arguments: list[str] | None, environment: dict[str, str]) -> bool | None:
-        if any(name == other for other, _ in self.calls):
+    def _called(self, name: str, arguments: list[str] | None, environment: dict[str, str]) -> bool | None:
+        """Calls a function; each that it may be, if memlab cannot decide which one is defined."""
+        function = self.functions[name]
+        if name in self.calls:
             self.warn(f"the function {name} calls itself, which memlab does not follow")
-            return None
+            return self._coded(None)
+        if function.is_certain:
+            return self._call(name, function.bodies[0], arguments, environment)
+        for body in function.bodies:
+            self._maybe(lambda body=body: self._call(name, body, arguments, environment))  # type: ignore[misc]
+        return None
+
+    def _call(
+        self, name: str, body: syntax.Node, arguments: list[str] | None, environment: dict[str, str]
+    ) -> bool | None:
         with self._temporarily(environment):
             outer, self.arguments = self.arguments, arguments
-            self.calls.append((name, {}))
+            shifted, self.num_shifted = self.num_shifted, self.num_shifted if arguments is None else 0
+            loops, self.loops = self.loops, 0
+            doubts, self.doubts = self.doubts, []
+            self.calls.append(name)
+            self.hidden.append({})
             try:
-                return self._run(self.functions[name])
+                status = self._run(body)
             except _LeaveError as leave:
                 if leave.kind != "return":
                     raise
-                return leave.status
+                self.code, status = leave.code, leave.status
             finally:
-                self.arguments = outer
-                for variable, old in self.calls.pop()[1].items():
+                self.arguments, self.num_shifted, self.loops = outer, shifted, loops
+                returns = any(doubt.kind == "return" for doubt in self.doubts)
+                self.doubts = doubts
+                self.calls.pop()
+                for variable, old in self.hidden.pop().items():
                     self.record(variable)
                     self.restore(variable, old)
-
-    def _declare(self, words: list[Word]) -> bool | None:
-        options = "".join(word.raw[1:] for word in words[1:] if word.raw.startswith("-"))
-        is_local = bool(self.calls) and words[0].keyword not in ("export", "readonly") and "g" not in options
-        for word in [self._with_value(word) for word in words[1:]]:
-            match = ASSIGNMENT.match(word.raw) or NAME_ONLY.fullmatch(word.raw)
-            if match is None:
-                self._declare_texts([] if word.raw.startswith("-") else self.words(word))
-                continue
-            name = match[1] if match.re is ASSIGNMENT else match[0]
-            if is_local:
-                self._hide(name)
-            if "A" in options or "n" in options:
-                self.set(name, UNKNOWN)
-            elif match.re is ASSIGNMENT and "i" in options and word.elements is None:
-                self.set(name, self.arithmetic(self.one(after(word, match.end()))))
-            elif match.re is ASSIGNMENT:
-                self.assign(word)
-            elif is_local:
-                self.set(name, "")
-        return True
-
-    def _with_value(self, word: Word) -> Word:
-        """Returns an assignment with its value, which a declaration expands before it assigns any."""
-        match = ASSIGNMENT.match(word.raw)
-        if match is None or match[2] or word.elements is not None:
-            return word
-        return Word(word.line, [Piece(match[0], "plain"), Piece(self.one(after(word, match.end())), "literal")])
-
-    def _declare_texts(self, texts: list[str]) -> None:
-        """Follows ``export "$NAME=value"``, whose names only an expansion shows."""
-        for text in texts:
-            name, equals, value = text.partition("=")
-            if UNKNOWN in name:
-                self.warn(
-                    "which variables the script sets here is known only when the job runs, and memlab keeps their "
-                    "earlier values: give those that matter with --set NAME=VALUE"
-                )
-            elif equals and NAME_ONLY.fullmatch(name):
-                self.set(name, value)
-
-    def _hide(self, name: str) -> None:
-        """Makes a variable local to the running function."""
-        self.calls[-1][1].setdefault(name, self.values.get(name))
+            return self._coded(None) if returns else status
 
     # Builtins
 
     def _exit(self, arguments: list[str], kind: str = "exit") -> bool | None:
         """Ends the script, unless it has not come to its job: nobody runs a script for that."""
-        code = arguments[0] if arguments else "0"
+        code = arguments[0] if arguments else self.code
         status = _status_of(code)
         if not self.is_certain or self.has_job or self.shells:
-            raise _LeaveError(kind, status)
+            raise _LeaveError(kind, status, code=_exit_code(code))
         self.warn(
             f"with the variables that memlab knows, the script would stop here ({kind} {code.replace(UNKNOWN, '?')}); "
             "memlab reads the rest of the script nevertheless: set the variables that the script tests here with "
@@ -458,7 +728,8 @@ class _Reader(Variables):
     def _return(self, arguments: list[str]) -> bool | None:
         if not self.calls and not self.source_depth:
             return self._exit(arguments, "return")
-        raise _LeaveError("return", _status_of(arguments[0]) if arguments else True)
+        code = arguments[0] if arguments else self.code
+        raise _LeaveError("return", _status_of(code), code=_exit_code(code))
 
     def _break(self, arguments: list[str], kind: str = "break") -> bool | None:
         if self.loops:
@@ -472,50 +743,16 @@ class _Reader(Variables):
         return False
 
     def _unset(self, arguments: list[str]) -> bool | None:
-        for name in arguments:
-            if NAME_ONLY.fullmatch(name):
-                self.set(name, None)
-            elif "[" in name:
-                self.set(name.partition("[")[0], UNKNOWN)
+        for name in arguments[1:] if arguments[:1] == ["-f"] else []:
+            self.functions.pop(name, None)
+        return self.unset_all(arguments) if arguments[:1] != ["-f"] else True
+
+    def _trap(self, arguments: list[str]) -> bool | None:
+        if len(arguments) > 1 and {"EXIT", "0"} & set(arguments[1:]) and not self.shells and self.is_certain:
+            self.at_exit = "" if arguments[0] == "-" else arguments[0]
+        elif len(arguments) > 1:
+            self.print_out(UNKNOWN)  # at some time, if something reads what this shell prints
         return True
-
-    def _read(self, arguments: list[str]) -> bool | None:
-        """Marks what a command such as ``read`` sets as unknown."""
-        for name in arguments:
-            if NAME_ONLY.fullmatch(name):
-                self.set(name, UNKNOWN)
-        return None
-
-    def _printf(self, arguments: list[str]) -> bool | None:
-        if arguments[:1] == ["-v"]:
-            self._read(arguments[1:2])
-        return True
-
-    def _shift(self, arguments: list[str]) -> bool | None:
-        if self.arguments is None:
-            return True
-        count = _count_of(arguments)
-        if UNKNOWN_WORDS in self.arguments[:count]:
-            self.arguments = [UNKNOWN_WORDS]
-        elif count > len(self.arguments):
-            return False
-        else:
-            self.arguments = self.arguments[count:]
-        return True
-
-    def _set_options(self, arguments: list[str]) -> bool | None:
-        """Takes the new arguments after the options."""
-        while arguments and arguments[0][:1] in ("-", "+") and arguments[0] != "--":
-            arguments = arguments[2 if arguments[0][-1] == "o" else 1 :]
-        if arguments:
-            self.arguments = arguments[arguments[0] == "--" :]
-        return True
-
-    def _let(self, arguments: list[str]) -> bool | None:
-        status: bool | None = True
-        for text in arguments:
-            status = self.calculated(text)
-        return status
 
     def _eval(self, arguments: list[str]) -> bool | None:
         return self._run(self._parsed(" ".join(arguments), "eval"))
@@ -546,9 +783,10 @@ class _Reader(Variables):
             )
             return True
         if UNKNOWN in name:
-            self.warn(
+            self._lack(
+                path.name,
                 "which file the script sources here is known only when the job runs, so what it sets is unknown: give "
-                "it with --set NAME=VALUE"
+                "it with --set NAME=VALUE",
             )
             return True
         try:
@@ -556,24 +794,38 @@ class _Reader(Variables):
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self.warn(
+            self._lack(
+                path.name,
                 f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
-                "unknown: put it there, or give what it sets with --set NAME=VALUE"
+                "unknown: put it there, or give what it sets with --set NAME=VALUE",
             )
-            return True
+            return self._coded(True)
         own, self.path = self.path, path
+        lines, self.lines = self.lines, text.splitlines()
         outer = self.arguments
         self.arguments = arguments[1:] or self.arguments
         self.source_depth += 1
+        doubts, self.doubts = self.doubts, []
         try:
             return self._run(syntax.parse(text, path.name))
         except _LeaveError as leave:
             if leave.kind != "return":
                 raise
+            self.code = leave.code
             return leave.status
         finally:
-            self.path, self.arguments = own, outer
+            self.path, self.lines = own, lines
+            self.arguments = outer if arguments[1:] else self.arguments
+            self.doubts = doubts + [doubt for doubt in self.doubts if doubt.kind != "return"]
             self.source_depth -= 1
+
+    def _lack(self, name: str, text: str) -> None:
+        """Says that a sourced file is missing: first of all, unless it only says where programs are."""
+        if name.rpartition("/")[2] in _OF_THE_MACHINE:
+            self.warn(text)
+        else:
+            self.lacks_files = True
+            self.missing[f"line {self.line}: {text}"] = None
 
     # Tests
 
@@ -587,11 +839,32 @@ class _Reader(Variables):
                 operands.append(Operand(text, self.pattern(word), is_quoted=word.keyword != text))
             else:
                 operands += [Operand(text) for text in self.words(word)]
-        return decide(operands, is_double=is_double, number=self.number, is_set=self.is_set)
+        answers = Answers(self.number, self.is_set, self.matches, self._finds)
+        return decide(operands, is_double=is_double, answers=answers)
+
+    def matches(self, text: str, pattern: str, *, is_extended: bool = True) -> bool | None:
+        """Says whether a text matches a pattern of the shell; None if memlab cannot tell."""
+        if UNKNOWN in text or UNKNOWN in pattern:
+            return True if pattern == "*" else None
+        self.charge([], (len(text) + len(pattern)) // 10)
+        ignores_case = "nocasematch" in self.options
+        compiled = patterns.pattern_of(pattern, is_extended=is_extended, ignores_case=ignores_case)
+        return None if compiled is None else patterns.matches(text, compiled)
+
+    def _finds(self, text: str, expression: str) -> bool | None:
+        found = None
+        if UNKNOWN not in text + expression:
+            found = patterns.found_by_regular_expression(text, expression, ignores_case="nocasematch" in self.options)
+        if found is None:
+            self.put("BASH_REMATCH", Variable(UNKNOWN))
+            return None
+        self.put("BASH_REMATCH", Variable(array_of(found)))
+        return bool(found)
 
 
 _BLOCKS: dict[type, Callable[[_Reader, Any], bool | None]] = {
     syntax.Simple: _Reader._simple,
+    syntax.Redirected: _Reader._redirected,
     syntax.Sequence: _Reader._sequence,
     syntax.Chain: _Reader._chain,
     syntax.Not: _Reader._not,
@@ -602,6 +875,12 @@ _BLOCKS: dict[type, Callable[[_Reader, Any], bool | None]] = {
     syntax.While: _Reader._while,
     syntax.Function: _Reader._define,
 }
+_FOLLOWING: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
+    "eval": _Reader._eval,
+    "source": _Reader._source,
+    ".": _Reader._source,
+}
+"""Builtins that run other commands, which have what is set before the builtin."""
 _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "exit": _Reader._exit,
     "return": _Reader._return,
@@ -609,18 +888,22 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "continue": _Reader._continue,
     "false": _Reader._false,
     "unset": _Reader._unset,
-    "read": _Reader._read,
-    "mapfile": _Reader._read,
-    "readarray": _Reader._read,
-    "getopts": _Reader._read,
-    "printf": _Reader._printf,
-    "shift": _Reader._shift,
-    "set": _Reader._set_options,
-    "let": _Reader._let,
-    "eval": _Reader._eval,
-    "source": _Reader._source,
-    ".": _Reader._source,
+    "trap": _Reader._trap,
+    "echo": Builtins.echo,
+    "printf": Builtins.printf,
+    "cat": Builtins.cat,
+    "read": Builtins.read,
+    "mapfile": Builtins.mapfile,
+    "readarray": Builtins.mapfile,
+    "getopts": Builtins.getopts,
+    "shift": Builtins.shift,
+    "set": Builtins.set_options,
+    "shopt": Builtins.shopt,
+    "let": Builtins.let,
 }
+_INNER = {"IFS", "OPTIND"}
+"""Variables that the shell itself sets, and that no program reads."""
+_CODES = {True: "0", False: "1", None: UNKNOWN}
 
 
 def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:
@@ -637,7 +920,11 @@ def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:
 
 
 def _status_of(code: str) -> bool | None:
-    return int(code) == 0 if re.fullmatch(r"\d{1,9}", code) else None
+    return int(code) % 256 == 0 if re.fullmatch(r"\d{1,9}", code) else None
+
+
+def _exit_code(text: str) -> str:
+    return str(int(text) % 256) if re.fullmatch(r"\d{1,9}", text) else UNKNOWN
 
 
 def _count_of(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memlab.jobs.shell.words import NAME_ONLY, Operator, Word, tokens
+from memlab.jobs.shell.words import NAME_ONLY, Operator, Piece, Redirection, Token, Word, tokens
 
 _DEEPEST_BLOCK = 50
 _CLOSING = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
@@ -22,6 +22,15 @@ class Simple:
 
     line: int
     words: list[Word]
+    redirections: list[Redirection] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Redirected:
+    """A block of commands with redirections behind it, such as a loop that reads a file."""
+
+    part: Node
+    redirections: list[Redirection]
 
 
 @dataclass(slots=True)
@@ -72,20 +81,24 @@ class Case:
 
 @dataclass(slots=True)
 class For:
-    """``for NAME in WORDS``; without words those that the script or function was called with; also ``select``."""
+    """``for NAME in WORDS``; without words those that the script or function was called with."""
 
     line: int
     name: str
     words: list[Word] | None
     body: Node
+    asks: bool = False
+    """Whether it is ``select``, which asks a person for one of the words."""
 
 
 @dataclass(slots=True)
 class While:
-    """``while`` and ``until``; also ``for ((...))``, with what stands in the brackets as the condition."""
+    """``while`` and ``until``; also ``for ((start; condition; step))``."""
 
     condition: Node
     body: Node
+    start: Node | None = None
+    step: Node | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +109,7 @@ class Function:
     body: Node
 
 
-Node = Simple | Sequence | Chain | Not | Apart | If | Case | For | While | Function
+Node = Simple | Redirected | Sequence | Chain | Not | Apart | If | Case | For | While | Function
 
 
 def parse(text: str, name: str, line: int = 1) -> Node:
@@ -109,12 +122,12 @@ def parse(text: str, name: str, line: int = 1) -> Node:
 
 
 class _Parser:
-    def __init__(self, parts: list[Word | Operator], name: str) -> None:
+    def __init__(self, parts: list[Token], name: str) -> None:
         self.parts, self.name = parts, name
         self.position = 0
         self.depth = 0
 
-    def _next(self) -> Word | Operator | None:
+    def _next(self) -> Token | None:
         return self.parts[self.position] if self.position < len(self.parts) else None
 
     def _operator(self) -> str:
@@ -192,6 +205,14 @@ class _Parser:
         return Not(part) if is_negated else part
 
     def _command(self) -> Node:
+        part = self._block()
+        redirections = []
+        while isinstance(redirection := self._next(), Redirection):
+            redirections.append(redirection)
+            self.position += 1
+        return Redirected(part, redirections) if redirections else part
+
+    def _block(self) -> Node:
         opening = self._take("(", "{", "if", "case", "for", "select", "while", "until", "function")
         if not opening:
             return self._simple()
@@ -205,7 +226,7 @@ class _Parser:
             case "case":
                 part = self._case()
             case "for" | "select":
-                part = self._for()
+                part = self._for(asks=opening == "select")
             case "function":
                 name = self._word()
                 return self._function(name.raw if name else "")
@@ -251,7 +272,7 @@ class _Parser:
             if self.position == start:
                 self.position += 1  # not the shell's syntax
 
-    def _for(self) -> Node:
+    def _for(self, *, asks: bool) -> Node:
         name = self._word()
         words: list[Word] | None = None
         self._skip_ends()
@@ -261,9 +282,13 @@ class _Parser:
                 words.append(word)
         self._skip_ends()
         body = self._closed("}") if self._take("{") else self._closed("done") if self._take("do") else Sequence()
-        if name is None or not NAME_ONLY.fullmatch(name.raw):  # for ((...)), of which memlab takes what it sets
-            return While(Simple(name.line if name else 0, [name] if name else []), body)
-        return For(name.line, name.raw, words, body)
+        if name is not None and NAME_ONLY.fullmatch(name.raw):
+            return For(name.line, name.raw, words, body, asks)
+        parts = name.raw.split(";") if name is not None else []
+        if name is None or len(parts) != 3:  # not the shell's syntax
+            return While(Simple(name.line if name else 0, []), body)
+        start, condition, step = (Simple(name.line, [Word(name.line, [Piece(part, "arithmetic")])]) for part in parts)
+        return While(condition if parts[1].strip() else Simple(name.line, []), body, start, step)
 
     def _function(self, name: str) -> Node:
         if self._take("("):
@@ -276,13 +301,18 @@ class _Parser:
 
     def _simple(self) -> Node:
         words: list[Word] = []
+        redirections: list[Redirection] = []
         while True:
-            word = self._word()
-            if word is not None:
-                words.append(word)
+            part = self._next()
+            if isinstance(part, Word):
+                words.append(part)
+                self.position += 1
+            elif isinstance(part, Redirection):
+                redirections.append(part)
+                self.position += 1
             elif self._operator() == "(" and len(words) == 1:
                 return self._function(words[0].raw)
             elif self._operator() == "(" and words:
                 self.position += 1  # not the shell's syntax
             else:
-                return Simple(words[0].line if words else 0, words)
+                return Simple(words[0].line if words else 0, words, redirections)

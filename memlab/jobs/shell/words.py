@@ -10,21 +10,27 @@ from memlab.jobs.shell.brackets import (
     HEREDOC,
     NAME,
     WITH_ESCAPES,
+    Heredoc,
     after_heredocs,
     end_of_expansion,
     end_of_line,
     heredoc_of,
+    is_literal,
 )
 
 NAME_ONLY = re.compile(NAME)
 _OPERATORS = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|]")
-_ARITHMETIC = re.compile(r"\(\(((?:[^()]|\((?:[^()]|\([^()]{0,99}\)){0,99}\)){0,400}+)\)\)")
+_LONGEST_ARITHMETIC = 1000
 _BEFORE_A_COMMAND = {"if", "then", "elif", "else", "while", "until", "do", "{", "!", "time"}
 _ORDINARY = re.compile(r"[^\\#()'\"$` \t\r<>\n;&|]+")
 _ORDINARY_IN_DOUBLE_QUOTES = re.compile(r'[^\\"$`]+')
 _DESCRIPTOR = re.compile(rf"\d+|\{{{NAME}\}}")
 _REDIRECTION = re.compile(r"<<<|<>|[<>]{1,2}(?:&\d?-?|\|)?")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
+_ESCAPES = {
+    "n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v",
+    "\\": "\\", "'": "'", '"': '"', "?": "?",
+}  # fmt: skip
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,21 @@ class Piece:
     text: str
     kind: str
     """``plain``; ``literal``, which is quoted; ``split`` and ``quoted``, an expansion outside and inside of double
-    quotes; ``arithmetic``, which is ``((...))``."""
+    quotes; ``arithmetic``, which is ``((...))``; ``process``, the commands of ``<(...)``."""
+
+
+@dataclass(slots=True)
+class Redirection:
+    """Where a command reads from or writes to, such as ``< hosts`` and ``2>&1``."""
+
+    line: int
+    operator: str
+    """``<<`` for a here-document, whose text is the target."""
+    descriptor: str = ""
+    """As written; nothing stands for the usual one."""
+    target: Word | None = None
+    keyword: str = ""
+    """Nothing: it is no reserved word."""
 
 
 @dataclass(slots=True)
@@ -64,8 +84,11 @@ class Operator:
     text: str
 
 
-def tokens(text: str, name: str, line: int = 1) -> list[Word | Operator]:
-    """Splits a script into words and operators; redirections, comments and here-documents are dropped.
+Token = Word | Operator | Redirection
+
+
+def tokens(text: str, name: str, line: int = 1) -> list[Token]:
+    """Splits a script into words, operators and redirections; comments are dropped.
 
     Raises:
         ValueError: If a quote, an expansion or an array's bracket is not closed.
@@ -88,18 +111,34 @@ def operand(text: str, name: str, line: int, *, is_quoted: bool) -> Word:
     return _Scanner(text, name, line).whole(is_quoted=is_quoted)
 
 
+def without_escapes(text: str) -> str:
+    """Returns what ``$'...'`` stands for; unknown if memlab does not read one of its escapes."""
+
+    def plain(match: re.Match[str]) -> str:
+        if match[1] or match[2]:
+            code = int(match[1], 8) if match[1] else int(match[2], 16)
+            return chr(code) if 0 < code < 128 else UNKNOWN
+        return UNKNOWN if match[3] in "cuUx" else _ESCAPES.get(match[3], match[0])
+
+    found = _ESCAPE.sub(plain, text)
+    return UNKNOWN if UNKNOWN in found else found
+
+
 class _Scanner:
     """Walks over the characters of a script, or of a text inside of an expansion."""
 
     def __init__(self, text: str, name: str, line: int) -> None:
         self.text, self.name = text, name
         self.position, self.line = 0, line
-        self.done: list[Word | Operator] = []
+        self.done: list[Token] = []
         self.word: Word | None = None
         self.array: list[Word] | None = None
         self.array_word: Word | None = None
-        self.heredocs: list[tuple[str, bool]] = []
-        self.drop_next = False
+        self.heredocs: list[Heredoc] = []
+        self.documents: list[tuple[Redirection, bool]] = []
+        """Of the here-documents whose text follows: the redirection, and whether the text stands for itself."""
+        self.redirection: Redirection | None = None
+        """Whose target the next word is."""
         self.in_test = False
         """Whether the scanner is between ``[[`` and ``]]``, where brackets and ``&&`` belong to the test."""
         self.opened = 0
@@ -107,7 +146,7 @@ class _Scanner:
         self.of_word = {"\\": self._backslash, "'": self._single, '"': self._double}
         self.of_word |= dict.fromkeys("$`", self._expansion)
 
-    def run(self) -> list[Word | Operator]:
+    def run(self) -> list[Token]:
         special = self.of_word | {"#": self._hash, "(": self._open, ")": self._close}
         special |= dict.fromkeys(" \t\r", self._blank) | dict.fromkeys("<>", self._redirection)
         special |= dict.fromkeys("\n;&|", self._operator)
@@ -119,11 +158,11 @@ class _Scanner:
         self._end_word()
         return self.done
 
-    def whole(self, *, is_quoted: bool) -> Word:
+    def whole(self, *, is_quoted: bool, keeps_quotes: bool = False) -> Word:
         self.word = Word(self.line)
         if is_quoted:
             self._add("", "literal")  # quotes around nothing are a word too
-            self._in_double_quotes(ends=False)
+            self._in_double_quotes(ends=False, keeps_quotes=keeps_quotes)
         while self.position < len(self.text):
             self.of_word.get(self.text[self.position], self._plain)()
         return self.word
@@ -186,19 +225,20 @@ class _Scanner:
         assert self.word is not None
         self.word.line = max(self.word.line, line)
 
-    def _in_double_quotes(self, *, ends: bool = True) -> None:
+    def _in_double_quotes(self, *, ends: bool = True, keeps_quotes: bool = False) -> None:
         """Takes what stands in double quotes, up to the closing one; in an expansion, more quotes change nothing."""
+        special = "\\`$" if keeps_quotes else '"\\`$'
         while self.position < len(self.text):
             character = self.text[self.position]
             if character == '"' and ends:
                 return
             if character == '"':
-                self.position += 1
+                self._take(self.position + 1, '"' if keeps_quotes else "", "literal")
             elif character in "$`":
                 self._expansion("quoted")
             elif character == "\\":
                 following = self.text[self.position + 1 : self.position + 2]
-                text = following if following and following in '"\\`$' else "\\" + following
+                text = following if following and following in special else "\\" + following
                 self._take(self.position + 2, "" if following == "\n" else text, "literal")
             else:
                 match = _ORDINARY_IN_DOUBLE_QUOTES.match(self.text, self.position)
@@ -212,8 +252,7 @@ class _Scanner:
             return
         escaped = WITH_ESCAPES.match(self.text, self.position) if kind == "split" else None
         if escaped:
-            text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), escaped[1], flags=re.DOTALL)
-            self._take(escaped.end(), UNKNOWN if re.search(r"\\[\dxuUc]", escaped[1]) else text, "literal")
+            self._take(escaped.end(), without_escapes(escaped[1]), "literal")
             return
         end = self._end_of(self.position)
         if end == self.position:
@@ -234,20 +273,30 @@ class _Scanner:
             return
         if self.text[self.position + 1 : self.position + 2] == "(":  # <(command), a file with the command's output
             self._end_word()
-            self._take(self._end_of(self.position + 1), UNKNOWN, "literal")
+            end = self._end_of(self.position + 1)
+            self._take(end, self.text[self.position : end], "process")
             return
         heredoc = HEREDOC.match(self.text, self.position)
+        descriptor = ""
         if self.word is not None and _DESCRIPTOR.fullmatch(self.word.keyword):
-            self.word = None
+            descriptor, self.word = self.word.keyword, None
         self._end_word()
         if heredoc:
+            redirection = Redirection(self.line, "<<", descriptor)
+            self.done.append(redirection)
+            self.documents.append((redirection, is_literal(heredoc)))
             self.heredocs.append(heredoc_of(heredoc))
             self.position = heredoc.end()
             return
         match = _REDIRECTION.match(self.text, self.position)
         assert match is not None
         self.position = match.end()
-        self.drop_next = not match[0][-1].isdigit() and match[0][-1] != "-"
+        self._redirect(match[0], descriptor, has_target=not match[0][-1].isdigit() and match[0][-1] != "-")
+
+    def _redirect(self, operator: str, descriptor: str, *, has_target: bool) -> None:
+        redirection = Redirection(self.line, operator, descriptor)
+        self.done.append(redirection)
+        self.redirection = redirection if has_target else None
 
     def _open(self) -> None:
         if self._is_in_test():
@@ -267,12 +316,24 @@ class _Scanner:
                 self.position += 1
                 return
         self._end_word()
-        match = _ARITHMETIC.match(self.text, self.position)
-        if match and self._starts_command("for"):
-            self._take(match.end(), match[1], "arithmetic")
+        end = self._end_of_arithmetic() if self._starts_command("for") else -1
+        if end > 0:
+            self._take(end, self.text[self.position + 2 : end - 2], "arithmetic")
             self._end_word()
         else:
             self._end_with("(")
+
+    def _end_of_arithmetic(self) -> int:
+        """Returns where ``((...))`` ends; -1 if these are two shells in each other."""
+        if not self.text.startswith("((", self.position):
+            return -1
+        text = self.text[self.position : self.position + _LONGEST_ARITHMETIC]
+        end, depth = end_of_expansion(text, 0), 0
+        for place, sign in enumerate(text[: max(end, 0)]):
+            depth += {"(": 1, ")": -1}.get(sign, 0)
+            if depth < 2 and 0 < place < end - 2:
+                return -1
+        return self.position + end if text[end - 2 : end] == "))" else -1
 
     def _close(self) -> None:
         if self._is_in_test():
@@ -315,14 +376,17 @@ class _Scanner:
             return
         if character == "\n":
             self._end_with(";")
-            end = after_heredocs(self.text, self.position, self.heredocs)
+            end, bodies = after_heredocs(self.text, self.position, self.heredocs)
+            for (redirection, stays), body in zip(self.documents, bodies, strict=False):
+                redirection.target = self._document(body, redirection.line, stays=stays)
+            self.documents.clear()
             self.line += 1 + self.text.count("\n", self.position, end)
             self.position = end
             return
         if self.text.startswith("&>", self.position):
             self._end_word()
             self.position += 3 if self.text.startswith("&>>", self.position) else 2
-            self.drop_next = True
+            self._redirect("&>", "", has_target=True)
             return
         match = _OPERATORS.match(self.text, self.position)
         assert match is not None
@@ -333,9 +397,18 @@ class _Scanner:
         else:
             self._end_with(match[0])
 
+    def _document(self, body: str, line: int, *, stays: bool) -> Word:
+        """Returns a here-document as one word, which is expanded as in double quotes unless it stays as it is."""
+        if not stays:
+            try:
+                return _Scanner(body, self.name, self.line + 1).whole(is_quoted=True, keeps_quotes=True)
+            except ValueError:  # an expansion that is not closed: only what reads the text is unknown
+                body = UNKNOWN
+        return Word(line, [Piece(body, "literal")])
+
     def _end_with(self, operator: str) -> None:
         self._end_word()
-        self.drop_next = self.in_test = False
+        self.in_test, self.redirection = False, None
         self.done.append(Operator(self.line, operator))
         self.position += len(operator)
 
@@ -349,8 +422,8 @@ class _Scanner:
         if self.word is None:
             return
         word, self.word = self.word, None
-        if self.drop_next:
-            self.drop_next = False
+        if self.redirection is not None:
+            self.redirection.target, self.redirection = word, None
         elif self.array is not None:
             self.array.append(word)
         else:

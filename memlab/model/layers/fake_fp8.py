@@ -404,7 +404,7 @@ def _asks_for_columns(layer: _Fp8Module) -> bool:
 
 
 def checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
-    """Replaces ``te_checkpoint`` in ``transformer_block.py``."""
+    """Replaces ``te_checkpoint`` in ``transformer_block.py`` and, since 0.18, in ``megatron/core/recompute.py``."""
     return _checkpointed("around layers", *args, **kwargs)
 
 

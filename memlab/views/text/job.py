@@ -28,7 +28,12 @@ _OWN_DEFAULTS: dict[str, Any] = {
 def job_table(job: Job) -> str:
     """Returns the report that ``memlab job`` prints."""
     framework = FRAMEWORKS[job.framework]
-    parts = [[f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"], _summary(job)]
+    causes = [f"{job.path.name}, {cause}" for cause in job.causes]
+    parts = [
+        causes,
+        [f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"],
+        _summary(job),
+    ]
     given = [taken for taken in job.taken if taken.place != "default"]
     defaults = [taken for taken in job.taken if taken.place == "default" and _says_something(taken)]
     parts.append(_taken(f"used ({len(given)})", given))

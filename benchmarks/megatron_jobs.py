@@ -1,0 +1,197 @@
+"""Jobs of four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings and state.
+
+Each job steps the first layers of Qwen3-30B-A3B, phi-4 or Phi-4-mini, on one sequence of 4,096 tokens per micro-batch.
+Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
+machine's time can end before the list does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+_GROUPS = {
+    "TP": "tensor_model",
+    "CP": "context",
+    "PP": "pipeline_model",
+    "VP": "virtual_pipeline_model",
+    "EP": "expert_model",
+    "ETP": "expert_tensor",
+}
+"""Words of a layout, and what Megatron calls them before ``_parallel_size``."""
+_MOE = {
+    "qk_layernorm": True,
+    "kv_channels": 128,
+    "layernorm_epsilon": 1e-6,
+    "moe_aux_loss_coeff": 1e-3,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    "qwen3-30b-a3b": {
+        **_MOE,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 6144,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "num_moe_experts": 128,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 768,
+    },
+    # https://huggingface.co/microsoft/phi-4/blob/main/config.json
+    "phi-4": {
+        "hidden_size": 5120,
+        "ffn_hidden_size": 17920,
+        "num_attention_heads": 40,
+        "num_query_groups": 10,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+    },
+    # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json; its "longrope" factors change no size.
+    "phi-4-mini": {
+        "hidden_size": 3072,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 24,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+    },
+}
+"""Fields of Megatron's ``TransformerConfig``."""
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "phi-4": {"vocab_size": 100352, "rotary_base": 250000},
+    "phi-4-mini": {
+        "vocab_size": 200064,
+        "rotary_base": 10000,
+        "rotary_percent": 0.75,
+        "share_embeddings_and_output_weights": True,
+    },
+}
+"""Arguments of Megatron's ``GPTModel``."""
+TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
+"""What a rehearsal without a GPU takes in the place of a model's own sizes; heads stay, since layouts split them."""
+TINY_EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+TINY_VOCABULARY, TINY_SEQUENCE, TINY_LAYERS = 512, 64, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model in a layout, and how its steps are taken."""
+
+    model: str
+    num_layers: int
+    layout: str
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out."""
+    num_microbatches: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's configs of DDP and of the optimizer, and ``grad_reduce_in_bf16``."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Further fields of ``TransformerConfig``, which change the model or the schedule."""
+    vocab_size: int
+    seq_length: int = 4096
+
+    @property
+    def name(self) -> str:
+        """All that distinguishes the job."""
+        changes = {**self.settings, **self.state, **self.config}
+        words = [f"{name}={'+'.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
+        return " ".join([self.model, f"{self.num_layers} layers", self.layout, f"x{self.num_microbatches}", *words])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The layout as fields of Megatron's ``TransformerConfig``, which takes ETP as TP if it is left out."""
+        words = re.findall(r"([A-Z]+)(\d+)", self.layout)
+        return {f"{_GROUPS[word]}_parallel_size": int(size) for word, size in words if word in _GROUPS}
+
+    def tiny(self) -> Job:
+        """Returns the job at sizes that a CPU steps in seconds."""
+        is_moe = "num_moe_experts" in MODELS[self.model]
+        return replace(
+            self,
+            config={**self.config, **TINY, **(TINY_EXPERTS if is_moe else {})},
+            num_layers=self.num_layers if self.num_layers <= 8 else TINY_LAYERS,
+            vocab_size=TINY_VOCABULARY,
+            seq_length=TINY_SEQUENCE,
+        )
+
+
+QWEN, PHI, PHI_MINI = MODELS
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+LOW_PRECISION: dict[str, Any] = {
+    "grad_reduce_in_bf16": True,
+    "use_precision_aware_optimizer": True,
+    "main_grads_dtype": "bf16",
+}
+"""The state of nearly all MoE recipes of NeMo-RL, and of the story of ``labs/README.md``."""
+STORY = {"num_moe_experts": 64}
+"""With half of the experts, each of 4 ranks has as many experts, and gets as many rows, as each of 8 ranks in the
+story of ``labs/README.md``."""
+
+
+def offload(*modules: str) -> dict[str, Any]:
+    """Returns the fields of activation offload."""
+    return {"offload_modules": modules}
+
+
+def recompute(*modules: str) -> dict[str, Any]:
+    """Returns the fields of selective recompute."""
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+DEALLOCATE = {"deallocate_pipeline_outputs": True}
+"""Megatron-Core's default is False. Megatron-LM's ``core_transformer_config_from_args`` and Megatron-Bridge set it."""
+EXPERTS = offload("expert_fc1", "moe_act")
+ATTENTION = offload("core_attn", "attn_proj")
+
+
+def jobs() -> Iterator[Job]:
+    """Yields every job, those of one layout together."""
+
+    def of(model: str, num_layers: int, layout: str, *settings: dict[str, Any], **others: Any) -> Iterator[Job]:
+        others |= {
+            "model": model,
+            "num_layers": num_layers,
+            "layout": layout,
+            "vocab_size": EMBEDDINGS[model]["vocab_size"],
+        }
+        for each in settings or ({},):
+            yield Job(settings=each, **others)
+
+    yield from of(QWEN, 4, "EP4 DP4", {}, FULL, EXPERTS, recompute("layernorm", "moe_act"))
+    every = offload("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+    yield from of(QWEN, 4, "TP2 EP4 ETP1 DP2", {}, every)
+    yield from of(QWEN, 4, "TP2 EP2 DP2", {}, FULL)
+    yield from of(PHI_MINI, 8, "TP4", {}, FULL, {**recompute("mlp"), **ATTENTION})
+    yield from of(QWEN, 4, "PP2 EP2 DP2", {}, recompute("moe"), num_microbatches=4)
+    yield from of(PHI, 8, "PP4", {}, {**FULL, "recompute_method": "block"}, num_microbatches=8)
+    yield from of(PHI, 8, "PP4", num_microbatches=8, config=DEALLOCATE)
+    yield from of(QWEN, 8, "PP4", num_microbatches=8)
+    yield from of(QWEN, 4, "CP2 EP2 DP2", {}, FULL)
+    yield from of(PHI, 4, "DP4")
+    yield from of(PHI, 4, "DP4", state={"overlap_grad_reduce": True})
+    yield from of(QWEN, 4, "DP4")
+    yield from of(QWEN, 8, "PP2 VP2 EP2 DP2", {}, EXPERTS, num_microbatches=4)
+    yield from of(PHI, 8, "PP4 VP2", {}, FULL, num_microbatches=8)
+    yield from of(PHI, 8, "PP4 VP2", num_microbatches=8, config=DEALLOCATE)
+    bf16 = {"grad_reduce_in_bf16": True}
+    yield from of(QWEN, 4, "TP2 PP2 EP2 ETP1", {}, FULL, num_microbatches=4, state=bf16)
+    yield from of(PHI, 4, "CP4", {}, ATTENTION)
+    yield from of(PHI, 4, "TP2 CP2", {}, recompute("layernorm", "mlp"))
+    for num_layers in (40, 48):
+        yield from of(QWEN, num_layers, "EP4 DP4", EXPERTS, config=STORY, state=LOW_PRECISION)
+    yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
+    yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
+    yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)

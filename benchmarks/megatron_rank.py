@@ -1,0 +1,418 @@
+"""One rank of plain Megatron-Core: Megatron's own layers, DDP, schedule and optimizer, and what they hold on the GPU.
+
+On a GPU nothing of memlab is imported: what is measured here is compared with memlab's predictions. Without a GPU, for
+a rehearsal, memlab's stand-ins for CUDA and Transformer Engine run the same code at tiny sizes, and all bytes are 0.
+
+Written against megatron-core 0.16.1. The order of calls is that of ``pretrain`` in ``megatron/training/training.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job
+
+NUM_STEPS = 4
+"""The first allocates Adam's moments and teaches Megatron its offload groups. The last is compared."""
+SEED = 1234
+COLLECTIVES_SECONDS = 60
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
+    *("broadcast", "barrier", "send", "recv", "_end_coalescing"),
+    # Names that torch 2.13 has as well.
+    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+"""Methods of torch's ``ProcessGroup``. What is called between the two ends of coalescing begins at its end."""
+
+
+def run_rank(rank: int, world_size: int, path: str, numbered: list[tuple[int, Job]], log: Path) -> None:
+    """Takes jobs of one layout, one after the other, and leaves what was measured in the store.
+
+    Args:
+        rank: The rank of this process, and its GPU.
+        world_size: How many ranks the jobs have.
+        path: The file of the store.
+        numbered: The jobs with their numbers, which are part of the store's keys.
+        log: The file that gets the output of this process.
+    """
+    with log.open("a") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    store = torch.distributed.FileStore(path, -1)
+    number = numbered[0][0]
+    uses = FirstUses()
+    try:
+        with on_device(rank), uses.noted():
+            outside = {"CUDA's context": outside_torch_bytes()}
+            join(torch.distributed.PrefixStore(f"group-{number}", store), rank, world_size, numbered[0][1])
+            outside["process groups"] = outside_torch_bytes()
+            for number, job in numbered:
+                row = {"rank": rank, "outside_torch_bytes": outside, **take_job(job), "first_uses": uses.rows}
+                uses.rows = None
+                store.set(f"row-{number}-{rank}", json.dumps(row))
+                if store.get(f"continue-{number}") != b"yes":
+                    break
+            torch.distributed.destroy_process_group()
+    except BaseException as error:
+        store.set(f"failed-{number}-{rank}", f"{type(error).__name__}: {error}"[:600])
+        raise  # multiprocessing prints it
+
+
+@contextmanager
+def on_device(rank: int) -> Iterator[None]:
+    """Makes a GPU the current device; without one, the CPU stands in for it."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        torch.ones(1, device="cuda")  # makes CUDA's context
+        yield
+        return
+    cpu = importlib.import_module("memlab.backends.cpu")
+    layers = importlib.import_module("memlab.model.layers.torch_layers")
+    specs = {"TESpecProvider": layers.TorchProvider, "TENorm": layers.TorchProvider().layer_norm(rms_norm=True)}
+    with ExitStack() as replaced:
+        for name, value in specs.items():
+            replaced.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
+        replaced.enter_context(cpu.cuda_replaced_on_ranks())
+        yield
+
+
+def join(store: Any, rank: int, world_size: int, job: Job) -> None:
+    """Joins the other ranks, and makes Megatron's groups of a job's layout."""
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVES_SECONDS),
+    )
+    parallel_state.initialize_model_parallel(**job.sizes, create_gloo_process_groups=False)
+
+
+def take_job(job: Job) -> dict[str, Any]:
+    """Builds a job's model, takes its steps, and frees it."""
+    before = allocated_bytes()
+    config = transformer_config(job)
+    chunks, optimizer = build(job, config)
+    row = {
+        "before_build_bytes": before,
+        "built_bytes": allocated_bytes(),
+        "outside_torch_built_bytes": outside_torch_bytes(),
+        "expert_rank": parallel_state.get_expert_model_parallel_rank(),
+        "steps": [],
+    }
+    with noting_routes(chunks) as routes:
+        for _ in range(NUM_STEPS):
+            routes.clear()
+            row["steps"].append(take_step(job, chunks, optimizer))
+        row["tokens_per_expert"] = routes
+    release(chunks, optimizer)
+    config.finalize_model_grads_func = config.grad_scale_func = config.no_sync_func = None
+    del config
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {**row, "left_bytes": allocated_bytes(), "environment": environment()}
+
+
+def transformer_config(job: Job) -> TransformerConfig:
+    """Returns Megatron's config of a model, its layout and its settings."""
+    sizes = job.sizes
+    interleaved = "virtual_pipeline_model_parallel_size" in sizes
+    settings = {name: [*value] if isinstance(value, tuple) else value for name, value in job.settings.items()}
+    values = {
+        **MODELS[job.model],
+        **sizes,
+        "num_layers": job.num_layers,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1,
+        # As in megatron/training/arguments.py: stages that are interleaved send and receive without batches.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "fine_grained_activation_offloading": "offload_modules" in settings,
+        "finalize_model_grads_func": finalize_model_grads,
+        **settings,
+        **job.config,
+    }
+    return TransformerConfig(**values)
+
+
+def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
+    """Builds the chunks of this rank's pipeline stage, each in DDP, and their optimizer."""
+    seed = SEED + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    state = {name: _DTYPES.get(value, value) for name, value in job.state.items()}
+    reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
+    ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
+    adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
+    adam["use_distributed_optimizer"] = True
+    for of_config, kind in ((ddp, DistributedDataParallelConfig), (adam, OptimizerConfig)):
+        of_config.update({field.name: state[field.name] for field in fields(kind) if field.name in state})
+    unknown = state.keys() - ddp.keys() - adam.keys()
+    if unknown:
+        raise ValueError(f"state has {', '.join(unknown)}, must be fields of Megatron's configs: correct the job")
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for number in range(num_chunks or 1):
+        place = {"vp_stage": number if num_chunks else None}
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, normalization="RMSNorm", **place
+        )
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            **{**EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
+            max_sequence_length=job.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            position_embedding_type="rope",
+            **place,
+        )
+        model = Float16Module(config, model.cuda())
+        chunks.append(
+            DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
+        )
+    optimizer = get_megatron_optimizer(OptimizerConfig(**adam), chunks, use_gloo_process_groups=False)
+    config.grad_scale_func = optimizer.scale_loss
+    if ddp.get("overlap_grad_reduce"):
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks, optimizer
+
+
+def take_step(job: Job, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
+    """Takes one training step, and returns what it held: bytes of torch's allocator, and what lies outside it."""
+    synchronize()
+    started = time.perf_counter()
+    row: dict[str, Any] = {"start_bytes": allocated_bytes()}
+    reset_peak()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[batches(job) for _ in chunks],
+        model=chunks,
+        num_microbatches=job.num_microbatches,
+        seq_length=job.seq_length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    synchronize()
+    row["forward_backward_peak_bytes"] = peak_bytes()
+    succeeded, _, _ = optimizer.step()
+    assert succeeded, "bf16 training scales no loss, so no step is skipped"
+    moe_utils.clear_aux_losses_tracker()
+    synchronize()
+    row["seconds"] = time.perf_counter() - started
+    row["peak_bytes"], row["peak_reserved_bytes"] = peak_bytes(), peak_reserved_bytes()
+    row["end_bytes"], row["outside_torch_bytes"] = allocated_bytes(), outside_torch_bytes()
+    row["loss"] = sum(float(each["loss"]) for each in losses) / len(losses) if losses else None
+    return row
+
+
+def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields a step's micro-batches on the host: the same random tokens in each, and on every rank."""
+    tokens = torch.randint(job.vocab_size, (1, job.seq_length + 1), generator=torch.Generator().manual_seed(SEED))
+    for _ in range(job.num_microbatches):
+        yield {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "position_ids": torch.arange(job.seq_length).unsqueeze(0),
+        }
+
+
+def forward_step(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
+    """Runs one micro-batch through a chunk, as Megatron's schedules ask for it."""
+    batch = get_batch_on_this_cp_rank({name: value.cuda() for name, value in next(data).items()})
+    return chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), mean_loss
+
+
+def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the mean over the tokens, and what the schedule hands back."""
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
+
+
+@contextmanager
+def noting_routes(chunks: list[Any]) -> Iterator[dict[int, list[list[int]]]]:
+    """Yields, by number of a layer, the different lists of tokens that its experts on this rank got.
+
+    All micro-batches have the same tokens and weights, and recompute repeats a forward: one list per layer is expected.
+    Megatron itself takes the numbers to the host, so noting them allocates nothing on the device.
+    """
+    names = {id(layer.mlp.experts): layer.layer_number for layer in layers_of(chunks) if hasattr(layer.mlp, "experts")}
+    routes: dict[int, list[list[int]]] = {}
+    forward = TEGroupedMLP.forward
+
+    def noting(experts: Any, hidden: Any, tokens_per_expert: Any, *others: Any) -> Any:
+        lists = routes.setdefault(names[id(experts)], [])
+        counts = tokens_per_expert.tolist()
+        if counts not in lists:
+            lists.append(counts)
+        return forward(experts, hidden, tokens_per_expert, *others)
+
+    with patch.object(TEGroupedMLP, "forward", noting):
+        yield routes
+
+
+class FirstUses:
+    """Notes what collectives take outside torch, until it is told to stop.
+
+    NCCL makes a communicator when its group is first used, and connects its channels when a collective first needs
+    them. Both have ended when the call returns, or that which ends its coalescing.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] | None = []
+        """Each group's first collective of a kind, and what has taken bytes, in their order; None when it is over."""
+        self._seen: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes collectives of all groups and threads in the block."""
+        kind = torch.distributed.ProcessGroup
+        with ExitStack() as replaced:
+            for name in _COLLECTIVES:
+                if hasattr(kind, name):
+                    replaced.enter_context(patch.object(kind, name, self._noting(getattr(kind, name), name)))
+            yield
+
+    def _noting(self, original: Any, name: str) -> Any:
+        def call(group: Any, *arguments: Any, **named: Any) -> Any:
+            if self.rows is None:
+                return original(group, *arguments, **named)
+            before = outside_torch_bytes()
+            result = original(group, *arguments, **named)
+            taken = outside_torch_bytes() - before
+            if taken or (group.group_name, name) not in self._seen:
+                self._seen.add((group.group_name, name))
+                ranks = torch.distributed.get_process_group_ranks(group)
+                self.rows.append({"group": group.group_desc, "ranks": ranks, "collective": name, "bytes": taken})
+            return result
+
+        return call
+
+
+def layers_of(chunks: list[Any]) -> list[Any]:
+    """Returns the transformer layers of all chunks; each GPTModel is in a Float16Module, which is in a DDP."""
+    return [layer for chunk in chunks for layer in chunk.module.module.decoder.layers]
+
+
+def release(chunks: list[Any], optimizer: Any) -> None:
+    """Frees a model and its optimizer. To drop their names is not enough.
+
+    DDP's hooks and the parameters' autograd nodes refer to each other in C++, a dispatcher keeps the graph of its last
+    probabilities, and megatron-core and Transformer Engine have caches of their own.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.optimizer.state.clear()
+        part.optimizer.param_groups.clear()
+        vars(part).clear()
+    vars(optimizer).clear()
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for module in modules:
+        if isinstance(getattr(module, "token_dispatcher", None), MoEAlltoAllTokenDispatcher):
+            vars(module.token_dispatcher).clear()
+    for module in modules:
+        vars(module).clear()
+    chunks.clear()
+    RotaryEmbedding.forward.cache_clear()
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    FineGrainedActivationOffloadingInterface.reset_instance()
+    if torch.cuda.is_available():
+        gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
+        gemm.get_cublas_workspace.cache_clear()
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def environment() -> dict[str, str]:
+    """Returns the names of the GPU and of the versions."""
+    if not torch.cuda.is_available():
+        return {"gpu": "none", "torch": torch.__version__}
+    engine, core = (importlib.import_module(name) for name in ("transformer_engine", "megatron.core"))
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "transformer-engine": str(engine.__version__),
+        "megatron-core": core.__version__,
+        "allocator": torch.cuda.get_allocator_backend(),
+    }
+
+
+def synchronize() -> None:
+    """Waits for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated_bytes() -> int:
+    """Returns what torch's allocator has handed out."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak_bytes() -> int:
+    """Returns the most that torch's allocator had handed out since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak_reserved_bytes() -> int:
+    """Returns the most that torch's allocator had reserved since `reset_peak`."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
+
+def reset_peak() -> None:
+    """Starts the peaks of this process over."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def outside_torch_bytes() -> int:
+    """Returns what the GPU has in use that torch's allocator has not reserved; nothing else may run there."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

@@ -1,0 +1,76 @@
+"""What Megatron-Bridge's providers add to Megatron-Core's names, for the frameworks that build models by them.
+
+Names and defaults: ``src/megatron/bridge/models/gpt_provider.py`` and ``models/qwen/`` (0.6.2).
+"""
+
+from __future__ import annotations
+
+from memlab.config.architectures import Architecture
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import Missing, is_false, is_given
+from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, SIZES
+
+PROVIDER_DEFAULTS = {
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": True,
+    "moe_router_dtype": None,
+}
+"""What a Qwen model has where no key says otherwise, and memlab does not model.
+
+The providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at Megatron-Core's defaults,
+and every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``).
+"""
+
+
+def complete_provider(reading: Reading, architecture: Architecture) -> None:
+    """Takes what the provider of Llama sets otherwise than Megatron-Core, where no key says it (``models/llama/``)."""
+    if architecture.family != "llama":
+        return
+    fused = {one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == "bias_activation_fusion"}
+    given = fused & reading.entries.by_key.keys()
+    reading.not_modelled[:] = [one for one in reading.not_modelled if one.key not in fused - given]
+    if not any(one.field == "apply_rope_fusion" and one.place != "default" for one in reading.taken):
+        reading.values["apply_rope_fusion"] = True
+
+
+PROVIDER_MISSING = (
+    *(
+        Missing(key, "either", "layers of different shapes are another model", is_given, True)
+        for key in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+    ),
+    Missing("fp16_lm_cross_entropy", "less", "the loss reads the logits in bf16, without a copy in fp32"),
+    Missing("parallel_output", "more", "each tensor parallel rank gathers whole logits", is_false),
+    Missing(
+        "scatter_embedding_sequence_parallel", "more", "the embedding of whole sequences is on each rank", is_false
+    ),
+    Missing("use_transformer_engine_full_layer_spec", "either", "each layer is one of Transformer Engine's"),
+    Missing("dense_grouped_gemm", "either", "the MLP's matrices are one group"),
+    Missing("restore_modelopt_state", "either", "layers are those of ModelOpt"),
+    Missing(
+        "transformer_layer_spec",
+        "either",
+        "layers are of the job's own specification",
+        lambda value: value not in (None, "default_layer_spec", "transformer_engine_layer_spec"),
+    ),
+)
+"""A framework reads them under its own prefix, beside `MISSING`."""
+
+_NUMBERS = ("moe_aux_loss_coeff", "moe_router_pre_softmax", "rotary_base", "rotary_percent", "layernorm_epsilon")
+NUMBERS_OF_THE_MODEL = frozenset(
+    (*_NUMBERS, "make_vocab_size_divisible_by", "should_pad_vocab", "hf_model_id", "seq_length")
+)
+"""What replaces a number of a published model and changes no tensor's size; rows are as long as the job's data."""
+REPLACED = (
+    *(
+        Missing(key.name, "either", "it replaces a size of the published model", is_given, blocks=True)
+        for key in ARCHITECTURE
+        if key.name not in (*_NUMBERS, "num_layers")
+    ),
+    *(
+        Missing(key.name, "either", "it replaces a size that the framework has a key of its own for", is_given)
+        for key in SIZES
+    ),
+    Missing("sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
+    Missing("bf16", "either", "memlab takes the parameters' type from the framework's own key", is_false),
+)
+"""What a job replaces of a published model, and of what the framework sets by itself."""

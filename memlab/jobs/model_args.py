@@ -1,0 +1,65 @@
+"""YAML whose key ``MODEL_ARGS`` has Megatron-LM's flags: its own tests' ``model_config.yaml``, and MoE Model Zoo's.
+
+Their launchers put variables of the environment in (``envsubst``), leave out a flag whose value is false, and pass the
+others on (tests/functional_tests/shell_test_utils/_run_training.sh of Megatron-LM, core 0.16.1, and
+sbatch_benchmarking.sh of yanring/Megatron-MoE-ModelZoo at e865051).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
+from memlab.jobs.yaml_tree import Node
+
+LAUNCHERS = ("sbatch_benchmarking.sh", "interactive_benchmarking.sh")
+"""MoE Model Zoo's, which a job starts with the variables in its environment and more flags as arguments."""
+_BRACKETS = re.compile(r"\[[\w ]*\]")
+"""Several values of one argument, as Megatron-LM's tests write them; their launcher takes the brackets away."""
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
+
+
+def model_args(root: Node, variables: dict[str, str]) -> Entries:
+    """Returns the flags of ``MODEL_ARGS`` and the variables of ``ENV_VARS``.
+
+    Args:
+        root: Of the file.
+        variables: Of the environment in which the launcher runs. A value with another variable is unknown.
+    """
+    entries = Entries()
+    for key, node in root.value["MODEL_ARGS"].value.items():
+        name = key.lstrip("-").replace("-", "_")
+        value = [child.value for child in node.value] if isinstance(node.value, list) else node.value
+        if isinstance(value, str):
+            names = [one or other for one, other in _VARIABLE.findall(value)]
+            entries.environment |= {one: variables.get(one, UNKNOWN) for one in names}
+            value = _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], UNKNOWN), value)
+            value = parse_scalar(value) if names else value
+        if value is False:
+            continue
+        entries.add(name, _words(value), node.line)
+    own = root.value.get("ENV_VARS")
+    if own is not None and isinstance(own.value, dict):
+        entries.environment |= {key: str(node.value) for key, node in own.value.items()}
+    return entries
+
+
+def _words(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]  # quotes for the shell of the launcher
+    if not isinstance(value, str) or UNKNOWN in value or not (" " in value or _BRACKETS.fullmatch(value)):
+        return value
+    words = value[1:-1] if _BRACKETS.fullmatch(value) else value
+    return [parse_scalar(part) for part in words.split()]
+
+
+def is_started_by_a_launcher(words: Iterable[str]) -> bool:
+    """Whether a command starts one of the launchers that read such a file."""
+    return any(word.rpartition("/")[2] in LAUNCHERS for word in words)
+
+
+def file_of_a_launcher(variables: dict[str, str]) -> str:
+    """Returns the file that a launcher reads, named from the Model Zoo's folder; unknown without ``MODEL``."""
+    return variables.get("TRAINING_PARAMS_PATH", f"model_configs/benchmarking/{variables.get('MODEL') or UNKNOWN}.yaml")

@@ -1,0 +1,107 @@
+"""Every key of a framework is used, not modelled, or without effect; a default that memlab does not model is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.without_effect import has_no_effect, keys_without_effect
+from memlab.jobs.job import Job
+
+_ACTOR = "actor_rollout_ref.actor"
+_VERL_MODEL = f"{_ACTOR}.megatron.override_transformer_config"
+_SKYRL_MODEL = "trainer.policy.megatron_config.transformer_config_kwargs"
+_SCRIPTS = {
+    "verl": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path={model} algorithm.adv_estimator=grpo "
+    f"trainer.n_gpus_per_node=1 {_ACTOR}.ppo_micro_batch_size_per_gpu=1 {_ACTOR}.ppo_mini_batch_size=1 "
+    f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=True data.max_prompt_length=2048 "
+    "data.max_response_length=2048 ",
+    "skyrl": "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path={model} "
+    "trainer.placement.policy_num_gpus_per_node=1 trainer.policy_mini_batch_size=1 generator.n_samples_per_prompt=1 "
+    "trainer.max_prompt_length=2048 generator.sampling_params.max_generate_length=2048 ",
+}
+
+
+def read(framework: str, folder: Path, keys: str = "", model: str = "Qwen/Qwen3-30B-A3B") -> Job:
+    path = folder / "run.sh"
+    path.write_text(_SCRIPTS[framework].format(model=model) + keys)
+    return Job.read(path)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_key_is_in_one_list_only(name: str) -> None:
+    framework = FRAMEWORKS[name]
+    assert not framework.names() & set(framework.without_effect)
+    assert not {key for key in framework.without_effect if "*" in key.removesuffix(".*").removesuffix("_*")}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("start", ["model.moe_", "optimizer.", "ddp.", "train.", "checkpoint.", f"{_ACTOR}.", f"{_VERL_MODEL}.moe_", "actor_rollout_ref.rollout.", "trainer.", f"{_SKYRL_MODEL}.moe_", "generator."])  # fmt: skip
+def test_a_key_that_nobody_read_is_not_called_without_effect(name: str, start: str) -> None:
+    assert not FRAMEWORKS[name].knows(f"{start}of_the_next_release")
+
+
+def test_only_what_a_framework_passes_on_unread_is_an_open_mapping() -> None:
+    keys = keys_without_effect("verl")
+    assert has_no_effect("actor_rollout_ref.rollout.engine_kwargs.vllm.of_the_next_release", keys)
+    assert not has_no_effect("actor_rollout_ref.rollout.engine_kwargs_of_the_next_release", keys)
+
+
+# On an H200 (TE 2.12.0, megatron-core 0.16.1), unfused SwiGLU took 0.30 GB more with 2 layers of Qwen3-30B-A3B, and
+# 1.17 GB more with 4 layers of phi-4, without recompute. By hand: 6 bytes per row of an expert and 4 bytes per token,
+# times the MLP's width; with full recompute, those of one layer.
+@pytest.mark.parametrize(
+    ("framework", "model", "keys", "at_least", "at_most"),
+    [
+        ("verl", "Qwen/Qwen3-30B-A3B", f"{_VERL_MODEL}.num_layers=2", 0.30e9, 0.304e9),
+        ("verl", "microsoft/phi-4", f"{_VERL_MODEL}.num_layers=4", 1.17e9, 1.18e9),
+        ("verl", "microsoft/phi-4", f"{_VERL_MODEL}.num_layers=4 {_ACTOR}.megatron.tensor_model_parallel_size=2 trainer.n_gpus_per_node=2", 0.58e9, 0.59e9),
+        ("skyrl", "Qwen/Qwen3-30B-A3B", f"{_SKYRL_MODEL}.num_layers=2", 0.15e9, 0.152e9),
+        ("skyrl", "Qwen/Qwen3-30B-A3B", f"{_SKYRL_MODEL}.num_layers=2 trainer.gradient_checkpointing=false", 0.30e9, 0.304e9),
+        ("skyrl", "microsoft/phi-4", f"{_SKYRL_MODEL}.num_layers=4 {_SKYRL_MODEL}.recompute_method=block", 1.17e9, 1.18e9),
+    ],
+)  # fmt: skip
+def test_the_unfused_activation_of_bridges_qwen_models_is_said_with_its_bound(
+    framework: str, model: str, keys: str, at_least: float, at_most: float, tmp_path: Path
+) -> None:
+    job = read(framework, tmp_path, keys, model)
+    (row,) = [one for one in job.not_modelled if one.key.endswith(".bias_activation_fusion")]
+    assert (row.value, row.effect, row.place) == (False, "more", "default")
+    assert row.bound_bytes is not None and at_least <= row.bound_bytes <= at_most
+    key = f"{_VERL_MODEL if framework == 'verl' else _SKYRL_MODEL}.bias_activation_fusion"
+    job = read(framework, tmp_path, f"{keys} {key}=True", model)
+    assert not [one for one in job.not_modelled if one.key == key]
+
+
+def test_verl_fuses_the_accumulation_of_gradients_and_skyrl_does_not(tmp_path: Path) -> None:
+    (row,) = [one for one in read("verl", tmp_path).not_modelled if one.key.endswith(".gradient_accumulation_fusion")]
+    assert (row.value, row.place) == (True, "default")
+    assert row.bound_bytes is not None and row.bound_bytes > 0
+    off = read("verl", tmp_path, f"{_VERL_MODEL}.gradient_accumulation_fusion=False")
+    for job in (off, read("skyrl", tmp_path)):
+        assert not [one for one in job.not_modelled if one.key.endswith(".gradient_accumulation_fusion")]
+
+
+# What memlab's simulated step changes by, with 2 layers of Qwen3-30B-A3B and 4,096 tokens: 4,197,888 bytes less without
+# the auxiliary loss, and 2,228,224 bytes less with the router in bf16.
+@pytest.mark.parametrize(
+    ("key", "measured"), [("moe_router_load_balancing_type", 4_197_888), ("moe_router_dtype", 2_228_224)]
+)
+def test_what_verl_s_router_does_by_default_is_said_with_its_bound(key: str, measured: int, tmp_path: Path) -> None:
+    job = read("verl", tmp_path, f"{_VERL_MODEL}.num_layers=2")
+    (row,) = [one for one in job.not_modelled if one.key.endswith(f".{key}")]
+    assert (row.effect, row.place) == ("less", "default")
+    assert row.bound_bytes is not None and measured <= row.bound_bytes <= 3 * measured
+
+
+def test_an_interleaved_pipeline_without_overlap_is_said_and_another_one_is_not(tmp_path: Path) -> None:
+    key = f"{_VERL_MODEL}.overlap_p2p_comm=False"
+    layers = (
+        f"trainer.n_gpus_per_node=2 {_ACTOR}.megatron.pipeline_model_parallel_size=2 {_ACTOR}.ppo_mini_batch_size=4"
+    )
+    job = read("verl", tmp_path, f"{key} {layers}")
+    assert job.without_effect[key.partition("=")[0]] == "the pipeline is not interleaved"
+    job = read("verl", tmp_path, f"{key} {layers} {_ACTOR}.megatron.virtual_pipeline_model_parallel_size=2")
+    assert [one.effect for one in job.not_modelled if one.key == key.partition("=")[0]] == ["less"]

@@ -1,0 +1,204 @@
+"""Keys that decide more than their own field: another program, another attention, another key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.job import Job
+
+SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 32 --swiglu
+--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
+--vocab-size 32064 --bf16 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0
+""".replace("\n", " ")
+SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 "
+
+
+def read(folder: Path, flags: str, start: str = "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES) -> Job:
+    (folder / "run.sh").write_text(f"{start}{flags}\n")
+    return Job.read(folder / "run.sh")
+
+
+def missing(job: Job, key: str) -> NotModelled:
+    (found,) = (one for one in job.not_modelled if one.key == key)
+    return found
+
+
+@pytest.mark.parametrize("flags", ["--transformer-impl local", "--attention-backend unfused"])
+def test_attention_that_keeps_scores_is_predicted_as_such(tmp_path: Path, flags: str) -> None:
+    """The log of NVIDIA/Megatron-LM's issue 965: dropout adds 1,536 MiB per layer for 32 heads and 4,096 tokens."""
+    job = read(tmp_path, f"{flags} --attention-dropout 0.1")
+    scenario, _ = job.required()
+
+    assert scenario.state.attention_backend == "unfused"
+    assert missing(job, "attention_dropout").bound_bytes == 32 * 1536 * 2**20
+
+
+def test_dropout_of_fused_attention_keeps_its_random_state_only(tmp_path: Path) -> None:
+    bound = missing(read(tmp_path, "--attention-dropout 0.1"), "attention_dropout").bound_bytes
+
+    assert bound is not None
+    assert bound < 2**20
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "refusal"),
+    [
+        ("NVTE_FLASH_ATTN=0", "", "NVTE_FLASH_ATTN is 0"),
+        ("NVTE_FUSED_ATTN=0", "", "NVTE_FUSED_ATTN is 0"),
+        ("NVTE_FUSED_ATTN=1", "--attention-backend flash", "NVTE_FUSED_ATTN is 1"),
+        ("NVTE_FLASH_ATTN=1", "--attention-backend fused", "NVTE_FLASH_ATTN is 1"),
+        ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0", "--transformer-impl local", "NVTE_FUSED_ATTN is 0"),
+        ("NVTE_FUSED_ATTN=1", "", None),
+        ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0", "--attention-backend flash", None),
+        ("NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0 NVTE_UNFUSED_ATTN=1", "--attention-backend unfused", None),
+    ],
+)
+def test_megatron_refuses_an_environment_that_chooses_another_attention(
+    tmp_path: Path, environment: str, flags: str, refusal: str | None
+) -> None:
+    start = "".join(f"export {one}\n" for one in environment.split())
+    job = read(tmp_path, flags, start + "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES)
+
+    assert refusal in (job.cannot_start or "") if refusal else job.cannot_start is None
+
+
+def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
+    start = "torchrun --nproc-per-node 8 train_rl.py --perform-rl-step " + SIZES
+    job = read(tmp_path, "", start)
+
+    assert job.scenario is None
+    assert "perform_rl_step (line 1)" in str(job.not_supported)
+    assert Job.read(job.path, overrides=["perform_rl_step=false"]).scenario is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "granularity"),
+    [
+        ("--recompute-activations", "selective"),
+        ("--recompute-activations --recompute-granularity selective", "selective"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full"),
+    ],
+)
+def test_recompute_activations_sets_the_granularity(tmp_path: Path, flags: str, granularity: str) -> None:
+    _, settings = read(tmp_path, flags).required()
+
+    assert settings.recompute_granularity == granularity
+
+
+def test_older_names_of_two_sizes_are_read(tmp_path: Path) -> None:
+    """``validate_args`` takes them where ``--num-layers`` and ``--seq-length`` are not given."""
+    start = "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES.replace("--num-layers", "--encoder-num-layers")
+    scenario, _ = read(tmp_path, "", start.replace("--seq-length", "--encoder-seq-length")).required()
+
+    assert (scenario.num_layers, scenario.seq_length) == (32, 4096)
+
+
+@pytest.mark.parametrize("version", ["flash_2", "flash_3", "flash_4", "flash"])
+def test_ms_swift_takes_flash_attention_of_one_version(tmp_path: Path, version: str) -> None:
+    scenario, _ = read(tmp_path, f"--attention_backend {version}", SWIFT).required()
+
+    assert scenario.state.attention_backend == "flash"
+
+
+def test_parts_of_multimodal_models_are_without_effect_on_text_models(tmp_path: Path) -> None:
+    """``args.json`` has them for every model, with these values."""
+    (tmp_path / "args.json").write_text(
+        '{"model": "Qwen/Qwen3-30B-A3B", "tuner_type": "full", "freeze_llm": false, "freeze_vit": true, '
+        '"freeze_aligner": true, "is_multimodal": false, "freeze_parameters": [], "freeze_parameters_ratio": 0.0, '
+        '"freeze_parameters_regex": null, "adapters": [], "world_size": 8}'
+    )
+    job = Job.read(tmp_path / "args.json")
+
+    assert [one.key for one in job.not_modelled if one.effect == "less"] == []
+    assert {"freeze_vit", "freeze_aligner"} <= set(job.without_effect)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "effect"),
+    [
+        ("--freeze_parameters embedding", "freeze_parameters", "less"),
+        ("--freeze_parameters_ratio 0.5", "freeze_parameters_ratio", "less"),
+        ("--adapters out/checkpoint-10", "tuner_type", "less"),
+        ("--mcore_adapter out/checkpoint-10 --tuner_type full", "tuner_type", "less"),
+        ("--tuner_type lora", "tuner_type", "less"),
+        ("--padding_free false", "padding_free", "more"),
+        ("--teacher_model Qwen/Qwen3-235B-A22B", "teacher_model", "more"),
+    ],
+)
+def test_what_ms_swift_trains_and_keeps(tmp_path: Path, flags: str, key: str, effect: str) -> None:
+    assert missing(read(tmp_path, flags, SWIFT), key).effect == effect
+
+
+def test_packing_makes_rows_without_padding(tmp_path: Path) -> None:
+    """``MegatronBaseArguments`` sets ``padding_free`` where ``packing`` is on."""
+    job = read(tmp_path, "--padding_free false --packing true", SWIFT)
+
+    assert "padding_free" not in {one.key for one in job.not_modelled}
+
+
+def test_muon_switches_the_distributed_optimizer_off(tmp_path: Path) -> None:
+    job = read(tmp_path, "--optimizer dist_muon", SWIFT)
+
+    assert not job.required()[0].state.use_distributed_optimizer
+    assert missing(job, "optimizer").effect == "either"
+
+
+def test_fused_gradients_of_ms_swift_depend_on_the_machine(tmp_path: Path) -> None:
+    reason = missing(read(tmp_path, "", SWIFT), "gradient_accumulation_fusion").reason
+
+    assert "apex" in reason
+    assert "off" in reason
+    job = read(tmp_path, "--gradient_accumulation_fusion false", SWIFT)
+    assert "gradient_accumulation_fusion" not in {one.key for one in job.not_modelled}
+
+
+SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint /root/Qwen3-30B-A3B
+--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --attention-dropout 0 --hidden-dropout 0
+--rollout-max-context-len 8192 --global-batch-size 32 """.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("budget", "tensor", "tokens"), [(4096, 1, 4096), (4000, 1, 4096), (4100, 2, 4352), (129, 1, 256)]
+)
+def test_slime_pads_a_full_row(tmp_path: Path, budget: int, tensor: int, tokens: int) -> None:
+    """``get_batch`` pads to a multiple of 128 x tensor parallel ranks (slime/backends/megatron_utils/data.py)."""
+    flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {budget} --tensor-model-parallel-size {tensor}"
+    scenario, _ = read(tmp_path, flags, SLIME).required()
+
+    assert scenario.seq_length == tokens
+    (tmp_path / "run.sh").write_text(f"{SLIME}{flags} --data-pad-size-multiplier 1\n")
+    assert Job.read(tmp_path / "run.sh").required()[0].seq_length == budget // tensor * tensor
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--freeze-params-name-list embedding", "freeze_params_name_list"),
+        ("--only-train-params-name-list layers.47", "only_train_params_name_list"),
+        ("--use-stateless-adam", "use_stateless_adam"),
+        ("--use-rollout-routing-replay", "use_rollout_routing_replay"),
+        ("--moe-token-dispatcher-type flex", "moe_token_dispatcher_type"),
+    ],
+)
+def test_what_slime_trains_and_keeps(tmp_path: Path, flags: str, key: str) -> None:
+    assert missing(read(tmp_path, flags, SLIME), key).effect != "unknown"
+
+
+def test_slime_dispatches_with_alltoall_in_place_of_allgather(tmp_path: Path) -> None:
+    job = read(tmp_path, "--moe-token-dispatcher-type allgather", SLIME)
+
+    assert "moe_token_dispatcher_type" not in {one.key for one in job.not_modelled}
+
+
+def test_a_job_of_slime_without_rollout_has_no_engine(tmp_path: Path) -> None:
+    rollout = read(tmp_path, "--colocate --sglang-mem-fraction-static 0.7 --debug-train-only", SLIME).rollout
+
+    assert rollout is not None
+    assert rollout.gpu_memory_utilization == 0
+
+
+def test_a_job_of_slime_that_only_generates_is_no_training(tmp_path: Path) -> None:
+    assert read(tmp_path, "--debug-rollout-only", SLIME).scenario is None
