@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from memlab.allocator.rules import rounded_bytes
 from memlab.backends import Backend
-from memlab.backends.cuda import local_rank
+from memlab.backends.cuda import own_device
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import (
     checkpoints_moe_layers,
@@ -36,7 +37,7 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageMeter
-from memlab.model import apply_settings, data_parallel_overlap
+from memlab.model import apply_settings, cpu_optimizer, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.as_built import AsBuilt
 from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
@@ -83,7 +84,7 @@ class Stepper:
         self.garbage = Garbage(self.meter)
         self.backend = backend
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
-        self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
+        self._hardware = hardware(own_device() if backend.name == "cuda" else None)
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
         self.sent_bytes = Counter[str]()
@@ -762,9 +763,18 @@ class Stepper:
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
             kept_gather_bytes=self.meter.kept_gather_bytes if isinstance(self.meter, SimulatedMeter) else 0,
+            uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,
         )
+
+    def _uncollected_bytes(self, timeline: Timeline) -> int:
+        """Returns what `StepRecord.uncollected_bytes` documents: of the copies, what is on the device at the peak."""
+        if self.backend.computes:
+            return 0
+        copies = cpu_optimizer.uncollected_copies(self.live.discarded_optimizers)
+        num_bytes = sum(rounded_bytes(copy.untyped_storage().nbytes()) for copy in copies)
+        return num_bytes and min(num_bytes, timeline.breakdown(timeline.peak_index()).get("optimizer state", 0))
 
     def _tokens_per_second(self, measured: dict[str, Any]) -> float:
         if "loss" not in measured or not self.backend.computes:
