@@ -28,7 +28,8 @@ _ACTION = "give a script, a log with a block of arguments, or a resolved configu
 LOOKED_FOR = (
     "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
     "bridge: the key model with ddp or train; verl: actor_rollout_ref; verl-sft: sft_trainer; nemo-rl: "
-    "policy.megatron_cfg; skyrl: trainer.policy; skyrl-sft: main_sft; slime: --actor-num-nodes; ms-swift: args.json, 'megatron sft', or YAML with its arguments"
+    "policy.megatron_cfg; skyrl: trainer.policy; skyrl-sft: main_sft; slime: --actor-num-nodes; ms-swift: args.json, "
+    "'megatron sft', or YAML with its arguments"
 )
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
