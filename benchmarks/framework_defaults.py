@@ -67,32 +67,59 @@ def bridge_provider(sources: Sources) -> dict[str, Any]:
 
 def verl(sources: Sources) -> dict[str, Any]:
     """Reads the composed configuration, and beneath it what Megatron-Bridge and Megatron-Core have."""
+    prefixes = ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.optim")
+    return _verl_engine(sources, *prefixes) | _verl_file(sources, "_generated_ppo_megatron_trainer")
+
+
+def verl_sft(sources: Sources) -> dict[str, Any]:
+    """Reads the trainer's own file, and what ``engine=megatron optim=megatron model=hf_model`` choose beside it."""
+    own = _verl_file(sources, "sft_trainer_engine")
+    composed = _verl_file(sources, "_generated_ppo_megatron_trainer")
+    groups = {"engine": "actor_rollout_ref.actor.megatron", "optim": "actor_rollout_ref.actor.optim"}
+    groups |= {"model": "actor_rollout_ref.model", "profiler": "actor_rollout_ref.actor.profiler"}
+    chosen = {
+        f"{group}.{key.removeprefix(f'{prefix}.')}": value
+        for group, prefix in groups.items()
+        for key, value in composed.items()
+        if key.startswith(f"{prefix}.")
+    }
+    return _verl_engine(sources, "engine", "optim") | chosen | {key: own[key] for key in own if key != "defaults"}
+
+
+def _verl_file(sources: Sources, name: str) -> dict[str, Any]:
     (package,) = (folder for folder in sources.folders if (folder / "verl").is_dir())
-    text = (package / "verl/trainer/config/_generated_ppo_megatron_trainer.yaml").read_text(encoding="utf-8")
-    keys = dict(_flat(yaml.safe_load(text)))
+    text = (package / f"verl/trainer/config/{name}.yaml").read_text(encoding="utf-8")
+    return dict(_flat(yaml.safe_load(text)))
+
+
+def _verl_engine(sources: Sources, engine: str, optim: str) -> dict[str, Any]:
+    """Returns what verl's engine passes on to Megatron-Bridge and Megatron-Core, with what it sets."""
     found = sources.find("verl.workers.engine.megatron.transformer_impl", "MegatronEngine")
     assert found is not None
-    transformer = "actor_rollout_ref.actor.megatron.override_transformer_config"
     beneath = bridge_provider(sources) | _literal(found[1], "provider_overrides")
-    optimizer = "actor_rollout_ref.actor.optim.override_optimizer_config"
     return (
-        {f"{transformer}.{key}": value for key, value in beneath.items()}
-        | _under("actor_rollout_ref.actor.megatron.override_ddp_config", ddp(sources))
-        | _under(optimizer, optimizer_config(sources))
-        | keys
+        _under(f"{engine}.override_transformer_config", beneath)
+        | _under(f"{engine}.override_ddp_config", ddp(sources))
+        | _under(f"{optim}.override_optimizer_config", optimizer_config(sources))
     )
 
 
 def skyrl(sources: Sources) -> dict[str, Any]:
     """Reads `SkyRLTrainConfig`, and beneath it what Megatron-Bridge and Megatron-Core have."""
-    megatron = "trainer.policy.megatron_config"
-    keys = sources.keys("skyrl.train.config.config", "SkyRLTrainConfig")
+    own = sources.keys("skyrl.train.config.config", "SkyRLTrainConfig")
+    return _skyrl_megatron(sources, "trainer.policy.megatron_config") | own
+
+
+def skyrl_sft(sources: Sources) -> dict[str, Any]:
+    """Reads `SFTConfig`, and beneath it what Megatron-Bridge and Megatron-Core have."""
+    return _skyrl_megatron(sources, "megatron_config") | sources.keys("skyrl.train.config.sft_config", "SFTConfig")
+
+
+def _skyrl_megatron(sources: Sources, prefix: str) -> dict[str, Any]:
     beneath = bridge_provider(sources) | _constant(sources, "DEFAULT_TRANSFORMER_CONFIG_KWARGS")
     optimizer = optimizer_config(sources) | _constant(sources, "DEFAULT_MEGATRON_OPTIMIZER_KWARGS")
-    return (
-        _under(f"{megatron}.transformer_config_kwargs", beneath)
-        | _under(f"{megatron}.optimizer_config_kwargs", optimizer)
-        | keys
+    return _under(f"{prefix}.transformer_config_kwargs", beneath) | _under(
+        f"{prefix}.optimizer_config_kwargs", optimizer
     )
 
 
@@ -314,11 +341,44 @@ _LOG_PROBS = "the framework computes log-probabilities itself"
 _CORE_ATTENTION = "Megatron-Core takes core_attn where none is given"
 _OWN_KEY = "the framework sets it from a key of its own"
 _ACTOR = "actor_rollout_ref.actor"
-_VERL_MODEL = f"{_ACTOR}.megatron.override_transformer_config"
-_VERL_OPTIMIZER = f"{_ACTOR}.optim.override_optimizer_config"
-_SKYRL_MEGATRON = "trainer.policy.megatron_config"
-_SKYRL_MODEL = f"{_SKYRL_MEGATRON}.transformer_config_kwargs"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ASYNC_SAVE = ("async_dist_ckpt_save", "async_dist_ckpt_strategy", "async_save_prestage_to_cpu")
+
+
+def _of_verl(engine: str, optim: str, model: str) -> dict[str, str]:
+    """Returns the expected differences of an engine of verl, below its prefixes."""
+    transformer, gradients = f"{engine}.override_transformer_config", f"{engine}.override_ddp_config"
+    return (
+        _beneath(transformer, gradients, f"{optim}.override_optimizer_config")
+        | _for(_LATER, f"{engine}.grad_offload")
+        | _for("of a branch of verl", f"{engine}.offload.*")
+        | _for("every job names its model", f"{model}.path")
+        | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
+        | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
+        | _for(_OWN_KEY, f"{transformer}.bf16")
+        | _for("memlab asks for the version: fp32 since 2026-08-20", f"{gradients}.grad_reduce_in_fp32")
+    )
+
+
+def _of_skyrl(prefix: str) -> dict[str, str]:
+    """Returns the expected differences of a `MegatronConfig` of SkyRL, below its prefix."""
+    transformer = f"{prefix}.transformer_config_kwargs"
+    return (
+        _beneath(transformer, None, f"{prefix}.optimizer_config_kwargs")
+        | _for(_LATER, *_ASYNC_SAVE, prefix=f"{prefix}.")
+        | _for(
+            "of a branch of August 2026 (commit 0010f48da)", "fp8", "fp8_recipe", "fp8_param", prefix=f"{prefix}."
+        )
+        | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
+        | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
+        | _for(
+            _OWN_KEY, "moe_router_dtype", "tensor_model_parallel_size", "context_parallel_size",
+            "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel", "bf16",
+            prefix=f"{transformer}.",
+        )
+    )  # fmt: skip
+
+
 ADAPTERS = {
     "bridge": Adapter(
         packages=(_BRIDGE, _CORE),
@@ -342,53 +402,40 @@ ADAPTERS = {
     "verl": Adapter(
         packages=("verl==0.9.1", _BRIDGE, _CORE),
         read=verl,
-        expected=_beneath(_VERL_MODEL, f"{_ACTOR}.megatron.override_ddp_config", _VERL_OPTIMIZER)
+        expected=_of_verl(f"{_ACTOR}.megatron", f"{_ACTOR}.optim", "actor_rollout_ref.model")
         | _for(
-            _LATER, f"{_ACTOR}.megatron.grad_offload", f"{_ACTOR}.megatron.offload.*", f"{_ACTOR}.router_replay.*",
-            "actor_rollout_ref.ref.megatron.grad_offload", "actor_rollout_ref.ref.router_replay.*",
-            "critic.megatron.grad_offload",
+            _LATER, f"{_ACTOR}.router_replay.*", "actor_rollout_ref.ref.megatron.grad_offload",
+            "actor_rollout_ref.ref.router_replay.*", "critic.megatron.grad_offload",
         )
         | _for(_EARLIER, "actor_rollout_ref.rollout.update_weights_bucket_megabytes")
         | _for("it chooses among verl's configurations", "model_engine")
-        | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars.")
-        | _for("every job names its model", "actor_rollout_ref.model.path")
-        | _for(_CORE_ATTENTION, f"{_VERL_MODEL}.recompute_modules")
-        | _for(_LOG_PROBS, f"{_VERL_MODEL}.cross_entropy_loss_fusion")
-        | _for(_OWN_KEY, f"{_VERL_MODEL}.bf16")
-        | _for(
-            "memlab asks for the version: fp32 since 2026-08-20",
-            f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32",
-        ),
+        | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
+    ),
+    "verl-sft": Adapter(
+        packages=("verl==0.9.1", _BRIDGE, _CORE),
+        read=verl_sft,
+        expected=_of_verl("engine", "optim", "model") | _for("flags of torchrun", "nnodes", "nproc_per_node")
+        | _for("verl fills it in for the engine that is chosen", "engine.strategy"),
     ),
     "skyrl": Adapter(
         packages=("skyrl==0.3.0", _BRIDGE, _CORE),
         read=skyrl,
-        expected=_beneath(_SKYRL_MODEL, None, f"{_SKYRL_MEGATRON}.optimizer_config_kwargs")
+        expected=_of_skyrl("trainer.policy.megatron_config")
         | _for(
             _LATER, "generator.inference_engine.delta_weight_sync.*",
             "generator.inference_engine.offload_kv_for_weight_sync", "trainer.algorithm.cispo.cispo_anchor",
             "trainer.vocab_entropy_chunk_memory_mb", "trainer.vocab_entropy_chunk_size",
-            *(
-                f"trainer.{model}.megatron_config.{key}"
-                for model in ("policy", "ref")
-                for key in ("async_dist_ckpt_save", "async_dist_ckpt_strategy", "async_save_prestage_to_cpu")
-            ),
         )
+        | _for(_LATER, *_ASYNC_SAVE, prefix="trainer.ref.megatron_config.")
         | _for(
             _EARLIER, "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
             "generator.weight_transfer_threshold_cuda_ipc_GB", "trainer.use_sample_packing",
-        )
-        | _for(
-            "of a branch of August 2026 (commit 0010f48da)", "fp8", "fp8_recipe", "fp8_param",
-            prefix=f"{_SKYRL_MEGATRON}.",
-        )
-        | _for(_CORE_ATTENTION, f"{_SKYRL_MODEL}.recompute_modules")
-        | _for(_LOG_PROBS, f"{_SKYRL_MODEL}.cross_entropy_loss_fusion")
-        | _for(
-            _OWN_KEY, "moe_router_dtype", "tensor_model_parallel_size", "context_parallel_size",
-            "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel", "bf16",
-            prefix=f"{_SKYRL_MODEL}.",
         ),
+    ),
+    "skyrl-sft": Adapter(
+        packages=("skyrl==0.3.0", _BRIDGE, _CORE),
+        read=skyrl_sft,
+        expected=_of_skyrl("megatron_config") | _for(_EARLIER, "use_sample_packing"),
     ),
     "ms-swift": Adapter(
         packages=("ms-swift==4.6.0", _CORE),
@@ -464,7 +511,7 @@ def _other_defaults(framework: Framework, theirs: dict[str, Any]) -> Iterator[tu
         if row.name not in theirs or isinstance(value, Text) or first[row.field] != row.name:
             continue
         default, read = None if row.default is ABSENT else row.default, row.conversion.read(value)
-        if read != default and not (default is None and read in (False, 0)):
+        if read != default and not (default is None and read in (False, 0, ())):
             yield row.name, f"has the default {value!r}, memlab's table {row.conversion.write(default)!r}"
 
 

@@ -32,9 +32,12 @@ from dataclasses import asdict, replace
 from itertools import chain, groupby
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.megatron_jobs import Job, jobs
+
+if TYPE_CHECKING:  # measuring imports nothing of memlab
+    from memlab.record.step_record import StepRecord
 
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -195,29 +198,12 @@ def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
 
 def table_row(pair: tuple[dict[str, Any], int]) -> str:
     """Predicts one rank; returns its row of the table."""
-    from memlab import Lab, Layout, MemorySettings, TrainingState
-    from memlab.config.architectures import find_architecture
-    from memlab.config.routing import Routing
     from memlab.fitting.outside_torch import estimate_outside_torch
 
     job, rank = pair
-    architecture = find_architecture(job["model"])
-    sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
-    layout = replace(Layout.from_text(job["layout"]), rank=rank)
-    counts = routes_of(job["ranks"]) if architecture.is_moe else ()
-    with Lab(
-        replace(architecture, vocab_size=job["vocab_size"], **sizes),
-        num_layers=job["num_layers"],
-        seq_length=job["seq_length"],
-        num_microbatches=job["num_microbatches"],
-        layout=layout,
-        state=TrainingState(**job["state"]),
-        routing=Routing(kind="counts", counts=counts) if counts else Routing(),
-        backend="simulated",
-    ) as lab:
-        predicted = lab.step(MemorySettings(**job["settings"]))
+    predicted = predict_rank(job, rank)
     step = job["ranks"][rank]["steps"][-1]
-    outside, stated = step["outside_torch_bytes"], estimate_outside_torch(layout)
+    outside, stated = step["outside_torch_bytes"], estimate_outside_torch(predicted.scenario.layout)
     inside = stated.total_bytes <= outside <= stated.most_bytes
     cells = [
         *(f"{job['name']}", f"{rank}"),
@@ -228,6 +214,32 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
         f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{'' if inside else ', wrong'}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
+    """Predicts a step of one rank of a measured job, with the tokens that its routers sent to each expert.
+
+    Args:
+        job: A line of ``ranks.jsonl``.
+        rank: The rank.
+    """
+    from memlab import Lab, Layout, MemorySettings, TrainingState
+    from memlab.config.architectures import find_architecture
+    from memlab.config.routing import Routing
+
+    architecture = find_architecture(job["model"])
+    sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
+    with Lab(
+        replace(architecture, vocab_size=job["vocab_size"], **sizes),
+        num_layers=job["num_layers"],
+        seq_length=job["seq_length"],
+        num_microbatches=job["num_microbatches"],
+        layout=replace(Layout.from_text(job["layout"]), rank=rank),
+        state=TrainingState(**job["state"]),
+        routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.is_moe else Routing(),
+        backend="simulated",
+    ) as lab:
+        return lab.step(MemorySettings(**job["settings"]))
 
 
 def figures(measured: int, predicted: int, *, hidden: bool = False) -> Iterator[str]:

@@ -143,14 +143,17 @@ class Architecture:
         query, kv = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        if self.num_moe_experts is not None:
-            expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
-            mlp = self.num_moe_experts * (expert + self.hidden_size)
-        else:
-            mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        routers = (self.num_moe_experts or 0) * self.hidden_size
+        mlp = 0 if self.is_moe else 3 * self.hidden_size * self.ffn_hidden_size
         embeddings = self.vocab_size * self.hidden_size
         embeddings *= 1 if self.share_embeddings_and_output_weights else 2
-        return self.num_layers * (attention + norms + mlp) + embeddings + self.hidden_size
+        outside = self.num_layers * (attention + norms + routers + mlp) + embeddings + self.hidden_size
+        return outside + self.num_parameters_of_experts
+
+    @property
+    def num_parameters_of_experts(self) -> int:
+        """Number of parameters in the experts of all layers; 0 for a dense model."""
+        return self.num_layers * (self.num_moe_experts or 0) * 3 * self.hidden_size * self.moe_ffn_hidden_size
 
 
 _QWEN3_MOE: dict[str, Any] = {

@@ -68,6 +68,10 @@ class StepRecord:
     """By how much the real peak may exceed `peak_allocated_bytes`, because torch keeps tensors of tensor-parallel FP8
     gathers until a later collective; how many it keeps depends on timing. Only predictions have it: a measured peak
     contains what was kept."""
+    uncollected_bytes: int = 0
+    """By how much the real peak may be lower than `peak_allocated_bytes`, because Python's garbage collector has freed
+    the fp32 copies of a CPU optimizer that Megatron discards; whether it has by then depends on what else the process
+    allocates. `TrainingState.manual_gc` collects them, and then it is 0. Only predictions have it."""
     recomputed_bytes: int = 0
     """Bytes that backward recomputed."""
     without_effect: dict[str, str] = field(default_factory=dict)

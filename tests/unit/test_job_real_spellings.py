@@ -574,7 +574,7 @@ def test_an_allocator_that_only_a_run_shows_is_said(tmp_path: Path) -> None:
 def test_a_version_that_memlab_does_not_know_is_refused(framework: str, tmp_path: Path) -> None:
     gradients = [f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=true"] * (framework == "verl")
     job = _job(framework, tmp_path, *gradients)
-    rule = "must be 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
+    rule = "must be 0.9.1 or 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
     with pytest.raises(ValueError, match=f"--framework-version is 'banana'.*{rule}"):
         Job.read(job.path, format_name=framework, overrides=gradients, version="banana")
 
@@ -664,3 +664,12 @@ def test_bridge_s_overlap_is_that_of_its_buckets_where_these_do_not_say_it(
 def test_rows_of_bridge_are_as_long_as_what_is_packed_into_them(packed: str, seq_length: int, tmp_path: Path) -> None:
     keys = ("dataset.seq_length=2048", f"dataset.packed_sequence_specs.packed_sequence_size={packed}")
     assert _job("bridge", tmp_path, *keys).required()[0].seq_length == seq_length
+
+
+def test_whole_sequences_of_any_length_are_not_called_impossible(tmp_path: Path) -> None:
+    """Only sequence parallelism needs a length that tensor parallel ranks can share."""
+    lengths = ("tensor_model_parallel_size=4", "seq_length=262", "world_size=4")
+    whole, split = (_job("megatron-lm", tmp_path, *lengths, f"sequence_parallel={on}") for on in ("false", "true"))
+    assert whole.cannot_start is None
+    assert "sequence_parallel is off" in str(whole.not_supported) and "a multiple of 4" in str(whole.not_supported)
+    assert "must divide the 262 tokens of a sequence" in str(split.cannot_start)

@@ -48,7 +48,8 @@ class NotModelled:
     reason: str
     place: str = ""
     bound_bytes: int | None = None
-    """How much it changes at most, where that is known."""
+    """How much it changes at most on a rank, where that is known; of what freezes parameters, only gradients and
+    optimizer state."""
 
 
 @dataclass(slots=True)
