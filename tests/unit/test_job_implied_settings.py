@@ -75,10 +75,30 @@ def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("pretrain_mamba.py", "another kind"),
+        ("examples/t5/pretrain_t5.py", "another kind"),
+        ("${MEGATRON}/pretrain_vlm.py", "another kind"),
+        ("tools/run_text_generation_server.py", "does not train"),
+        ("-m tools/checkpoint/convert.py", "a checkpoint"),
+        ("pretrain_gpt.py", None),
+        ("my_pretrain.py", None),
+        ("examples/multimodal/train.py --language-model-type llama3_8b --vision-model-type radio", "vision tower"),
+    ],
+)
+def test_another_program_is_not_predicted_as_pretraining(tmp_path: Path, program: str, what: str | None) -> None:
+    job = read(tmp_path, "", f"torchrun --nproc-per-node 8 {program} {SIZES}")
+
+    assert (job.scenario is None) == (what is not None)
+    assert (what or "") in str(job.not_supported)
+
+
+@pytest.mark.parametrize(
     ("flags", "granularity"),
     [
         ("--recompute-activations", "selective"),
-        ("--recompute-activations --recompute-granularity selective", "selective"),
+        ("--recompute-activations --recompute-granularity full", "selective"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full"),
     ],
 )
