@@ -183,6 +183,78 @@ def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> 
     assert "trainer.strategy fsdp" in str(Job.read(tmp_path / "run.sh").not_supported)
 
 
+def sft(folder: Path, command: str) -> Job:
+    (folder / "run.sh").write_text(command)
+    return Job.read(folder / "run.sh", version="0.9.1" if "verl" in command else None)
+
+
+VERL_SFT = (
+    "torchrun --nnodes=2 --nproc_per_node=8 {program} model=hf_model model.path=Qwen/Qwen3-30B-A3B engine=megatron "
+    "optim=megatron engine.tensor_model_parallel_size=2 engine.expert_model_parallel_size=8 "
+    "engine.expert_tensor_parallel_size=1 data.train_batch_size=64 "
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "keys", "workload"),
+    [
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=True data.max_token_len_per_gpu=4096", (4096, 1, 2)),
+        ("verl/trainer/sft_trainer.py", "data.max_token_len_per_gpu=16384 data.max_length=16384", (16384, 1, 2)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", (1024, 2, 4)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.max_length=2048", (2048, 4, 2)),
+    ],
+)
+def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int, int, int], tmp_path: Path) -> None:
+    job = sft(tmp_path, VERL_SFT.format(program=program) + keys)
+    scenario, settings = job.required()
+    assert job.framework == "verl-sft"
+    assert (scenario.layout.world_size, scenario.layout.tensor_model_parallel_size) == (16, 2)
+    assert (scenario.layout.expert_model_parallel_size, scenario.layout.expert_tensor_size) == (8, 1)
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
+    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", None)
+    assert "engine.override_transformer_config.bias_activation_fusion" in {one.key for one in job.not_modelled}
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+def test_verl_s_sft_trainer_without_megatron_is_refused(tmp_path: Path) -> None:
+    command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
+    assert "engine fsdp: memlab predicts Megatron's jobs only" in str(sft(tmp_path, command).not_supported)
+    with pytest.raises(ValueError, match="is of no format that memlab reads"):
+        sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
+
+
+SKYRL_SFT = "python -m skyrl.train.main_sft model.path=Qwen/Qwen3-30B-A3B placement.num_gpus_per_node=8 "
+_SIZES = "megatron_config.tensor_model_parallel_size=4 megatron_config.expert_model_parallel_size=8 megatron_config.expert_tensor_parallel_size=1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "workload"),
+    [
+        (f"{_SIZES} max_length=4096 batch_size=16 micro_train_batch_size_per_gpu=1", (4, 1), (4096, 1, 8)),
+        (f"{_SIZES} max_length=4096 batch_size=16", (4, 1), (4096, 2, 4)),
+        ("max_length=2048 batch_size=16", (2, 2), (2048, 2, 4)),
+        (f"{_SIZES} max_length=2048 max_tokens_per_microbatch=8192 use_sequence_packing=true batch_size=64", (4, 1), (8192, 1, 2)),
+        (f"{_SIZES} max_length=2048 use_sequence_packing=true batch_size=64", (4, 1), (2048, 1, 2)),
+    ],
+)  # fmt: skip
+def test_skyrl_s_sft_trainer_is_read(
+    keys: str, layout: tuple[int, int], workload: tuple[int, int, int], tmp_path: Path
+) -> None:
+    job = sft(tmp_path, SKYRL_SFT + keys)
+    scenario, settings = job.required()
+    assert job.framework == "skyrl-sft"
+    assert (scenario.layout.tensor_model_parallel_size, scenario.layout.pipeline_model_parallel_size) == layout
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
+    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", "full")
+    assert not settings.offload_parameters
+    assert scenario.allocator.expandable_segments
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+def test_skyrl_s_sft_trainer_asks_for_a_length_that_it_does_not_bound(tmp_path: Path) -> None:
+    assert "give --set max_length=TOKENS" in str(sft(tmp_path, SKYRL_SFT + _SIZES).not_supported)
+
+
 def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -> None:
     keys = {f"{MODEL}.bias_activation_fusion", f"{MODEL}.gradient_accumulation_fusion"}
     assert keys <= {one.key for one in verl(tmp_path).not_modelled}
