@@ -172,8 +172,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         }
     unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
     unsaid.pop("allocator", None)
-    if unsaid.pop("overlap_param_gather", None):
-        state["overlap_param_gather"] = False
+    own = {"overlap_param_gather": False, "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16"}
+    state |= {field: value for field, value in own.items() if unsaid.pop(field, None)}
     if unsaid:
         moved = kept["offload_parameters"]
         kept |= {"offload_gradients": moved, "offload_optimizer": moved}
