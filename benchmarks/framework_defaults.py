@@ -387,6 +387,7 @@ ADAPTERS = {
         expected=_beneath("model", "ddp", "optimizer")
         | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
+        | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
         | _for("of the classes of datasets", "dataset.seq_length", "dataset.sequence_length")
         | _for(
             "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",

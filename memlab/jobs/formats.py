@@ -15,6 +15,7 @@ from memlab.jobs.entries import UNKNOWN, Entries, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
+from memlab.jobs.recipe_command import read_recipe
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
@@ -27,9 +28,9 @@ _IN_A_FOLDER = (".hydra/config.yaml", "config.yaml", "run_config.yaml", "args.js
 _ACTION = "give a script, a log with a block of arguments, or a resolved configuration"
 LOOKED_FOR = (
     "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
-    "bridge: the key model with ddp or train; verl: actor_rollout_ref; verl-sft: sft_trainer; nemo-rl: "
-    "policy.megatron_cfg; skyrl: trainer.policy; skyrl-sft: main_sft; slime: --actor-num-nodes; ms-swift: args.json, "
-    "'megatron sft', or YAML with its arguments"
+    "bridge: run_recipe.py, or the key model with ddp or train; verl: actor_rollout_ref; verl-sft: sft_trainer; "
+    "nemo-rl: policy.megatron_cfg; skyrl: trainer.policy; skyrl-sft: main_sft; slime: --actor-num-nodes; "
+    "ms-swift: args.json, 'megatron sft', or YAML with its arguments"
 )
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
@@ -38,6 +39,7 @@ _ENTRY_POINTS = {
     "verl.trainer.sft_trainer": "verl-sft",
     "verl.trainer.sft_trainer_ray": "verl-sft",
     "skyrl.train.main_sft": "skyrl-sft",
+    "run_recipe": "bridge",
 }
 """Modules that are started, also by their files, and whose keys no name of the framework begins."""
 _FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
@@ -276,10 +278,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
                 if "rlhf_type" not in entries.by_key and is_preference_learning(words):
                     entries.add("rlhf_type", "dpo", command.line)
         else:
-            _take_configuration(words, path, framework, entries)
-            read_overrides(words, entries)
-            _take_launcher(words, framework, entries)
-            resolve(entries)
+            _take_overrides(words, path, framework, entries)
         entries.environment = entries.environment | command.variables
         if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
             entries.causes.append(script.lacks_arguments)
@@ -322,6 +321,16 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         own = _with_defaults(read_yaml(content, base.name), base, [])
         entries.merge(own)
         entries.warnings += own.warnings
+
+
+def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the overrides of a command over what they override: a configuration or a recipe that it names."""
+    _take_configuration(words, path, framework, entries)
+    if framework.name == "bridge":
+        read_recipe(words, entries)
+    read_overrides(words, entries)
+    _take_launcher(words, framework, entries)
+    resolve(entries)
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
