@@ -22,6 +22,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -31,9 +32,12 @@ from dataclasses import asdict, replace
 from itertools import chain, groupby
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.megatron_jobs import Job, jobs
+
+if TYPE_CHECKING:  # measuring imports nothing of memlab
+    from memlab.record.step_record import StepRecord
 
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -47,12 +51,12 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "4",
 }
 NUM_RANKS = 4
-JOB_SECONDS = 100
+JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def measure(folder: Path, only: str, seconds: float) -> int:
@@ -149,7 +153,7 @@ def summary(job: Job, row: dict[str, Any]) -> str:
         return f"FAILED {job.name}: {row['error'][:300]}"
     peaks = " ".join(f"{rank['steps'][-1]['peak_bytes'] / GIB:.3f}" for rank in row["ranks"])
     outside = " ".join(f"{rank['steps'][-1]['outside_torch_bytes'] / GIB:.2f}" for rank in row["ranks"])
-    left = max(rank["left_bytes"] for rank in row["ranks"]) / 2**20
+    left = max(rank["left_bytes"] for rank in row["ranks"]) / MIB
     return f"{job.name}: peaks {peaks} GiB, outside torch {outside} GiB, {left:.1f} MiB left"
 
 
@@ -166,33 +170,40 @@ def predict(path: Path, at_once: int) -> None:
     for row in measured:
         if "error" in row:
             print(f"\n{row['name']} failed: {row['error']}")
+    print_outside_torch([rank for row in measured for rank in row.get("ranks", ()) if rank["first_uses"]])
+
+
+def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
+    """Prints what took memory outside torch, over the first job of each process.
+
+    Args:
+        ranks: Rows with the first uses of groups.
+    """
+    taken: dict[tuple[str, int], list[float]] = {}
+    for rank in ranks:
+        uses = rank["first_uses"]
+        known = rank["outside_torch_bytes"]["CUDA's context"] + sum(use["bytes"] for use in uses)
+        taken.setdefault(("CUDA's context", 1), []).append(rank["outside_torch_bytes"]["CUDA's context"] / MIB)
+        libraries = rank["steps"][-1]["outside_torch_bytes"] - known
+        taken.setdefault(("all else, such as libraries", 1), []).append(libraries / MIB)
+        for use in uses:
+            taken.setdefault((f"{use['collective']} of {use['group']}", len(use["ranks"])), []).append(
+                use["bytes"] / MIB
+            )
+    print("\n| outside torch, MiB | ranks | times | least | median | most |\n| --- |" + " ---: |" * 5)
+    for (what, size), values in sorted(taken.items()):
+        low, middle, high = min(values), statistics.median(values), max(values)
+        print(f"| {what} | {size} | {len(values)} | {low:.0f} | {middle:.0f} | {high:.0f} |")
 
 
 def table_row(pair: tuple[dict[str, Any], int]) -> str:
     """Predicts one rank; returns its row of the table."""
-    from memlab import Lab, Layout, MemorySettings, TrainingState
-    from memlab.config.architectures import find_architecture
-    from memlab.config.routing import Routing
     from memlab.fitting.outside_torch import estimate_outside_torch
 
     job, rank = pair
-    architecture = find_architecture(job["model"])
-    sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
-    layout = replace(Layout.from_text(job["layout"]), rank=rank)
-    counts = routes_of(job["ranks"]) if architecture.is_moe else ()
-    with Lab(
-        replace(architecture, vocab_size=job["vocab_size"], **sizes),
-        num_layers=job["num_layers"],
-        seq_length=job["seq_length"],
-        num_microbatches=job["num_microbatches"],
-        layout=layout,
-        state=TrainingState(**job["state"]),
-        routing=Routing(kind="counts", counts=counts) if counts else Routing(),
-        backend="simulated",
-    ) as lab:
-        predicted = lab.step(MemorySettings(**job["settings"]))
+    predicted = predict_rank(job, rank)
     step = job["ranks"][rank]["steps"][-1]
-    outside, stated = step["outside_torch_bytes"], estimate_outside_torch(layout)
+    outside, stated = step["outside_torch_bytes"], estimate_outside_torch(predicted.scenario.layout)
     inside = stated.total_bytes <= outside <= stated.most_bytes
     cells = [
         *(f"{job['name']}", f"{rank}"),
@@ -203,6 +214,32 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
         f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{'' if inside else ', wrong'}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
+    """Predicts a step of one rank of a measured job, with the tokens that its routers sent to each expert.
+
+    Args:
+        job: A line of ``ranks.jsonl``.
+        rank: The rank.
+    """
+    from memlab import Lab, Layout, MemorySettings, TrainingState
+    from memlab.config.architectures import find_architecture
+    from memlab.config.routing import Routing
+
+    architecture = find_architecture(job["model"])
+    sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
+    with Lab(
+        replace(architecture, vocab_size=job["vocab_size"], **sizes),
+        num_layers=job["num_layers"],
+        seq_length=job["seq_length"],
+        num_microbatches=job["num_microbatches"],
+        layout=replace(Layout.from_text(job["layout"]), rank=rank),
+        state=TrainingState(**job["state"]),
+        routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.is_moe else Routing(),
+        backend="simulated",
+    ) as lab:
+        return lab.step(MemorySettings(**job["settings"]))
 
 
 def figures(measured: int, predicted: int, *, hidden: bool = False) -> Iterator[str]:

@@ -31,7 +31,8 @@ from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers import torch_moe
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.model.layers.torch_layers import TorchProvider
-from memlab.model.process_group import join_with_gloo, require_started_ranks, started_ranks
+from memlab.model.process_group import join_with_gloo, require_started_ranks
+from memlab.started_ranks import world_size
 from memlab.units import format_bytes
 from memlab.upstream.patching import patched, swapped
 
@@ -43,7 +44,7 @@ def backend(reason: str) -> Backend:
         reason=reason,
         layer_provider=TorchProvider,
         join=join_with_gloo,
-        active=cuda_replaced if started_ranks() == 1 else cuda_replaced_on_ranks,
+        active=cuda_replaced if world_size() == 1 else cuda_replaced_on_ranks,
         meter=StorageMeter,
         check=check,
         has_allocator=False,

@@ -20,6 +20,7 @@ from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.model.attention_environment import check_environment, check_flash_attention_is_installed
 from memlab.model.process_group import join_with_nccl, require_started_ranks
 from memlab.model.retention.transformer_engine_caches import fill_cublas_workspaces
+from memlab.started_ranks import local_rank
 from memlab.upstream.patching import swapped
 
 EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -90,7 +91,7 @@ def backend(reason: str) -> Backend:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     # Collectives of objects and the limits of memory take the calling thread's device, not the lab's thread's.
-    torch.cuda.set_device(local_rank())
+    torch.cuda.set_device(own_device())
     return Backend(
         name="cuda",
         reason=reason,
@@ -145,16 +146,26 @@ _FP8_SUPPORT = {
 """Transformer Engine's own questions, by recipe."""
 
 
-def local_rank() -> int:
-    """Returns the device of this process: the ``LOCAL_RANK`` that ``torchrun`` sets; 0 without."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def own_device() -> int:
+    """Returns the device of this process: its number among the ranks of the machine.
+
+    Raises:
+        ValueError: If this process sees no GPU of that number, or the number is missing beside other ranks.
+    """
+    number, num_devices = local_rank(), torch.cuda.device_count()
+    if number >= num_devices:
+        raise ValueError(
+            f"the environment variable LOCAL_RANK is {number}, must be below the {num_devices} GPUs that this process "
+            "sees: start fewer ranks on this machine, or let CUDA_VISIBLE_DEVICES name a GPU for each of them"
+        )
+    return number
 
 
 @contextmanager
 def on_device() -> Iterator[None]:
     """Makes this rank's device the current one on this thread, and keeps the thread on processors near the device."""
-    with torch.cuda.device(local_rank()), _many_recompiles():
-        pin_to_numa_node(local_rank())
+    with torch.cuda.device(own_device()), _many_recompiles():
+        pin_to_numa_node(own_device())
         yield
 
 

@@ -16,13 +16,7 @@ from memlab.backends.allocator_environment import start_with
 from memlab.commands.shared.job_flags import take_job
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import exit_now, stdout_reserved_for_result
-from memlab.commands.shared.ranks import (
-    abort_job_on_error,
-    gathered,
-    rank,
-    rank_folder,
-    world_size,
-)
+from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank_folder
 from memlab.commands.shared.step_flags import (
     add_pass_arguments,
     add_step_arguments,
@@ -37,6 +31,7 @@ from memlab.config.validation import check_whole_number
 from memlab.quiet_import import imported
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
+from memlab.started_ranks import rank, world_size
 
 _MOST_RANKS = 1024
 

@@ -1,4 +1,4 @@
-"""The architectures that memlab knows: two families, their published members, and one tiny member of each.
+"""The architectures that memlab knows: published models, and a tiny one with experts and one without.
 
 The published values are those of the models' Hugging Face ``config.json`` files. The tiny members keep
 their family's shape (grouped-query attention, q/k norms, experts) at widths that step on a laptop's CPU.
@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memlab.config.from_json import read_json
+from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.validation import (
     MOST_LAYERS,
     MOST_TOKENS_OF_A_SEQUENCE,
     check_number,
     check_whole_number,
-    is_whole_number,
     shortened,
 )
 
-Family = Literal["qwen3_moe", "phi3"]
-"""Models with experts, and dense ones. Each is named after the first one of its kind that was compared with GPUs."""
+Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3"]
+"""The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
+has experts, else as phi3: the layers of the others have the same parts, with or without norms of queries and keys."""
 
 # Some ten times what any published model has. Below these limits no tensor's bytes overflow 64 bits, and what walks
 # over layers, experts or ranks ends.
@@ -142,14 +143,17 @@ class Architecture:
         query, kv = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        if self.num_moe_experts is not None:
-            expert = 3 * self.hidden_size * self.moe_ffn_hidden_size
-            mlp = self.num_moe_experts * (expert + self.hidden_size)
-        else:
-            mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        routers = (self.num_moe_experts or 0) * self.hidden_size
+        mlp = 0 if self.is_moe else 3 * self.hidden_size * self.ffn_hidden_size
         embeddings = self.vocab_size * self.hidden_size
         embeddings *= 1 if self.share_embeddings_and_output_weights else 2
-        return self.num_layers * (attention + norms + mlp) + embeddings + self.hidden_size
+        outside = self.num_layers * (attention + norms + routers + mlp) + embeddings + self.hidden_size
+        return outside + self.num_parameters_of_experts
+
+    @property
+    def num_parameters_of_experts(self) -> int:
+        """Number of parameters in the experts of all layers; 0 for a dense model."""
+        return self.num_layers * (self.num_moe_experts or 0) * 3 * self.hidden_size * self.moe_ffn_hidden_size
 
 
 _QWEN3_MOE: dict[str, Any] = {
@@ -160,6 +164,33 @@ _QWEN3_MOE: dict[str, Any] = {
     "qk_layernorm": True,
     "moe_aux_loss_coeff": 1e-3,
 }
+
+_LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 128256,
+    "rotary_base": 500000.0,
+    "layernorm_epsilon": 1e-5,
+}
+_QWEN3: dict[str, Any] = {
+    "family": "qwen3",
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 151936,
+    "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6,
+    "qk_layernorm": True,
+}
+
+
+def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
+    """Makes a dense architecture of its layers, hidden size, width of the MLP and attention heads."""
+    fields = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+    return Architecture(
+        name=name, share_embeddings_and_output_weights=tied, **(others | dict(zip(fields, sizes, strict=True)))
+    )
+
 
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
@@ -237,6 +268,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             layernorm_epsilon=1e-5,
             share_embeddings_and_output_weights=True,
         ),
+        # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json, and likewise. (How these models scale
+        # the angles of the rotary embedding changes no tensor's size, and is not applied here.)
+        _dense("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
+        _dense("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
+        _dense("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
+        _dense("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
+        _dense("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
+        _dense("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
+        _dense("qwen3-4b", 36, 2560, 9728, 32, tied=True, **_QWEN3),
+        _dense("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
+        _dense("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
+        _dense("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
         Architecture(
             name="phi-4-tiny",
             family="phi3",
@@ -291,172 +335,11 @@ def find_architecture(name: str | Path) -> Architecture:
             f"{shortened(config_path)} holds {type(config).__name__}, not an object: give a Hugging Face config.json"
         )
     try:
-        return _from_hugging_face(config, config_path)
+        values = architecture_fields(config)
+        name = model_name(str(config_path.parent)) if config_path.name == "config.json" else config_path.stem
+        return Architecture(name=_printable(name) or values["family"], **values)
     except ValueError as error:
         raise ValueError(f"{shortened(config_path)}: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ModelType:
-    """A kind of Hugging Face config whose layers memlab has: what they consist of, and what a left-out field means.
-
-    The values are those of transformers 5.24, ``models/*/configuration_*.py`` and ``modeling_*.py``.
-    """
-
-    num_key_value_heads: int | None = None
-    """None takes as many as attention heads."""
-    head_dim: int | None = None
-    """None divides the hidden size by the attention heads."""
-    qk_layernorm: bool = False
-    uses_window: bool = True
-    """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
-    experts: Literal["own width", "width of the MLP"] | None = None
-
-
-_MODEL_TYPES = {
-    "qwen3_moe": _ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
-    "mixtral": _ModelType(num_key_value_heads=8, experts="width of the MLP"),
-    "phi3": _ModelType(),
-    "llama": _ModelType(),
-    "mistral": _ModelType(num_key_value_heads=8),
-    "qwen3": _ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
-}
-_OTHER_PARTS = {
-    "qwen2": "biases of queries, keys and values",
-    "qwen2_moe": "shared experts, and biases of queries, keys and values",
-}
-"""By model type, which of its parts memlab lacks."""
-
-
-def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
-    """Reads the fields that decide sizes or meaning. A field that may be left out counts as left out where it is null.
-
-    Raises:
-        ValueError: If a field is missing, of the wrong type, or of a kind that memlab does not model.
-    """
-    name = config.get("model_type")
-    kind = _MODEL_TYPES.get(name) if isinstance(name, str) else None
-    if kind is None:
-        lacks = f", since it has {_OTHER_PARTS[name]}" if isinstance(name, str) and name in _OTHER_PARTS else ""
-        raise ValueError(
-            f"model_type {shortened(name)} is not supported{lacks}: memlab reads {', '.join(_MODEL_TYPES)}"
-        )
-    _check_parts(config, kind)
-    heads, hidden_size = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
-    # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
-    share = _number(rope, "partial_rotary_factor", default=1.0)
-    common: dict[str, Any] = {
-        "name": _printable(model_name(str(path.parent)) if path.name == "config.json" else path.stem) or str(name),
-        "num_layers": _whole(config, "num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": _whole(config, "intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": _whole(config, "num_key_value_heads", default=kind.num_key_value_heads or heads),
-        "kv_channels": _whole(config, "head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
-        "vocab_size": _whole(config, "vocab_size"),
-        "rotary_base": _number(config, "rope_theta", default=_number(rope, "rope_theta", default=10000.0)),
-        "rotary_percent": _number(config, "partial_rotary_factor", default=share),
-        "layernorm_epsilon": _number(config, "rms_norm_eps"),
-        "share_embeddings_and_output_weights": _flag(config, "tie_word_embeddings", default=False),
-        "qk_layernorm": kind.qk_layernorm,
-    }
-    if kind.experts is None:
-        return Architecture(family="phi3", **common)
-    width = "moe_intermediate_size" if kind.experts == "own width" else "intermediate_size"
-    return Architecture(
-        family="qwen3_moe",
-        **common,
-        num_moe_experts=_num_experts(config),
-        moe_router_topk=_whole(config, "num_experts_per_tok"),
-        moe_ffn_hidden_size=_whole(config, width),
-        moe_aux_loss_coeff=_number(config, "router_aux_loss_coef", default=0.001),
-        # Mixtral has no such field, and always normalises.
-        moe_router_pre_softmax=not _flag(config, "norm_topk_prob", default=kind.experts == "width of the MLP"),
-    )
-
-
-def _num_experts(config: dict[str, Any]) -> int:
-    """Returns the number of experts; of Qwen3-MoE, transformers writes the second name since 5.18."""
-    names = ("num_experts", "num_local_experts")
-    found = {name: _whole(config, name) for name in names if name in config} or {names[0]: _whole(config, names[0])}
-    if len(set(found.values())) > 1:
-        given = " and ".join(f"{name} {number}" for name, number in found.items())
-        raise ValueError(f"it has {given}, two names for the same number: leave the wrong one out")
-    return next(iter(found.values()))
-
-
-def _check_parts(config: dict[str, Any], kind: _ModelType) -> None:
-    """Refuses parts that memlab's layers do not have.
-
-    Raises:
-        ValueError: If the config has one, with the field that says so.
-    """
-    zero = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
-    modelled: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)} | dict.fromkeys(zero, (0, None))
-    for name, values in modelled.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
-    for name in ("attention_bias", "mlp_bias"):
-        if _flag(config, name, default=False):
-            raise ValueError(f"{name} true is not supported: memlab's linears have no biases")
-    longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
-    is_whole = is_whole_number(longest) and is_whole_number(window, at_least=int(longest or 0))
-    if window is not None and not is_whole and _flag(config, "use_sliding_window", default=kind.uses_window):
-        raise ValueError(
-            f"sliding_window {shortened(window)} is not modelled, unless it is at least max_position_embeddings, "
-            f"{shortened(longest)}: memlab's attention sees all earlier tokens"
-        )
-    layers = config.get("layer_types") or []
-    others = [layer for layer in layers if layer != "full_attention"] if isinstance(layers, list) else [layers]
-    if others:
-        raise ValueError(
-            f"layer_types has {shortened(others[0])}, which is not modelled: memlab has full_attention only"
-        )
-    if config.get("mlp_only_layers") or _whole(config, "decoder_sparse_step", default=1) != 1:
-        raise ValueError(
-            "dense layers among MoE layers are not supported: mlp_only_layers must be empty and decoder_sparse_step 1"
-        )
-
-
-def model_name(path: str) -> str:
-    """Returns the name of the model in a path, such as ``Qwen3-30B-A3B`` for the folder of a snapshot in a cache.
-
-    The cache of huggingface_hub (2.4) keeps a model in ``models--OWNER--NAME/snapshots/COMMIT``.
-    """
-    parts = path.rstrip("/").split("/")
-    cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
-    if cached:
-        return cached[-1]
-    return parts[-3] if len(parts) > 2 and parts[-2] == "snapshots" else parts[-1]
-
-
-def _field(config: dict[str, Any], name: str, default: Any) -> Any:
-    if default is None and name not in config:
-        raise ValueError(f"field {name!r} is missing: give the whole Hugging Face config.json")
-    value = config.get(name)
-    return default if value is None and default is not None else value
-
-
-def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = _field(config, name, default)
-    check_whole_number(name, value, action="correct it")
-    return int(value)
-
-
-def _number(config: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = _field(config, name, default)
-    check_number(name, value, above=None, at_most=1e300, action="correct it")
-    return float(value)
-
-
-def _flag(config: dict[str, Any], name: str, *, default: bool) -> bool:
-    value = _field(config, name, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {shortened(value)}, must be true or false: correct it")
-    return value
 
 
 def _printable(name: str) -> str:

@@ -78,10 +78,12 @@ class Layout:
             advice = (
                 f"choose expert_model_parallel_size from {choices}" if choices else "change expert_tensor_parallel_size"
             )
+            derived = self.expert_tensor_parallel_size is None and tensor > 1
+            whose = " (without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks)"
             raise ValueError(
                 f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
                 f"must divide the {self.ranks_of_a_stage} ranks of a stage: {advice}, or "
-                "use more ranks"
+                f"use more ranks{whose if derived else ''}"
             )
         if not is_whole_number(self.rank, at_least=0) or self.rank >= self.world_size:
             raise ValueError(

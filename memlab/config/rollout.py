@@ -24,7 +24,10 @@ class Rollout:
     engine_sleeps: bool = True
     """Whether the engine frees its memory while the model trains."""
     engine_ranks: int = 1
-    """GPUs that share the weights of one engine."""
+    """GPUs that share the weights of one engine, apart from its experts: tensor parallel x pipeline parallel."""
+    engine_data_ranks: int = 1
+    """Copies of these that share the experts: vLLM spreads them over its data parallel ranks too, with and without
+    expert parallelism (``flatten_tp_across_dp_and_pcp`` in vllm/model_executor/layers/fused_moe/config.py)."""
     bucket_bytes: int | None = None
     """How much of the weights is gathered and sent at a time; None where the framework decides by free memory."""
     bucket_share: float | None = None
@@ -50,6 +53,13 @@ class Rollout:
             return scenario.with_tokens_of_a_row(max(1, tokens // unit) * unit)
         tokens = max(1, self.seq_length // unit) * unit
         return replace(scenario, seq_length=tokens, micro_batch_size=self.micro_batch_size)
+
+    def num_weights_of_engine(self, scenario: Scenario) -> int:
+        """Returns how many of the model's weights one GPU of an engine has."""
+        model = scenario.architecture
+        experts = model.num_parameters_of_experts
+        outside = (model.num_parameters - experts) // self.engine_ranks
+        return outside + experts // (self.engine_ranks * self.engine_data_ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""

@@ -108,7 +108,7 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
     Raises:
         ValueError: If the mapping is none.
     """
-    for parent in parents_of(key):
+    for parent in parents_of(key)[1:]:  # the first may be the choice of a group, such as engine=megatron
         if parent in entries.by_key and not is_interpolation(entries.by_key[parent].value):
             del entries.by_key[parent]
     if UNKNOWN in text or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):

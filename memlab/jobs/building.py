@@ -166,6 +166,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     seq_length = values.get("seq_length") or architecture.default_seq_length
     num_microbatches = _num_microbatches(reading, layout)
     _note_turns_of_chunks(reading, layout, num_microbatches)
+    _check_whole_sequences(reading, layout, seq_length)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except ValueError as error:
@@ -182,6 +183,22 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         state=state_of(reading, layout),
         allocator=_allocator(reading),
     )
+
+
+def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:
+    """Refuses whole sequences on tensor parallel ranks where memlab, which always splits them, cannot.
+
+    Raises:
+        ValueError: If the job has no sequence parallelism, and the sequences do not divide; Megatron-Core takes them.
+    """
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    keys = [one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == "sequence_parallel"]
+    if keys and seq_length % context == 0 and seq_length // context % tensor:
+        raise ValueError(
+            f"{keys[0]} is off, so each of the {tensor} tensor parallel ranks has whole sequences; memlab splits them, "
+            f"and {seq_length // context} tokens do not divide by {tensor}: give a length that is a multiple of "
+            f"{tensor * context}"
+        )
 
 
 _TURNS = ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage")
@@ -283,16 +300,19 @@ def settings_of(reading: Reading) -> MemorySettings:
 
 
 def recompute_of_all_layers(reading: Reading, settings: MemorySettings, scenario: Scenario) -> MemorySettings:
-    """Returns the settings with as many layers as a model chunk has, where ``block`` recompute names more.
+    """Returns the settings with as many layers as a model chunk has, where full recompute names more.
 
-    Megatron-Core then recomputes all of them (``_checkpointed_forward`` in transformer_block.py, 0.16.1).
+    Under ``block``, Megatron-Core then recomputes all of them (``_checkpointed_forward`` in transformer_block.py,
+    0.16.1). Under ``uniform``, they are a single checkpoint from 0.17.0 on, and 0.16.1 reads past the last one.
     """
-    named, most = settings.recompute_num_layers, max(scenario.layers_of_chunks)
-    if settings.recompute_method != "block" or named is None or named <= most:
+    named, layers = settings.recompute_num_layers, set(scenario.layers_of_chunks)
+    most, is_block = max(layers), settings.recompute_method == "block"
+    if named is None or named <= most or not (is_block or len(layers) == 1):
         return settings
-    reading.warnings.append(
-        f"recompute_num_layers is {named}, and a model chunk has {most} layers: all of them are recomputed"
-    )
+    done = "all of them are recomputed"
+    if not is_block:
+        done = "all of them are a checkpoint from megatron-core 0.17 on, and 0.16 fails"
+    reading.warnings.append(f"recompute_num_layers is {named}, and a model chunk has {most} layers: {done}")
     return replace(settings, recompute_num_layers=most)
 
 
@@ -306,7 +326,7 @@ def _complete_recompute(reading: Reading, values: dict[str, Any]) -> None:
             )
         if granularity is None:
             values["recompute_method"] = values["recompute_num_layers"] = None
-        granularity, modules = "selective", values.get("recompute_modules") or ("core_attn",)
+        granularity, modules = "selective", _modules_or_default(values)
         implied = {"recompute_granularity": granularity, "recompute_modules": tuple(dict.fromkeys((*modules, "moe")))}
         key = next(one.key for one in reversed(reading.taken) if one.field == "moe_layer_recompute")
         for name, value in implied.items():
@@ -318,11 +338,33 @@ def _complete_recompute(reading: Reading, values: dict[str, Any]) -> None:
     elif granularity == "full":
         values["recompute_modules"] = None
     else:
+        if granularity == "selective":
+            _drop_method(reading, values)
         values["recompute_modules"] = _known(
-            reading, "recompute_modules", values.get("recompute_modules") or ("core_attn",), RECOMPUTE_MODULES
+            reading, "recompute_modules", _modules_or_default(values), RECOMPUTE_MODULES
         )
         if values["recompute_modules"] is None:
             values["recompute_granularity"] = None
+
+
+def _drop_method(reading: Reading, values: dict[str, Any]) -> None:
+    """Drops the method, which selective recompute does not read; a number of layers is refused there.
+
+    As ``TransformerConfig.__post_init__`` has it (megatron-core 0.16.1 and 0.19.2).
+    """
+    if values.get("recompute_num_layers") is not None:
+        one = next(one for one in reversed(reading.taken) if one.field == "recompute_num_layers")
+        raise CannotStartError(
+            f"{one.key} is {one.memlab_value} ({one.place}) with selective recompute, must be null there by a rule of "
+            "Megatron-Core: set it to null, or choose full recompute"
+        )
+    values["recompute_method"] = None
+
+
+def _modules_or_default(values: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the modules to recompute: Megatron-Core takes ``core_attn`` for none given, and keeps an empty list."""
+    modules: tuple[str, ...] | None = values.get("recompute_modules")
+    return ("core_attn",) if modules is None else modules
 
 
 def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -348,25 +390,29 @@ _LONGEST_ALLOCATOR = 2000
 _NOT_OF_DEVICE_MEMORY = ("pinned_", "release_lock_", "throw_on_", "graph_capture_")
 
 
+def _allocator_variable(reading: Reading) -> tuple[str, str]:
+    """Returns the variable that counts and its text; the text is empty where it is not set, or not known."""
+    variable, text = ALLOCATOR_VARIABLES[0], reading.values.get("allocator") or ""
+    for name in ALLOCATOR_VARIABLES:
+        if name in reading.entries.environment:
+            variable, text = name, reading.entries.environment[name]
+    if UNKNOWN not in text:
+        return variable, text
+    reading.warnings.append(
+        f"{variable} is known only when the job runs, so memlab takes the default allocator: give it with "
+        f"--set {variable}=VALUE"
+    )
+    return variable, ""
+
+
 def _allocator(reading: Reading) -> AllocatorSettings:
-    """Reads ``PYTORCH_CUDA_ALLOC_CONF`` of a script or of a configuration's environment.
+    """Reads ``PYTORCH_CUDA_ALLOC_CONF`` of a script or of a configuration's environment, and a framework's own switch.
 
     Raises:
         ValueError: If an option's value is none that torch reads.
     """
-    variable, text = ALLOCATOR_VARIABLES[0], reading.values.get("allocator")
-    for name in ALLOCATOR_VARIABLES:
-        if name in reading.entries.environment:
-            variable, text = name, reading.entries.environment[name]
-    if not text:
-        return AllocatorSettings()
-    if UNKNOWN in text:
-        reading.warnings.append(
-            f"{variable} is known only when the job runs, so memlab takes the default allocator: give it with "
-            f"--set {variable}=VALUE"
-        )
-        return AllocatorSettings()
     values: dict[str, Any] = {}
+    variable, text = _allocator_variable(reading)
     for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text[:_LONGEST_ALLOCATOR]):
         name, _, value = (part.strip() for part in option.partition(":"))
         if name in _ALLOCATOR_OPTIONS:
@@ -380,4 +426,6 @@ def _allocator(reading: Reading) -> AllocatorSettings:
                 reading.not_modelled.append(
                     NotModelled(f"{variable}.{name}", value, missing.effect, missing.reason, "environment")
                 )
+    if reading.values.get("expandable_segments"):  # a framework's own switch, which it turns after the start
+        values["expandable_segments"] = True
     return AllocatorSettings(**values)

@@ -123,7 +123,7 @@ class _Resolver:
                 continue
             end = _end_of(text, start)
             if end < 0:
-                return UNKNOWN
+                break  # which OmegaConf refuses: the text stands for itself
             value = self._one(key, text[start + 2 : end])
             if start == 0 and end == len(text) - 1:
                 return value

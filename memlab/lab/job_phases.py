@@ -64,7 +64,7 @@ def predict_phases(
     engine = _engine_bytes(rollout, gpu_memory_bytes)
     asleep = 0 if rollout.engine_sleeps else engine
     gathered = _gathered_bytes(scenario, rollout)
-    weights = _BYTES_OF_A_WEIGHT * scenario.architecture.num_parameters // rollout.engine_ranks
+    weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario)
     if not rollout.is_colocated:
         weights = 0
     of_sync = weights if rollout.engine_sleeps else engine

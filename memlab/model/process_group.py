@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from memlab.config.layout import Layout
 from memlab.model.megatron_config import interleaved_chunks
+from memlab.started_ranks import check_meeting_point, rank, world_size
 
 _store: list[Any] = []
 """The store of the ranks that this process has joined, if it has."""
@@ -72,35 +72,24 @@ def agreed_with_rank_0(decision: bool) -> bool:
 
 
 def require_started_ranks(layout: Layout) -> None:
-    """Checks that as many ranks were started as the layout has, and that this process is the rank that it names.
+    """Checks that as many ranks were started as the layout has, and that this process is the one that it names.
 
     Raises:
         ValueError: If not.
     """
-    started, own = started_ranks(), os.environ.get("RANK", "0")
+    started, own = world_size(), rank()
     if started != layout.world_size:
         raise ValueError(
             f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
             f"torchrun --nproc-per-node {layout.world_size} -m memlab measure ..., or choose backend 'simulated', "
             "which predicts one rank of any layout"
         )
-    if started > 1 and own != str(layout.rank):
+    if started > 1 and own != layout.rank:
         raise ValueError(
             f"rank of the layout is {layout.rank}, and torchrun started this process as rank {own}, which must be the "
             f"same: give Layout(..., rank=int(os.environ['RANK']))"
         )
-
-
-def started_ranks() -> int:
-    """Returns how many ranks were started, by the environment variable ``WORLD_SIZE``; 1 without.
-
-    Raises:
-        ValueError: If its value is no number.
-    """
-    started = os.environ.get("WORLD_SIZE", "1")
-    if not started.isdecimal():
-        raise ValueError(f"WORLD_SIZE is {started!r}, must be a whole number: unset it, or start ranks with torchrun")
-    return int(started)
+    check_meeting_point()
 
 
 def _join(distributed_backend: str, layout: Layout) -> None:

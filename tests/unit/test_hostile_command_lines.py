@@ -369,6 +369,10 @@ def test_a_bad_command_line_ends_in_one_line_and_exit_code_2(
     }, "nothing that existed is touched"
 
 
+RANK_0 = {"WORLD_SIZE": "2", "RANK": "0", "MEMLAB_BACKEND": "cpu"}
+MEETING = RANK_0 | {"MASTER_ADDR": "localhost"}
+
+
 @pytest.mark.parametrize(
     ("variables", "line", "words"),
     [
@@ -379,6 +383,13 @@ def test_a_bad_command_line_ends_in_one_line_and_exit_code_2(
         ({"WORLD_SIZE": "2", "RANK": "2"}, "measure phi-4-tiny", "the environment variable RANK is 2, must be below"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "measure phi-4-tiny", "the environment variable RANK is '-1'"),
         ({"RANK": "first"}, "measure phi-4-tiny", "the environment variable RANK is 'first'"),
+        ({"RANK": "1"}, "measure phi-4-tiny", "RANK is 1, must be below WORLD_SIZE, 1 where it is not set"),
+        ({"WORLD_SIZE": "2"}, "measure phi-4-tiny", "the environment variable RANK is not set beside WORLD_SIZE, 2"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "measure phi-4-tiny", "RANK is not set beside WORLD_SIZE, 2"),
+        (RANK_0, "measure phi-4-tiny --num-layers 1", "MASTER_ADDR is not set beside WORLD_SIZE, 2"),
+        (RANK_0 | {"MASTER_ADDR": "localhost"}, "measure phi-4-tiny --num-layers 1", "MASTER_PORT is not set beside"),
+        (MEETING | {"MASTER_PORT": "port"}, "measure phi-4-tiny --num-layers 1", "MASTER_PORT is 'port', must be a"),
+        (MEETING | {"MASTER_PORT": "65536"}, "measure phi-4-tiny --num-layers 1", "is 65536, must be at most 65535"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "measure phi-4-tiny --ranks 2", "torchrun has started 2 ranks"),
         ({"MEMLAB_BACKEND": "simulated"}, "measure phi-4-tiny --ranks 2", "memlab predict --world-size 2"),
         ({"MEMLAB_BACKEND": "x"}, "measure phi-4-tiny", "the environment variable MEMLAB_BACKEND is 'x'"),

@@ -56,7 +56,7 @@ def values_of(text: str, child: str = "", overrides: tuple[str, ...] = (), **var
         ("${a.key}", UNKNOWN),
         ("${a}", UNKNOWN),
         ("${missing.key}", UNKNOWN),
-        ("${b.tp", UNKNOWN),
+        ("${b.tp", "${b.tp"),
         ("\\${b.tp}", "${b.tp}"),
         ("???", UNKNOWN),
     ],

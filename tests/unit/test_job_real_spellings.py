@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.model_restrictions import check_on_model
 from memlab.jobs.job import Job
 from memlab.jobs.model import published_architecture
 from memlab.jobs.writing import written
@@ -55,11 +56,36 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
         ("snapshots/Qwen3-30B-A3B", "qwen3-30b-a3b"),
         ("/snapshots/main", None),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b"),
+        ("LLM-Research/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Llama-3.2-11B-Vision-Instruct", None),
+        ("Qwen/Qwen3-Embedding-8B", None),
+        ("Qwen/Qwen2.5-7B", None),
     ],
 )
 def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:
     found = published_architecture(name)
     assert (None if found is None else found.name) == architecture
+
+
+def test_llama_has_the_fusions_of_its_own_provider(tmp_path: Path) -> None:
+    """``llama_bridge.py`` of Megatron-Bridge fuses SwiGLU and rotary embeddings; Qwen's providers fuse neither."""
+    path = tmp_path / "run.sh"
+    for model, is_fused in (("meta-llama/Llama-3.1-8B", True), ("Qwen/Qwen3-8B", False)):
+        script = f"{_VERL.replace('8 ', '1 ')} actor_rollout_ref.model.path={model} trainer.n_gpus_per_node=8"
+        path.write_text(script)
+        job = Job.read(path, version="2026-08-20")
+        unfused = {one.key.rpartition(".")[2] for one in job.not_modelled} & {"bias_activation_fusion"}
+        assert (not unfused, job.required()[0].state.apply_rope_fusion) == (is_fused, is_fused)
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    path.write_text(
+        script.replace("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B") + f" +{key}.bias_activation_fusion=false"
+    )
+    job = Job.read(path, version="2026-08-20", overrides=[f"{key}.apply_rope_fusion=false"])
+    assert f"{key}.bias_activation_fusion" in {one.key for one in job.not_modelled}
+    assert not job.required()[0].state.apply_rope_fusion
 
 
 def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> None:
@@ -185,7 +211,10 @@ def test_the_old_name_of_recomputing_moe_layers_is_read_as_megatron_reads_it(fra
 
 
 _MEMORY = [
-    *((name, f"{prefix}bias_activation_fusion", "false", "more") for name, prefix in _TRANSFORMER.items()),
+    *(
+        (name, f"{prefix}bias_{'activation' if prefix else 'swiglu'}_fusion", "false", "more")
+        for name, prefix in _TRANSFORMER.items()
+    ),
     ("megatron-lm", "no_bias_swiglu_fusion", "true", "more"),
     ("slime", "bias_swiglu_fusion", "false", "more"),
     ("bridge", "model.fp32_residual_connection", "true", "more"),
@@ -291,13 +320,15 @@ def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: 
     [
         "experimental_attention_variant=gated_delta_net",
         "linear_attention_freq=4",
-        "heterogeneous_block_specs=true",
+        "heterogeneous_layers=true",
         "moe_latent_size=128",
         "attention_output_gate=true",
         "hybrid_layer_pattern=M*M*",
     ],
 )
 def test_layers_of_another_kind_are_another_model(framework: str, key: str, tmp_path: Path) -> None:
+    end = "block_specs" if _TRANSFORMER[framework] else "layers_config_path"
+    key = key.replace("heterogeneous_layers", f"heterogeneous_{end}")
     job = _job(framework, tmp_path, _TRANSFORMER[framework] + key)
     assert f"memlab does not have this model: {_TRANSFORMER[framework]}{key.partition('=')[0]}" in str(
         job.not_supported
@@ -544,7 +575,7 @@ def test_an_allocator_that_only_a_run_shows_is_said(tmp_path: Path) -> None:
 def test_a_version_that_memlab_does_not_know_is_refused(framework: str, tmp_path: Path) -> None:
     gradients = [f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=true"] * (framework == "verl")
     job = _job(framework, tmp_path, *gradients)
-    rule = "must be 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
+    rule = "must be 0.9.1 or 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
     with pytest.raises(ValueError, match=f"--framework-version is 'banana'.*{rule}"):
         Job.read(job.path, format_name=framework, overrides=gradients, version="banana")
 
@@ -612,12 +643,14 @@ def test_turns_that_megatron_takes_are_not_called_impossible(
     assert (job.cannot_start is None) == (turns == "3" and passes == 5)
 
 
-def test_block_recompute_of_more_layers_than_there_are_recomputes_all(tmp_path: Path) -> None:
-    recompute = ("recompute_granularity=full", "recompute_method=block", "recompute_num_layers=80")
+@pytest.mark.parametrize("method", ["block", "uniform"])
+def test_recompute_of_more_layers_than_there_are_recomputes_all(method: str, tmp_path: Path) -> None:
+    recompute = ("recompute_granularity=full", f"recompute_method={method}", "recompute_num_layers=80")
     job = _job("bridge", tmp_path, *(f"model.{key}" for key in recompute))
     scenario, settings = job.required()
     assert settings.recompute_num_layers == scenario.num_layers < 80
     assert "recompute_num_layers is 80" in " ".join(job.warnings)
+    check_on_model(settings, scenario)
 
 
 @pytest.mark.parametrize(("ddp", "overlaps"), [("{}", True), ("{overlap_grad_reduce: false}", False)])
@@ -634,3 +667,12 @@ def test_bridge_s_overlap_is_that_of_its_buckets_where_these_do_not_say_it(
 def test_rows_of_bridge_are_as_long_as_what_is_packed_into_them(packed: str, seq_length: int, tmp_path: Path) -> None:
     keys = ("dataset.seq_length=2048", f"dataset.packed_sequence_specs.packed_sequence_size={packed}")
     assert _job("bridge", tmp_path, *keys).required()[0].seq_length == seq_length
+
+
+def test_whole_sequences_of_any_length_are_not_called_impossible(tmp_path: Path) -> None:
+    """Only sequence parallelism needs a length that tensor parallel ranks can share."""
+    lengths = ("tensor_model_parallel_size=4", "seq_length=262", "world_size=4")
+    whole, split = (_job("megatron-lm", tmp_path, *lengths, f"sequence_parallel={on}") for on in ("false", "true"))
+    assert whole.cannot_start is None
+    assert "sequence_parallel is off" in str(whole.not_supported) and "a multiple of 4" in str(whole.not_supported)
+    assert "must divide the 262 tokens of a sequence" in str(split.cannot_start)

@@ -161,23 +161,23 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "skyrl", "run.sh", f"NODES=2\nGPUS=8\n{SKYRL} trainer.placement.policy_num_nodes=$NODES trainer.placement.policy_num_gpus_per_node=$GPUS {MEGATRON}.tensor_model_parallel_size=4 {MEGATRON}.pipeline_model_parallel_size=2 {MEGATRON}.expert_model_parallel_size=8 {MEGATRON}.expert_tensor_parallel_size=1 trainer.micro_train_batch_size_per_gpu=4 trainer.policy_mini_batch_size=64 generator.n_samples_per_prompt=5 trainer.max_prompt_length=512 generator.sampling_params.max_generate_length=1024",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 1536, "micro_batch_size": 4, "num_microbatches": 40, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 1536, "micro_batch_size": 4, "num_microbatches": 40, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.gradient_checkpointing=false trainer.flash_attn=false trainer.placement.colocate_all=false trainer.logprobs_chunk_size=null trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.ddp_config.grad_reduce_in_fp32=false {MEGATRON}.optimizer_config_kwargs.use_precision_aware_optimizer=true trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.context_parallel_size=2 {MEGATRON}.transformer_config_kwargs.attention_backend=fused trainer.max_tokens_per_microbatch=8192 trainer.policy.optimizer_config.offload_after_step=false {MEGATRON}.transformer_config_kwargs.recompute_granularity=selective {MEGATRON}.transformer_config_kwargs.recompute_method=null {MEGATRON}.transformer_config_kwargs.recompute_num_layers=null",
-        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "offload_parameters": True, "offload_gradients": True},
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "offload_parameters": True, "offload_gradients": True, "expandable_segments": True},
     ),
     (
         "skyrl", "config.yaml", "trainer:\n  strategy: megatron\n  placement:\n    policy_num_gpus_per_node: 4\n  policy:\n    model:\n      path: microsoft/phi-4\n    megatron_config:\n      tensor_model_parallel_size: 2\n      fp8: hybrid\n      fp8_recipe: blockwise\n      optimizer_config_kwargs:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1.0\n        overlap_cpu_optimizer_d2h_h2d: true\n  policy_mini_batch_size: 4\ngenerator:\n  n_samples_per_prompt: 1\n",
-        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED},
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=4 {MEGATRON}.pipeline_model_parallel_size=4 {MEGATRON}.transformer_config_kwargs.virtual_pipeline_model_parallel_size=2 {MEGATRON}.transformer_config_kwargs.recompute_num_layers=2 trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2, "expandable_segments": True},
     ),
     (
         "slime", "run.sh", "PERF=(\n  --tensor-model-parallel-size 4\n  --sequence-parallel\n  --expert-model-parallel-size 8\n  --expert-tensor-parallel-size 1\n  --recompute-granularity full\n  --recompute-method uniform\n  --recompute-num-layers 1\n  # --micro-batch-size 1\n  --use-dynamic-batch-size\n  --max-tokens-per-gpu 20480\n)\nOPT=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)\nray job submit -- " + SLIME + "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${PERF[@]} ${OPT[@]} --attention-backend flash --no-rope-fusion",
@@ -399,7 +399,8 @@ def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_pa
     for flag in own:
         text = text.replace(flag, "")
     keys = {one.key: one.effect for one in Job.read(write(tmp_path, "run.sh", text)).not_modelled}
-    assert keys == {flag.partition(" ")[0].strip("-").replace("-", "_"): "either" for flag in own}
+    expected = {flag.partition(" ")[0].strip("-").replace("-", "_"): "either" for flag in own}
+    assert keys == expected | {"moe_router_dtype": "less"}
 
 
 @pytest.mark.parametrize(

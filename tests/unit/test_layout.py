@@ -63,6 +63,10 @@ def test_ranks_of_a_kind_are_looked_at_once() -> None:
             "must divide the 6 ranks of a stage: choose expert_model_parallel_size from 1, 2, 3, 6",
         ),
         (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks",
+        ),
+        (
             {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 3},
             "1 x expert_tensor_parallel_size 4 is 4, must divide the 6 ranks .* change expert_tensor_parallel_size",
         ),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,40 +11,7 @@ from pathlib import Path
 
 from memlab.commands.shared.process import exit_now
 from memlab.record.step_record import StepRecord
-
-
-def world_size() -> int:
-    """Returns how many ranks were started; 1 without ``torchrun``.
-
-    Raises:
-        ValueError: If the environment variable ``WORLD_SIZE`` is not a positive number.
-    """
-    return _number_from_environment("WORLD_SIZE", default=1, at_least=1)
-
-
-def rank() -> int:
-    """Returns this process's rank; 0 without ``torchrun``.
-
-    Raises:
-        ValueError: If the environment variable ``RANK`` is not the number of one of the ranks.
-    """
-    number = _number_from_environment("RANK", default=0, at_least=0)
-    if number >= world_size():
-        raise ValueError(
-            f"the environment variable RANK is {number}, must be below WORLD_SIZE, {world_size()}: start the ranks "
-            "with torchrun, or unset both"
-        )
-    return number
-
-
-def _number_from_environment(name: str, *, default: int, at_least: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < at_least:
-        raise ValueError(
-            f"the environment variable {name} is {text!r}, must be a whole number of at least {at_least}: start the "
-            "ranks with torchrun, or unset it"
-        )
-    return int(text)
+from memlab.started_ranks import rank, world_size
 
 
 @contextmanager

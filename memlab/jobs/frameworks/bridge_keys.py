@@ -5,6 +5,8 @@ Names and defaults: ``src/megatron/bridge/models/gpt_provider.py`` and ``models/
 
 from __future__ import annotations
 
+from memlab.config.architectures import Architecture
+from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, SIZES
 
@@ -18,6 +20,18 @@ PROVIDER_DEFAULTS = {
 The providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at Megatron-Core's defaults,
 and every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``).
 """
+
+
+def complete_provider(reading: Reading, architecture: Architecture) -> None:
+    """Takes what the provider of Llama sets otherwise than Megatron-Core, where no key says it (``models/llama/``)."""
+    if architecture.family != "llama":
+        return
+    fused = {one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == "bias_activation_fusion"}
+    given = fused & reading.entries.by_key.keys()
+    reading.not_modelled[:] = [one for one in reading.not_modelled if one.key not in fused - given]
+    if not any(one.field == "apply_rope_fusion" and one.place != "default" for one in reading.taken):
+        reading.values["apply_rope_fusion"] = True
+
 
 PROVIDER_MISSING = (
     *(

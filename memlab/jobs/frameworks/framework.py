@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from memlab.config.architectures import model_name
+from memlab.config.architectures import Architecture
+from memlab.config.hugging_face import model_name
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -47,7 +48,8 @@ class NotModelled:
     reason: str
     place: str = ""
     bound_bytes: int | None = None
-    """How much it changes at most, where that is known."""
+    """How much it changes at most on a rank, where that is known; of what freezes parameters, only gradients and
+    optimizer state."""
 
 
 @dataclass(slots=True)
@@ -63,8 +65,6 @@ class Reading:
     not_modelled: list[NotModelled] = field(default_factory=list)
     without_effect: dict[str, str] = field(default_factory=dict)
     """Keys that memlab knows and that change nothing here, each with the reason."""
-    refused: list[str] = field(default_factory=list)
-    """By which rules the framework itself refuses the job, each in one line."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
     warnings: list[str] = field(default_factory=list)
@@ -118,10 +118,12 @@ class Framework:
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]
     missing: tuple[Missing, ...]
-    without_effect: frozenset[str] | tuple[str, ...]
+    without_effect: frozenset[str]
     """Keys that do not change the memory of a training step (`keys_without_effect`)."""
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
+    complete_of_model: Callable[[Reading, Architecture], None] = lambda *_: None
+    """Derives what the model decides too, once it is known."""
     check: Callable[[Reading], None] = lambda _: None
     """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
     compose: Callable[[Scenario, MemorySettings], dict[str, Any]]

@@ -107,10 +107,12 @@ def _read_text(value: Any) -> Any:
 
 
 def _read_words(value: Any) -> Any:
-    if value is None:
+    if value is None or value == "":
         return None
+    if value is True:  # a flag without words
+        return ()
     parts = value if isinstance(value, list) else str(value).replace(",", " ").split()
-    return tuple(str(part) for part in parts) or None
+    return tuple(str(part) for part in parts)
 
 
 _DTYPES = {

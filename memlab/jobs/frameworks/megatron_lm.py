@@ -10,10 +10,11 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
+from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
+    BACKEND,
     COUNT,
     DTYPE,
     NOT,
@@ -23,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    is_given,
     with_defaults,
 )
 from memlab.jobs.frameworks.lines import removal, shell_words
@@ -36,9 +38,9 @@ from memlab.jobs.frameworks.megatron_keys import (
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
-    UNFUSED_ACTIVATION,
     UNUSED_GRADIENTS,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model import HUGGING_FACE_NAMES, published_architecture
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
@@ -107,26 +109,99 @@ KEYS = (
     Key("manual_gc", "manual_gc", SWITCH, False),
 )
 
-BLOCKING = (
-    Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
-    Missing("spec", "either", "layers of the job's own specification are another model", bool, True),
-)
+_NOT_ARGUMENTS = (
+    "activation_func", "activation_func_fp8_input_store", "bias_activation_fusion", "deallocate_pipeline_outputs",
+    "disable_parameter_transpose_cache", "enable_autocast", "expert_gtp_weight_remat_size",
+    "fp8_dot_product_attention", "fp8_multi_head_attention", "fused_single_qkv_rope", "gated_linear_unit",
+    "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
+    "num_microbatches_with_partial_activation_checkpoints", "offload_optimizer_states",
+    "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation", "quant_recipe",
+    "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "use_inference_optimized_layers", "use_kitchen",
+    "use_layer_wise_distributed_optimizer",
+)  # fmt: skip
+"""Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name."""
+_OTHER_NAMES = {
+    "bias_swiglu_fusion": "bias_activation_fusion",
+    "ddp_num_buckets": "num_buckets",
+    "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "param_name_patterns_for_fp32_local_accumulation",
+    "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
+    "fp4_format": "fp4",
+    "fp4_param": "fp4_param_gather",
+    "overlap_p2p_communication_warmup_flush": "overlap_p2p_comm_warmup_flush",
+    "te_precision_config_file": "quant_recipe",
+    "use_kitchen_attention": "use_kitchen",
+    "kitchen_config_file": "use_kitchen",
+    "kitchen_recipe_number": "use_kitchen",
+    "use_nccl_ub": "nccl_ub",
+}
+"""Arguments by other names than the fields that they set."""
+_SWITCHED_OFF = {
+    "no_bias_swiglu_fusion": "bias_activation_fusion",
+    "no_clone_scatter_output_in_embedding": "clone_scatter_output_in_embedding",
+    "disable_clone_scatter_output_in_embedding": "clone_scatter_output_in_embedding",
+    "no_fp8_wgrad": "fp8_wgrad",
+    "disable_fp8_wgrad": "fp8_wgrad",
+    "no_overlap_p2p_communication": "overlap_p2p_comm",
+}
+"""Switches that set a field to false."""
+_DEFAULTS = {
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_dtype": None,
+}
+"""What Megatron-LM does unless told otherwise, and memlab does not model."""
+_CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
+_ROW = {row.name: row for row in _CORE_ROWS}
 FLAGS_MISSING = (
-    *MISSING,
-    *MISSING_DDP,
-    *MISSING_OPTIMIZER,
-    *BLOCKING,
-    *(replace(row, name="bias_swiglu_fusion") for row in MISSING if row.name == "bias_activation_fusion"),
-    Missing("no_bias_swiglu_fusion", "more", UNFUSED_ACTIVATION),
-    Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),
-    Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order, but are of the same kinds", bool),
-)
+    *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _CORE_ROWS if row.name not in _NOT_ARGUMENTS),
+    *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
+    *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
+    Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
+    Missing("spec", "either", "layers of the job's own specification are another model", blocks=True),
+    *(
+        Missing(name, "either", "layers of different shapes are another model", is_given, blocks=True)
+        for name in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+    ),
+    *(
+        Missing(name, "either", "layers of another kind are another model", blocks=True)
+        for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+    ),
+    Missing("decoder_num_layers", "either", "an encoder with a decoder is another model", is_given, blocks=True),
+    Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order, but are of the same kinds"),
+    Missing("use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
+    Missing("freeze_all_layers", "less", "frozen parameters have no gradients and no optimizer state"),
+    Missing(
+        "empty_unused_memory_level", "less", "each step frees torch's cached memory, so fewer bytes stay reserved"
+    ),
+    Missing("disable_jit_fuser", "more", "functions of elements are not compiled, so backward keeps their steps"),
+    Missing("sft", "either", "a row has several sequences, which memlab predicts as one"),
+    *(
+        Missing(name, "either", "an interleaved pipeline has another order of micro-batches", is_given)
+        for name in ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage")
+    ),
+    Missing("use_checkpoint_args", "either", "the checkpoint's sizes of the model replace those of the flags"),
+    Missing(
+        "use_mp_args_from_checkpoint_args", "either", "the checkpoint's parallel sizes replace those of the flags"
+    ),
+    Missing("logits_load_dir", "more", "a teacher's logits are loaded beside the model's own", is_given),
+    Missing("logits_save_dir", "more", "logits are copied to be saved", is_given),
+    Missing("moe_routing_trace_path", "more", "the routing of each layer is recorded", is_given),
+    Missing("moe_extended_tp", "either", "experts are split over other ranks"),
+    Missing("create_all_gather_group", "more", "NCCL has one more communicator, outside torch's pools"),
+    Missing(
+        "nccl_communicator_config_path", "either", "NCCL's communicators have other buffers, outside torch's pools",
+        is_given,
+    ),
+)  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives what several arguments decide together, as ``validate_args`` does."""
     _ask_for_the_program(reading)
-    refuse_other_backend(reading)
     complete_model(reading)
     complete_state(reading)
     complete_chunks(reading)
@@ -138,10 +213,6 @@ def complete(reading: Reading) -> None:
     mask = "create_attention_mask_in_dataloader"
     if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
         reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
-    if values.get("num_moe_experts"):
-        for key, reason in _EXPERT_DEFAULTS.items():
-            if key not in reading.entries.by_key:
-                reading.miss(key, "either", reason)
 
 
 def check_arguments(reading: Reading) -> None:
@@ -151,6 +222,12 @@ def check_arguments(reading: Reading) -> None:
         CannotStartError: If one refuses the job.
     """
     values = reading.values
+    for name, instead in _NO_LONGER_TAKEN.items():
+        if reading.get(name):
+            raise CannotStartError(
+                f"{name} ({reading.entries.by_key[name].place}) is an argument that Megatron-LM no longer takes: give "
+                f"{instead}"
+            )
     if values.get("overlap_param_gather") and not reading.entries.get("use_megatron_fsdp"):
         for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
             if not values.get(name):
@@ -169,13 +246,13 @@ def refused_overlap(scenario: Scenario) -> dict[str, str]:
     return {"overlap_param_gather": needed}
 
 
-_EXPERT_DEFAULTS = {
-    "moe_token_dispatcher_type": "not given, so tokens are dispatched with allgather; memlab's are with alltoall",
-    "moe_grouped_gemm": "not given, so experts are computed one by one; memlab's are grouped",
-    "moe_permute_fusion": "not given, so permutation is unfused and keeps indices",
-    "moe_router_dtype": "not given, so the router computes in the parameters' type; memlab's computes in fp32",
+_NO_LONGER_TAKEN = {
+    "batch_size": "micro_batch_size",
+    "checkpoint_activations": "recompute_granularity",
+    "model_parallel_size": "tensor_model_parallel_size",
+    "warmup": "lr_warmup_fraction",
 }
-"""What Megatron-LM does with experts unless told otherwise, where memlab does something else."""
+"""Arguments that `validate_args` refuses, each with the one that it names instead."""
 
 
 def complete_chunks(reading: Reading) -> None:
@@ -194,7 +271,8 @@ def complete_state(reading: Reading) -> None:
     is_bf16 = values.pop("bf16")
     if "fp16" not in reading.entries.by_key or not reading.entries.get("fp16"):
         values.setdefault("dtype", "bf16" if is_bf16 else "fp32")
-    if values.pop("no_rope_fusion", False):
+    # Other kinds of positions than rope switch the fusion off.
+    if values.pop("no_rope_fusion", False) or reading.entries.get("position_embedding_type", "rope") != "rope":
         values["apply_rope_fusion"] = False
     if values.pop("recompute_activations", False):  # whatever recompute_granularity says
         reading.take("recompute_activations", "recompute_granularity", "selective")
@@ -210,7 +288,13 @@ def complete_state(reading: Reading) -> None:
 
 
 def _ask_for_the_program(reading: Reading) -> None:
-    """Asks what to predict where the step is not that of ``pretrain_gpt.py``."""
+    """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
+    if (file := reading.get("yaml_cfg")) is not None:
+        reading.questions.append(
+            f"yaml_cfg ({reading.entries.by_key['yaml_cfg'].place}) names {shortened(file)}, and Megatron-LM takes all "
+            "arguments from it, none from the flags; memlab does not read it: give the log of a run, or --set "
+            "yaml_cfg=null to predict what the flags say"
+        )
     entry = reading.entries.by_key.get("perform_rl_step")
     if entry is not None and reading.get("perform_rl_step"):
         reading.questions.append(
@@ -234,25 +318,29 @@ def _complete_attention(reading: Reading) -> None:
     )
 
 
-def refuse_other_backend(reading: Reading) -> None:
-    """Notes where the environment chooses another attention than the arguments do, which Megatron refuses.
+def check_backend(reading: Reading, default: str) -> None:
+    """Checks that the environment chooses no other attention than the arguments do.
 
     Megatron sets these variables for Transformer Engine, and asserts that they are unset or the same
     (``_set_attention_backend`` in models/common/language_module/language_module.py, 0.16.1 and 0.19.2). Those of
     ``local`` are all 0.
+
+    Args:
+        reading: The job.
+        default: The framework's backend if the job gives none.
+
+    Raises:
+        CannotStartError: If one differs.
     """
-    backend = reading.values["attention_backend"]
+    backend = BACKEND.read(reading.entries.get("attention_backend", default)).partition("_")[0]
     for name in ("flash", "fused", "unfused"):
         variable = f"NVTE_{name.upper()}_ATTN"
         given, expected = reading.entries.environment.get(variable), "1" if backend in ("auto", name) else "0"
         if given in ("0", "1") and given != expected:
-            reading.refused.append(
+            raise CannotStartError(
                 f"{variable} is {given} in the environment, must be {expected} or unset with attention_backend "
                 f"{backend} (Megatron-Core): unset it, or choose another attention_backend"
             )
-
-
-_DROPOUT = {row.name: row.reason for row in MISSING if row.name in ("attention_dropout", "hidden_dropout")}
 
 
 def complete_model(reading: Reading) -> None:
@@ -268,9 +356,10 @@ def complete_model(reading: Reading) -> None:
         values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
     if hidden is not None:
         _note_other_layers(reading, is_gated=is_gated)
-    for key in ("attention_dropout", "hidden_dropout"):
-        if key not in entries.by_key:
-            reading.miss(key, "more", f"Megatron-LM's default is 0.1: {_DROPOUT[key]}")
+    if hidden is not None and not values.get("num_moe_experts"):
+        reading.not_modelled = [
+            one for one in reading.not_modelled if one.place != "default" or not one.key.startswith("moe_")
+        ]
     divisor = values.pop("make_vocab_size_divisible_by", 128) * (values.get("tensor_model_parallel_size") or 1)
     padded = values.pop("padded_vocab_size", None)
     if not padded and not values.get("vocab_size"):
@@ -434,6 +523,11 @@ def _flag(name: str, value: Any) -> str:
     return name.replace("_", "-") + ("" if value is True else " " + shell_words(value))
 
 
+def _check(reading: Reading) -> None:
+    check_arguments(reading)
+    check_backend(reading, "auto")
+
+
 CANNOT_WRITE = {
     "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",
@@ -458,13 +552,13 @@ SWITCHES = (
 MEGATRON_LM = Framework(
     name="megatron-lm",
     title="Megatron-LM",
-    source="core 0.16.1",
+    source="core 0.16.1 and 0.19.2",
     style="flags",
     keys=KEYS,
     missing=FLAGS_MISSING,
-    without_effect=without_effect.MEGATRON_LM,
+    without_effect=keys_without_effect("megatron_lm"),
     complete=complete,
-    check=check_arguments,
+    check=_check,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     switches=SWITCHES,

@@ -14,13 +14,14 @@ from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, REPLACED
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
     COUNT,
     NONE_WORD,
+    NOT,
     NUMBER,
     SWITCH,
     TEXT,
@@ -29,23 +30,33 @@ from memlab.jobs.frameworks.keys import (
     Key,
     Missing,
     is_given,
+    missing_under,
     refusal,
     under,
     with_defaults,
 )
 from memlab.jobs.frameworks.lines import removal, shell_words
-from memlab.jobs.frameworks.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, RECOMPUTE, SIZES, UNUSED_GRADIENTS
+from memlab.jobs.frameworks.megatron_keys import (
+    CHUNKS,
+    COMPUTE,
+    MISSING,
+    OFFLOAD,
+    RECOMPUTE,
+    SIZES,
+    UNUSED_GRADIENTS,
+)
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
     FLAGS_OF_COMPUTING,
     FLAGS_OF_THE_OPTIMIZER,
+    check_backend,
     common,
     named,
     note_sequence_parallel,
-    refuse_other_backend,
 )
 from memlab.jobs.frameworks.reinforcement import LORA, take_rollout
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
 _RECOMPUTE = tuple(
@@ -53,6 +64,8 @@ _RECOMPUTE = tuple(
     for key in with_defaults(RECOMPUTE, recompute_granularity="selective", recompute_modules=("core_attn",))
 )
 
+_EXTRA = "megatron_extra_kwargs"
+_PASSED_ON = (*OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
 _FLASH_OF_A_VERSION = Conversion(
     lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
 )
@@ -73,6 +86,9 @@ KEYS = (
     CHUNKS,
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    # Of ms-swift 3.
+    Key("num_layers_per_virtual_pipeline_stage", "num_layers_per_virtual_pipeline_stage", WHOLE),
+    Key("num_virtual_stages_per_pipeline_rank", CHUNKS.field, WHOLE),
     Key("num_layers", "num_layers", WHOLE),
     Key("max_length", "max_length", COUNT, None),
     Key("seq_length", "given_seq_length", COUNT, None),
@@ -90,34 +106,83 @@ KEYS = (
         replace(key, conversion=_FLASH_OF_A_VERSION) if key.conversion is BACKEND else key
         for key in with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash")
     ),
+    Key("no_rope_fusion", "apply_rope_fusion", NOT),  # of ms-swift 3
     *_OPTIMIZER,
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
-    Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
     Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
     Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
     Key("manual_gc", "manual_gc", SWITCH, False),
     Key("offload_model", "offload_parameters", SWITCH, False),
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
-    *under("megatron_extra_kwargs", (*OFFLOAD, *COMPUTE)),
+    *under(_EXTRA, _PASSED_ON),
 )
+_CORE_ARGUMENTS = (
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
+    "add_qkv_bias", "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
+    "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
+    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_layer_freq", "moe_pad_expert_input_to_capacity",
+    "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
+    "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
+    "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",
+    "no_bias_swiglu_fusion", "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
+    "overlap_param_gather_with_optimizer_step", "pipeline_model_parallel_layout", "position_embedding_type",
+    "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
+)  # fmt: skip
+"""Those of Megatron's that ms-swift has too, in 4.6.0 or in 3.12."""
+_DEFAULTS = {"moe_permute_fusion": False}
+_OF_CORE = {row.name: row for row in MISSING}
+_NOT_MODELLED = (*MISSING, *REPLACED)
+"""Fields of TransformerConfig, which ``megatron_extra_kwargs`` sets."""
 FRAMEWORK_MISSING = (
-    *(row for row in FLAGS_MISSING if row.name not in ("gradient_accumulation_fusion", "transformer_impl")),
+    *(
+        replace(row, default=_DEFAULTS.get(row.name, ABSENT))
+        for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"])
+        if row.name in _CORE_ARGUMENTS
+    ),
+    *missing_under(_EXTRA, _NOT_MODELLED),
     Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
     *(
         Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
         for name in ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
     ),
+    *(
+        Missing(name, "less", "quantized weights: 1 byte per parameter or less", is_given)
+        for name in ("quant_method", "quant_bits")
+    ),
+    Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
     Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
     Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
+    Missing(
+        "bridge_backend",
+        "either",
+        "Megatron-Bridge makes the model, with other defaults",
+        lambda value: value not in (None, "mcore-bridge"),
+    ),
+    Missing("load_args", "either", "arguments that the job does not give come from the checkpoint's args.json"),
+    Missing("mlp_padding_free", "less", "MLPs leave the padding of sequences out"),
+    Missing("sequence_packing_scheduler", "either", "rows have different lengths", is_given),
+    Missing("log_entropy", "more", "the entropy is computed from the logits"),
+    Missing(
+        "top_entropy_quantile",
+        "more",
+        "the entropy is computed from the logits",
+        lambda value: value not in (None, 1, 1.0),
+    ),
+    Missing(
+        "router_replay_mode",
+        "more",
+        "the chosen experts of each token are kept, of all micro-batches",
+        lambda value: value not in (None, "disabled"),
+    ),
     Missing(
         "task_type",
         "either",
         "the model has a head that computes no logits",
         lambda value: value not in (None, "causal_lm"),
     ),
-    Missing("rlhf_type", "either", "the model has a head that computes no logits", lambda value: value == "rm"),
     Missing(
         "torch_dtype", "either", "memlab takes bf16", lambda value: value not in (None, "bfloat16", "torch.bfloat16")
     ),
@@ -160,6 +225,14 @@ def _complete_trained(reading: Reading) -> None:
         reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
 
 
+def _note_history(reading: Reading) -> None:
+    """Notes the history of scales, which FP8 with delayed scaling has, and for which ms-swift has its own default."""
+    length = reading.get("fp8_amax_history_len", 1024)
+    row = _OF_CORE["fp8_amax_history_len"]
+    if reading.values.get("fp8_format") and reading.values.get("fp8_recipe") == "delayed" and row.is_on(length):
+        reading.miss("fp8_amax_history_len", row.effect, row.reason)
+
+
 def _note_fusion(reading: Reading) -> None:
     """Notes the fused accumulation of gradients, which ms-swift switches off where apex cannot be imported."""
     if reading.get("gradient_accumulation_fusion", default=True) and not reading.get("no_gradient_accumulation_fusion"):
@@ -178,13 +251,16 @@ def complete(reading: Reading) -> None:
     if values.get("architecture") is None and loaded:
         values["architecture"] = loaded
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
-    if values.get("main_grads_dtype") == "bf16":
-        values["grad_reduce_in_bf16"] = True
+    values["grad_reduce_in_bf16"] = values.get("main_grads_dtype") == "bf16"
     per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
     if kind in _LIKELIHOOD:
         values["loss"] = "logprobs"
+    if kind == "rm":
+        reading.miss("rlhf_type", "either", "the model has a head that computes no logits")
+    if kind == "gkd":
+        reading.miss("rlhf_type", "more", "the loss compares whole distributions of teacher and student")
     if kind == "dpo":
         reading.miss("rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence")
     lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
@@ -199,8 +275,8 @@ def complete(reading: Reading) -> None:
     if length is None:
         reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
-    refuse_other_backend(reading)
     _complete_trained(reading)
+    _note_history(reading)
     _note_fusion(reading)
 
 
@@ -263,14 +339,14 @@ def _complete_ranks(reading: Reading) -> int:
 
 def _complete_extra(reading: Reading) -> None:
     """Takes TransformerConfig's fields out of the JSON text of ``megatron_extra_kwargs``."""
-    text = reading.get("megatron_extra_kwargs")
+    text = reading.get(_EXTRA)
     if not isinstance(text, str) or not text.startswith("{"):
         return
-    extra = parse_json(text, "megatron_extra_kwargs", "correct it")
-    known = {key.name: key for key in (*OFFLOAD, *COMPUTE)}
-    entry = reading.entries.by_key.pop("megatron_extra_kwargs")
+    extra = parse_json(text, _EXTRA, "correct it")
+    known = {key.name: key for key in _PASSED_ON}
+    entry = reading.entries.by_key.pop(_EXTRA)
     for name, value in extra.items() if isinstance(extra, dict) else ():
-        key = f"megatron_extra_kwargs.{name}"
+        key = f"{_EXTRA}.{name}"
         reading.entries.add(key, value, entry.line)
         if name in known:
             try:
@@ -278,8 +354,10 @@ def _complete_extra(reading: Reading) -> None:
             except ValueError as error:
                 raise refusal(entry.place, key, value, error) from error
             reading.take(key, known[name].field, taken)
-        else:
-            reading.miss(key, "unknown", "memlab does not know this key")
+        for row in (row for row in _NOT_MODELLED if row.name == name):
+            reading.known.add(key)
+            if row.is_on(value):
+                reading.miss(key, row.effect, row.reason)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -303,15 +381,19 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what ms-swift cannot express of these settings."""
-    reason = "ms-swift offloads gradients with the optimizer state"
-    return {"offload_gradients": reason} if settings.offload_gradients != settings.offload_optimizer else {}
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what ms-swift cannot express of a job."""
+    reasons = {}
+    if settings.offload_gradients != settings.offload_optimizer:
+        reasons["offload_gradients"] = "ms-swift offloads gradients with the optimizer state"
+    if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
+        reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
+    return reasons
 
 
 def render(values: dict[str, Any]) -> list[str]:
     """Writes arguments, one a line, each with its value; variables of the environment come first."""
-    text = "megatron_extra_kwargs"
+    text = _EXTRA
     parts = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{text}.")}
     extra = {name: value for name, value in parts.items() if value is not ABSENT}
     removed = [name for name, value in values.items() if value is ABSENT and "." not in name]
@@ -338,7 +420,9 @@ MS_SWIFT = Framework(
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=(*without_effect.MEGATRON_LM, *without_effect.MS_SWIFT),
+    without_effect=keys_without_effect("ms_swift")
+    | keys_without_effect("megatron_core_model", _EXTRA)
+    | {f"{_EXTRA}.{number}" for number in NUMBERS_OF_THE_MODEL},
     complete=complete,
     compose=compose,
     cannot_write=_NEVER
@@ -351,6 +435,7 @@ MS_SWIFT = Framework(
         "pin_cpu_params": "ms-swift has no such key",
     },
     cannot_write_of=cannot_write,
+    check=lambda reading: check_backend(reading, "flash"),
     leaves_out=lambda value: value is None,
     render=render,
 )

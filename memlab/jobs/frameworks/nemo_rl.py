@@ -9,7 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, REPLACED
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     Key,
     Missing,
     is_false,
+    is_given,
     missing_under,
     refusal,
     under,
@@ -35,7 +36,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     COMPUTE,
     ENDS,
     MISSING,
-    MISSING_DDP,
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
@@ -54,13 +54,16 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "policy.megatron_cfg"
+_GENERATION = "policy.generation"
+_QUANTIZED_ENGINE = "the engine's weights have fewer bytes than in bf16"
 _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
 _PASSED = tuple(key for key in COMPUTE if key.name not in _FP8)
-_OPTIMIZER = tuple(key for key in OPTIMIZER if not key.name.startswith("pin"))
+_BUCKETS = tuple(key for key in BUCKETS if key.name != "bucket_size")
 
 _REFIT_SHARE = 0.3
 """Of the free memory, for the bucket of the weight sync, unless ``NRL_REFIT_BUFFER_MEMORY_RATIO`` says otherwise
@@ -100,11 +103,11 @@ KEYS = (
         fp8_format="e4m3",
         fp8_recipe="blockwise",
     ),
-    *under(f"{_MEGATRON}.optimizer", _OPTIMIZER, use_precision_aware_optimizer=True),
+    *under(f"{_MEGATRON}.optimizer", OPTIMIZER, use_precision_aware_optimizer=True),
     Key(f"{_MEGATRON}.optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under(
         f"{_MEGATRON}.distributed_data_parallel_config",
-        BUCKETS,
+        _BUCKETS,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     ),
@@ -127,6 +130,15 @@ KEYS = (
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
 )
+_OWN_ARGUMENTS = (
+    "bias_activation_fusion", "cuda_graph_impl", "gradient_accumulation_fusion", "moe_enable_deepep",
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias",
+    "moe_router_group_topk", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "mtp_num_layers",
+    "transformer_impl",
+)  # fmt: skip
+"""Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
+_DEFAULTS = {"moe_router_dtype": "fp64", "moe_router_load_balancing_type": "none"}
+"""What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
             is_false, True),
@@ -137,11 +149,27 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
-    *missing_under(_MEGATRON, MISSING),
-    *missing_under(_OVERRIDES, MISSING),
-    *missing_under(f"{_MEGATRON}.distributed_data_parallel_config", MISSING_DDP),
+    *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
+    *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
-    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
+    Missing(
+        f"{_MEGATRON}.empty_unused_memory_level",
+        "less",
+        "each step frees torch's cached memory, so fewer bytes stay reserved",
+        default=1,
+    ),
+    Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
+    Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
+    Missing(f"{_GENERATION}.vllm_kwargs.kv_cache_memory_bytes", "either",
+            "the engine takes its weights and these bytes in place of its share of the memory", is_given),
+    Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
+    Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
+    Missing("teacher.model_name", "either", "the teacher's forward passes are not predicted", is_given),
+    Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
+            is_given),
+    Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
+    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER, default=True),
 )  # fmt: skip
 
 
@@ -210,9 +238,12 @@ def _take_rollout(
     )
 
 
-_GENERATION = "policy.generation"
+_TENSOR = "vllm_cfg.tensor_parallel_size"
 _KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm": {"engine_ranks": ("vllm_cfg.tensor_parallel_size", "vllm_cfg.pipeline_parallel_size")},
+    "vllm": {
+        "engine_ranks": (_TENSOR, "vllm_cfg.pipeline_parallel_size"),
+        "engine_expert_ranks": ("vllm_cfg.expert_parallel_size",),
+    },
     "sglang": {
         "engine_share": ("sglang_cfg.mem_fraction_static",),
         "engine_ranks": ("sglang_cfg.tp_size", "sglang_cfg.pp_size"),
@@ -238,6 +269,12 @@ def _take_engine(reading: Reading) -> None:
                 entry = reading.entries.by_key[name]
                 raise refusal(entry.place, name, entry.value, error) from error
             reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
+    # vLLM's expert parallel ranks are its tensor parallel ranks times its data parallel ones (vllm_generation.py).
+    experts, tensor = (
+        values.pop("engine_expert_ranks", None),
+        reading.get(f"{_GENERATION}.vllm_cfg.tensor_parallel_size"),
+    )
+    values["engine_data_ranks"] = max(1, (experts or 1) // (tensor if isinstance(tensor, int) and tensor > 0 else 1))
     if backend == "megatron":
         values["engine_share"] = 0.0  # it generates with the training's weights
         reading.miss(key, "more", "Megatron's own engine has a buffer for keys and values of buffer_size_gb")
@@ -317,7 +354,10 @@ NEMO_RL = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=without_effect.NEMO_RL,
+    without_effect=keys_without_effect("nemo_rl")
+    | keys_without_effect("megatron_core_model", _OVERRIDES)
+    | {f"{_OVERRIDES}.{number}" for number in NUMBERS_OF_THE_MODEL}
+    | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
     check=check,
     compose=compose,
@@ -327,8 +367,7 @@ NEMO_RL = Framework(
     cannot_write={
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
-        "pin_cpu_grads": "NeMo-RL has no such key",
-        "pin_cpu_params": "NeMo-RL has no such key",
+        "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
         "loss": "NeMo-RL trains with log-probabilities",
         "logprobs_chunk_size": "in training, NeMo-RL computes log-probabilities of a whole micro-batch at once",

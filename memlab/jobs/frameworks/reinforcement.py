@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
@@ -141,7 +142,8 @@ def take_rollout(
         micro_batch_size=max(1, micro_batch_size or 1),
         gpu_memory_utilization=share,
         engine_sleeps=values.pop("engine_sleeps", True),
-        engine_ranks=max(1, values.pop("engine_ranks", None) or 1),
+        engine_ranks=_count(values, "engine_ranks") * _count(values, "engine_stages"),
+        engine_data_ranks=_count(values, "engine_data_ranks"),
         bucket_bytes=bucket_bytes,
         bucket_share=bucket_share if bucket_bytes is None else None,
         has_reference_model=has_reference_model,
@@ -165,6 +167,11 @@ def note_replaced_values(reading: Reading, prefix: str) -> None:
                 reading.miss(key, "less", FROZEN_ROUTER)
         elif is_given(entry.value) and not key.endswith(".attn_implementation"):
             reading.miss(key, "either", "it replaces a value of the published model")
+
+
+def _count(values: dict[str, Any], name: str) -> int:
+    """Takes a number of ranks, which is at least 1, out of a job's values."""
+    return max(1, values.pop(name, None) or 1)
 
 
 def take_sequences(reading: Reading, longest: int | None, sequences: int | None) -> None:

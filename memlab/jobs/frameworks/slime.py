@@ -12,7 +12,6 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, with_defaults
 from memlab.jobs.frameworks.megatron_lm import (
@@ -41,6 +40,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 KEYS = (
     Key("hf_checkpoint", "architecture", TEXT),
@@ -89,6 +89,7 @@ FRAMEWORK_MISSING = (
     Missing("use_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("use_rollout_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("release_train", "less", "the ranks of the training end before generation, so they keep nothing then"),
+    Missing("custom_loss_function_path", "either", "the job's own loss keeps other tensors", is_given),
     Missing("custom_model_provider_path", "either", "the job's own model is another one", is_given, True),
     *(
         Missing(name, "either", "some layers compute with DeepGEMM in FP8", is_given)
@@ -248,7 +249,7 @@ SLIME = Framework(
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=(*without_effect.MEGATRON_LM, *without_effect.SLIME),
+    without_effect=keys_without_effect("megatron_lm") | keys_without_effect("slime"),
     complete=complete,
     check=check_arguments,
     compose=compose,

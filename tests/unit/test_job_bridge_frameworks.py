@@ -1,0 +1,315 @@
+"""What verl and SkyRL do with a job beside Megatron's own rules, as their code has it (verl 0.9.1, SkyRL 0.3.0)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.job import Job
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = f"{ACTOR}.megatron.override_transformer_config"
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = "generator.inference_engine"
+FP32 = f"{ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=True"
+VERL = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path={model} " + FP32
+SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path={model} "
+    "trainer.placement.policy_num_gpus_per_node=8 trainer.policy.megatron_config.expert_model_parallel_size=8"
+)
+
+
+def verl(folder: Path, *keys: str, model: str = "Qwen/Qwen3-30B-A3B", version: str | None = None) -> Job:
+    (folder / "run.sh").write_text(" ".join((VERL.format(model=model), *keys)))
+    return Job.read(folder / "run.sh", version=version)
+
+
+def skyrl(folder: Path, *keys: str, model: str = "Qwen/Qwen3-30B-A3B", before: str = "") -> Job:
+    (folder / "run.sh").write_text(before + " ".join((SKYRL.format(model=model), *keys)))
+    return Job.read(folder / "run.sh")
+
+
+@pytest.mark.parametrize("others", [(), ("grad_offload=False",), ("grad_offload=True",), ("offload.grad.target=null",)])
+def test_verl_s_gradients_leave_with_the_parameters(others: tuple[str, ...], tmp_path: Path) -> None:
+    given = [f"{ACTOR}.megatron.{key}" for key in ("param_offload=True", "optimizer_offload=False", *others)]
+    _, settings = verl(tmp_path, *given).required()
+    assert (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer) == (True, True, False)
+
+
+def test_verl_keeps_gradients_where_it_keeps_parameters(tmp_path: Path) -> None:
+    key = f"{ACTOR}.megatron.grad_offload"
+    job = verl(tmp_path, f"{key}=True")
+    assert not job.required()[1].offload_gradients
+    assert "where it offloads the parameters" in job.without_effect[key]
+
+
+OPTIM = f"{ACTOR}.optim"
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_bf16"),
+    [
+        ([f"{OPTIM}.use_precision_aware_optimizer=True", f"{OPTIM}.main_grads_dtype=bf16"], True),
+        ([f"{OPTIM}.use_precision_aware_optimizer=True", f"{OPTIM}.main_grads_dtype=bfloat16"], True),
+        ([f"{OPTIM}.use_precision_aware_optimizer=True", f"{OPTIM}.main_grads_dtype=fp32"], None),
+        ([f"{OPTIM}.use_precision_aware_optimizer=False", f"{OPTIM}.main_grads_dtype=bf16"], None),
+        ([f"{OPTIM}.main_grads_dtype=bf16"], None),
+        (
+            [
+                f"{OPTIM}.override_optimizer_config.use_precision_aware_optimizer=True",
+                f"{OPTIM}.override_optimizer_config.main_grads_dtype=bf16",
+            ],
+            None,
+        ),
+    ],
+)
+def test_verl_s_own_optimizer_keys_decide_how_gradients_are_reduced(
+    keys: list[str], is_bf16: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(" ".join((VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""), *keys)))
+    job = Job.read(tmp_path / "run.sh")
+    if is_bf16 is None:
+        assert "--framework-version 0.9.1 or before-2026-08-20" in str(job.not_supported)
+        assert "\n" not in str(job.not_supported)
+        assert not Job.read(tmp_path / "run.sh", version="0.9.1").required()[0].state.grad_reduce_in_bf16
+    else:
+        assert job.required()[0].state.grad_reduce_in_bf16
+    both = Job.read(tmp_path / "run.sh", overrides=[FP32])
+    assert not both.required()[0].state.grad_reduce_in_bf16, "a value that the job gives counts"
+
+
+def test_verl_s_own_types_are_read_only_with_the_precision_aware_optimizer(tmp_path: Path) -> None:
+    moments = f"{OPTIM}.exp_avg_dtype=bf16", f"{OPTIM}.exp_avg_sq_dtype=bf16"
+    job = verl(tmp_path, *moments)
+    assert job.required()[0].state.exp_avg_dtype == "fp32"
+    assert "use_precision_aware_optimizer" in job.without_effect[f"{OPTIM}.exp_avg_dtype"]
+    on = f"{OPTIM}.use_precision_aware_optimizer=True"
+    assert verl(tmp_path, on, *moments).required()[0].state.exp_avg_dtype == "bf16"
+    other = f"{OPTIM}.override_optimizer_config.exp_avg_dtype=fp32"
+    assert verl(tmp_path, on, *moments, other).required()[0].state.exp_avg_dtype == "fp32", "the override counts"
+
+
+@pytest.mark.parametrize("framework", ["verl", "skyrl"])
+def test_an_empty_list_of_modules_recomputes_nothing(framework: str, tmp_path: Path) -> None:
+    prefix = MODEL if framework == "verl" else "trainer.policy.megatron_config.transformer_config_kwargs"
+    read = verl if framework == "verl" else skyrl
+    keys = ("recompute_granularity=selective", "recompute_method=null", "recompute_num_layers=null")
+    selective = " ".join(f"{prefix}.{key}" for key in keys)
+    assert read(tmp_path, selective).required()[1].recompute_modules == ("core_attn",)
+    _, settings = read(tmp_path, selective, f"{prefix}.recompute_modules=[]").required()
+    assert (settings.recompute_granularity, settings.recompute_modules) == (None, None)
+
+
+def test_skyrl_s_default_number_of_layers_is_refused_with_selective_recompute(tmp_path: Path) -> None:
+    key = "trainer.policy.megatron_config.transformer_config_kwargs.recompute"
+    refused = skyrl(tmp_path, f"{key}_granularity=selective").cannot_start
+    assert f"{key}_num_layers is 1 (default) with selective recompute, must be null there" in str(refused)
+    _, settings = skyrl(tmp_path, f"{key}_granularity=selective {key}_num_layers=null").required()
+    assert (settings.recompute_modules, settings.recompute_method) == (("core_attn",), None)
+
+
+# By hand, from the published config.json of Qwen3-235B-A22B: 94 layers x 128 experts x 3 x 4096 x 1536 parameters are in
+# experts, 227.1 of 235.1 billion. vLLM spreads them over tensor x data parallel ranks, the rest over tensor parallel ones.
+EXPERTS = 94 * 128 * 3 * 4096 * 1536
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys", "outside", "experts"),
+    [
+        ("verl", f"{ROLLOUT}.tensor_model_parallel_size=4", 4, 4),
+        ("verl", f"{ROLLOUT}.tensor_model_parallel_size=4 {ROLLOUT}.data_parallel_size=32 {ROLLOUT}.expert_parallel_size=128", 4, 128),
+        ("verl", f"{ROLLOUT}.tensor_model_parallel_size=4 {ROLLOUT}.data_parallel_size=32", 4, 128),
+        ("verl", f"{ROLLOUT}.tensor_model_parallel_size=8 {ROLLOUT}.pipeline_model_parallel_size=2", 16, 16),
+        ("verl", "", 2, 2),
+        ("skyrl", f"{ENGINE}.tensor_parallel_size=2 {ENGINE}.data_parallel_size=4 {ENGINE}.expert_parallel_size=8", 2, 8),
+        ("skyrl", f"{ENGINE}.tensor_parallel_size=2 {ENGINE}.pipeline_parallel_size=4", 8, 8),
+        ("skyrl", f"{ENGINE}.data_parallel_size=8", 1, 8),
+    ],
+)  # fmt: skip
+def test_the_engine_spreads_experts_over_its_data_parallel_ranks(
+    framework: str, keys: str, outside: int, experts: int, tmp_path: Path
+) -> None:
+    read = verl if framework == "verl" else skyrl
+    job = read(tmp_path, keys, "trainer.nnodes=1" if framework == "verl" else "", model="Qwen/Qwen3-235B-A22B")
+    assert job.rollout is not None and job.scenario is not None
+    rest = job.scenario.architecture.num_parameters - EXPERTS
+    assert job.rollout.num_weights_of_engine(job.scenario) == rest // outside + EXPERTS // experts
+
+
+def test_the_engine_of_a_large_job_of_verl_holds_7_5_gb_of_weights(tmp_path: Path) -> None:
+    sizes = "tensor_model_parallel_size=4", "data_parallel_size=32", "expert_parallel_size=128"
+    job = verl(tmp_path, *(f"{ROLLOUT}.{size}" for size in sizes), model="Qwen/Qwen3-235B-A22B")
+    assert job.rollout is not None and job.scenario is not None
+    assert 2 * job.rollout.num_weights_of_engine(job.scenario) == pytest.approx(7.5e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("", 512 + 1024),
+        ("trainer.max_prompt_length=1024 generator.sampling_params.max_generate_length=1000", 1024 + 1000),
+        ("trainer.max_prompt_length=1024 generator.max_input_length=7000 generator.max_turns=6 generator.sampling_params.max_generate_length=1000", 8000),
+        ("generator.max_input_length=null generator.sampling_params.max_generate_length=1000", 512 + 1000),
+    ],
+)  # fmt: skip
+def test_skyrl_s_last_turn_begins_with_the_longest_input(keys: str, expected: int, tmp_path: Path) -> None:
+    assert skyrl(tmp_path, keys).required()[0].seq_length == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "keys", "is_on"),
+    [
+        ("", "", True),
+        ("", "trainer.use_expandable_segments=false", False),
+        ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False\n", "", True),
+        ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n", "trainer.use_expandable_segments=false", True),
+    ],
+)
+def test_skyrl_switches_expandable_segments_on_itself(before: str, keys: str, is_on: bool, tmp_path: Path) -> None:
+    assert skyrl(tmp_path, keys, before=before).required()[0].allocator.expandable_segments == is_on
+
+
+def test_skyrl_s_model_is_in_other_segments_where_it_stays_on_the_device(tmp_path: Path) -> None:
+    assert not any("after the model is built" in line for line in skyrl(tmp_path).warnings)
+    (warning,) = (
+        line for line in skyrl(tmp_path, "trainer.placement.colocate_all=false").warnings if "segments" in line
+    )
+    assert "switches them on after the model is built" in warning
+
+
+def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SKYRL.format(model="Qwen/Qwen3-30B-A3B").replace("trainer.strategy=megatron", ""))
+    assert "trainer.strategy fsdp" in str(Job.read(tmp_path / "run.sh").not_supported)
+
+
+def sft(folder: Path, command: str) -> Job:
+    (folder / "run.sh").write_text(command)
+    return Job.read(folder / "run.sh", version="0.9.1" if "verl" in command else None)
+
+
+VERL_SFT = (
+    "torchrun --nnodes=2 --nproc_per_node=8 {program} model=hf_model model.path=Qwen/Qwen3-30B-A3B engine=megatron "
+    "optim=megatron engine.tensor_model_parallel_size=2 engine.expert_model_parallel_size=8 "
+    "engine.expert_tensor_parallel_size=1 data.train_batch_size=64 "
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "keys", "workload"),
+    [
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=True data.max_token_len_per_gpu=4096", (4096, 1, 2)),
+        ("verl/trainer/sft_trainer.py", "data.max_token_len_per_gpu=16384 data.max_length=16384", (16384, 1, 2)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", (1024, 2, 4)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.max_length=2048", (2048, 4, 2)),
+    ],
+)
+def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int, int, int], tmp_path: Path) -> None:
+    job = sft(tmp_path, VERL_SFT.format(program=program) + keys)
+    scenario, settings = job.required()
+    assert job.framework == "verl-sft"
+    assert (scenario.layout.world_size, scenario.layout.tensor_model_parallel_size) == (16, 2)
+    assert (scenario.layout.expert_model_parallel_size, scenario.layout.expert_tensor_size) == (8, 1)
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
+    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", None)
+    assert "engine.override_transformer_config.bias_activation_fusion" in {one.key for one in job.not_modelled}
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+def test_verl_s_sft_trainer_without_megatron_is_refused(tmp_path: Path) -> None:
+    command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
+    assert "engine fsdp: memlab predicts Megatron's jobs only" in str(sft(tmp_path, command).not_supported)
+    with pytest.raises(ValueError, match="is of no format that memlab reads"):
+        sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
+
+
+SKYRL_SFT = "python -m skyrl.train.main_sft model.path=Qwen/Qwen3-30B-A3B placement.num_gpus_per_node=8 "
+_SIZES = "megatron_config.tensor_model_parallel_size=4 megatron_config.expert_model_parallel_size=8 megatron_config.expert_tensor_parallel_size=1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "workload"),
+    [
+        (f"{_SIZES} max_length=4096 batch_size=16 micro_train_batch_size_per_gpu=1", (4, 1), (4096, 1, 8)),
+        (f"{_SIZES} max_length=4096 batch_size=16", (4, 1), (4096, 2, 4)),
+        ("max_length=2048 batch_size=16", (2, 2), (2048, 2, 4)),
+        (f"{_SIZES} max_length=2048 max_tokens_per_microbatch=8192 use_sequence_packing=true batch_size=64", (4, 1), (8192, 1, 2)),
+        (f"{_SIZES} max_length=2048 use_sequence_packing=true batch_size=64", (4, 1), (2048, 1, 2)),
+    ],
+)  # fmt: skip
+def test_skyrl_s_sft_trainer_is_read(
+    keys: str, layout: tuple[int, int], workload: tuple[int, int, int], tmp_path: Path
+) -> None:
+    job = sft(tmp_path, SKYRL_SFT + keys)
+    scenario, settings = job.required()
+    assert job.framework == "skyrl-sft"
+    assert (scenario.layout.tensor_model_parallel_size, scenario.layout.pipeline_model_parallel_size) == layout
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
+    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", "full")
+    assert not settings.offload_parameters
+    assert scenario.allocator.expandable_segments
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+def test_skyrl_s_sft_trainer_asks_for_a_length_that_it_does_not_bound(tmp_path: Path) -> None:
+    assert "give --set max_length=TOKENS" in str(sft(tmp_path, SKYRL_SFT + _SIZES).not_supported)
+
+
+def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -> None:
+    keys = {f"{MODEL}.bias_activation_fusion", f"{MODEL}.gradient_accumulation_fusion"}
+    assert keys <= {one.key for one in verl(tmp_path).not_modelled}
+    vanilla = f"{ACTOR}.megatron.vanilla_mbridge=True"
+    assert not keys & {one.key for one in verl(tmp_path, vanilla).not_modelled}
+    said = verl(tmp_path, vanilla, f"{MODEL}.bias_activation_fusion=False").not_modelled
+    assert f"{MODEL}.bias_activation_fusion" in {one.key for one in said}
+
+
+RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe qwen3_30b_a3b_pretrain_config "
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            RECIPE + "model.tensor_model_parallel_size=4 model.pipeline_model_parallel_size=2 "
+            "model.expert_model_parallel_size=4 model.seq_length=4096 train.micro_batch_size=1 "
+            "train.global_batch_size=32",
+            (4, 2, 4, 4096, 1, 32),
+        ),
+        (RECIPE.replace("=8", "=16"), (1, 1, 16, 4096, 1, 64)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 -sl 8192", (2, 1, 4, 8192, 1, 4)),
+        (RECIPE + "-tp 2 --expert_model_parallel_size=4 -gb 16 dataset.seq_length=2048", (2, 1, 4, 2048, 1, 4)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 model.tensor_model_parallel_size=4", (4, 1, 4, 4096, 1, 8)),
+    ],
+)
+def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
+    command: str, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = sft(tmp_path, command)
+    scenario, settings = job.required()
+    layout, state = scenario.layout, scenario.state
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.expert_model_parallel_size
+    assert (*sizes, scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == expected
+    # What qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config sets (recipes/qwen/h100/qwen3_moe.py, 0.6.2).
+    assert (state.use_precision_aware_optimizer, state.grad_reduce_in_bf16, state.apply_rope_fusion) == (True,) * 3
+    assert (state.cross_entropy_loss_fusion, state.cross_entropy_fusion_impl, state.manual_gc) == (True, "te", True)
+    assert settings.recompute_granularity is None
+    said = {one.key: one.value for one in job.not_modelled}
+    assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
+    assert "model.bias_activation_fusion" not in said, "the recipe fuses it"
+    assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
+
+
+def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node=4 run_recipe.py --model qwen3_30b_a3b --mode lora --dataset mock"
+    job = sft(tmp_path, command)
+    assert job.required()[0].layout.expert_model_parallel_size == 4
+    assert "peft" in {one.key for one in job.not_modelled}
+
+
+def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    job = sft(tmp_path, command + "model.hf_model_id=Qwen/Qwen3-30B-A3B ")
+    (warning,) = (line for line in job.warnings if "the recipe '" in line)
+    assert "does not know the recipe 'gpt_oss_20b_pretrain_config'" in warning
+    assert "give the run_config.yaml of a checkpoint" in warning
