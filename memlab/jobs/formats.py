@@ -287,6 +287,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            programs = [word.rpartition("/")[2] for word, _ in command.words if word.endswith(".py")]
+            entries.program = programs[-1] if programs else ""
             if is_started_by_a_launcher(word for word, _ in command.words):
                 _take_file_of_a_launcher(command, path, entries)
             if found == "slime":
