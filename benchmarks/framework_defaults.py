@@ -309,6 +309,7 @@ _MEGATRON_LM = (
     dict.fromkeys(_OF_A_LOG, "set when the job starts; a log has it")
     | _headed("megatron_lm", "of the launcher")
     | _for("an argument where Kitchen is installed", "kitchen_config_file", "kitchen_recipe_number")
+    | _for("arguments of examples/multimodal", "language_model_type", "vision_model_type")
     | _for(
         _IN_CODE, "gradient_accumulation_fusion", "num_query_groups", "normalization", "add_bias_linear",
         "position_embedding_type",
@@ -386,6 +387,7 @@ ADAPTERS = {
         expected=_beneath("model", "ddp", "optimizer")
         | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
+        | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
         | _for("of the classes of datasets", "dataset.seq_length", "dataset.sequence_length")
         | _for(
             "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",

@@ -262,3 +262,54 @@ def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -
     assert not keys & {one.key for one in verl(tmp_path, vanilla).not_modelled}
     said = verl(tmp_path, vanilla, f"{MODEL}.bias_activation_fusion=False").not_modelled
     assert f"{MODEL}.bias_activation_fusion" in {one.key for one in said}
+
+
+RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe qwen3_30b_a3b_pretrain_config "
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            RECIPE + "model.tensor_model_parallel_size=4 model.pipeline_model_parallel_size=2 "
+            "model.expert_model_parallel_size=4 model.seq_length=4096 train.micro_batch_size=1 "
+            "train.global_batch_size=32",
+            (4, 2, 4, 4096, 1, 32),
+        ),
+        (RECIPE.replace("=8", "=16"), (1, 1, 16, 4096, 1, 64)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 -sl 8192", (2, 1, 4, 8192, 1, 4)),
+        (RECIPE + "-tp 2 --expert_model_parallel_size=4 -gb 16 dataset.seq_length=2048", (2, 1, 4, 2048, 1, 4)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 model.tensor_model_parallel_size=4", (4, 1, 4, 4096, 1, 8)),
+    ],
+)
+def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
+    command: str, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = sft(tmp_path, command)
+    scenario, settings = job.required()
+    layout, state = scenario.layout, scenario.state
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.expert_model_parallel_size
+    assert (*sizes, scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == expected
+    # What qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config sets (recipes/qwen/h100/qwen3_moe.py, 0.6.2).
+    assert (state.use_precision_aware_optimizer, state.grad_reduce_in_bf16, state.apply_rope_fusion) == (True,) * 3
+    assert (state.cross_entropy_loss_fusion, state.cross_entropy_fusion_impl, state.manual_gc) == (True, "te", True)
+    assert settings.recompute_granularity is None
+    said = {one.key: one.value for one in job.not_modelled}
+    assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
+    assert "model.bias_activation_fusion" not in said, "the recipe fuses it"
+    assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
+
+
+def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node=4 run_recipe.py --model qwen3_30b_a3b --mode lora --dataset mock"
+    job = sft(tmp_path, command)
+    assert job.required()[0].layout.expert_model_parallel_size == 4
+    assert "peft" in {one.key for one in job.not_modelled}
+
+
+def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    job = sft(tmp_path, command + "model.hf_model_id=Qwen/Qwen3-30B-A3B ")
+    (warning,) = (line for line in job.warnings if "the recipe '" in line)
+    assert "does not know the recipe 'gpt_oss_20b_pretrain_config'" in warning
+    assert "give the run_config.yaml of a checkpoint" in warning
