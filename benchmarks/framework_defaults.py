@@ -310,6 +310,7 @@ _MEGATRON_LM = (
     dict.fromkeys(_OF_A_LOG, "set when the job starts; a log has it")
     | _headed("megatron_lm", "of the launcher")
     | _for("an argument where Kitchen is installed", "kitchen_config_file", "kitchen_recipe_number")
+    | _for("arguments of examples/multimodal", "language_model_type", "vision_model_type")
     | _for(
         _IN_CODE, "gradient_accumulation_fusion", "num_query_groups", "normalization", "add_bias_linear",
         "position_embedding_type",

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from memlab._version import __version__
+from memlab.cpu_info import processor_name
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.observers import tensors_with_memory
@@ -81,6 +82,7 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
         name=name or type(model).__name__,
         model=f"{type(model).__name__}, {_num_parameters(model):,} parameters",
         backend=device.type,
+        hardware={"GPU": torch.cuda.get_device_name()} if device.type == "cuda" else {"CPU": processor_name()},
         versions={"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__},
     )
     labels = Labels()

@@ -721,7 +721,7 @@ class Variables:
         old, new = split_at(rest[len(at) :], "/")
         word = self._operand(new or "", is_quoted=is_quoted)
         # Bash 5.2 puts what was matched in the place of an ampersand, earlier versions do not.
-        unclear = "&" in (new or "") or (is_quoted and "'" in (new or "")) or (is_quoted and '"' in (new or ""))
+        unclear = "&" in (new or "") or (is_quoted and re.search(r"[\"'\\]", new or "") is not None)
         text_of_new = UNKNOWN if unclear else self.one(word)
         pattern = self._compiled(self._operand(old, is_quoted=False))
 
