@@ -39,6 +39,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -53,7 +54,7 @@ _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 KEYS = (
     Key("model.hf_model_id", "architecture", TEXT),
     Key("world_size", "world_size", WHOLE),
-    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
+    *under("model", (*SIZES, CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
     *under("model", ARCHITECTURE),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),

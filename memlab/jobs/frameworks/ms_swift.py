@@ -35,7 +35,16 @@ from memlab.jobs.frameworks.keys import (
     with_defaults,
 )
 from memlab.jobs.frameworks.lines import removal, shell_words
-from memlab.jobs.frameworks.megatron_keys import CHUNKS, COMPUTE, MISSING, OFFLOAD, RECOMPUTE, SIZES, UNUSED_GRADIENTS
+from memlab.jobs.frameworks.megatron_keys import (
+    CHUNKS,
+    COMPUTE,
+    MISSING,
+    OFFLOAD,
+    PIPELINE,
+    RECOMPUTE,
+    SIZES,
+    UNUSED_GRADIENTS,
+)
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
@@ -106,7 +115,7 @@ KEYS = (
     Key("offload_model", "offload_parameters", SWITCH, False),
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
-    *under(_EXTRA, (*OFFLOAD, *COMPUTE)),
+    *under(_EXTRA, (*PIPELINE, *OFFLOAD, *COMPUTE)),
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
@@ -333,7 +342,7 @@ def _complete_extra(reading: Reading) -> None:
     if not isinstance(text, str) or not text.startswith("{"):
         return
     extra = parse_json(text, _EXTRA, "correct it")
-    known = {key.name: key for key in (*OFFLOAD, *COMPUTE)}
+    known = {key.name: key for key in (*PIPELINE, *OFFLOAD, *COMPUTE)}
     entry = reading.entries.by_key.pop(_EXTRA)
     for name, value in extra.items() if isinstance(extra, dict) else ():
         key = f"{_EXTRA}.{name}"

@@ -34,6 +34,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -63,7 +64,7 @@ KEYS = (
     *under(_MEGATRON, SIZES),
     *under(
         _TRANSFORMER,
-        (CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE),
+        (CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE),
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,

@@ -45,6 +45,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -80,7 +81,7 @@ KEYS = (
     Key("trainer.nnodes", "nodes", WHOLE, 1),
     Key("trainer.n_gpus_per_node", "ranks_per_node", WHOLE, 8),
     *under(_MEGATRON, (*SIZES, CHUNKS)),
-    *under(_TRANSFORMER, (*ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+    *under(_TRANSFORMER, (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
     Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
     *under(_DDP, BUCKETS, grad_reduce_in_bf16=ABSENT),
     *under(f"{_OPTIM}.override_optimizer_config", OPTIMIZER),
