@@ -15,6 +15,7 @@ from memlab.jobs.entries import UNKNOWN, Entries, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
+from memlab.jobs.recipe_command import read_recipe
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
@@ -27,12 +28,20 @@ _IN_A_FOLDER = (".hydra/config.yaml", "config.yaml", "run_config.yaml", "args.js
 _ACTION = "give a script, a log with a block of arguments, or a resolved configuration"
 LOOKED_FOR = (
     "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
-    "bridge: the key model with ddp or train; verl: actor_rollout_ref; nemo-rl: policy.megatron_cfg; skyrl: "
-    "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, 'megatron sft', or YAML with its arguments"
+    "bridge: run_recipe.py, or the key model with ddp or train; verl: actor_rollout_ref; verl-sft: sft_trainer; "
+    "nemo-rl: policy.megatron_cfg; skyrl: trainer.policy; skyrl-sft: main_sft; slime: --actor-num-nodes; "
+    "ms-swift: args.json, 'megatron sft', or YAML with its arguments"
 )
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
 _FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
+_ENTRY_POINTS = {
+    "verl.trainer.sft_trainer": "verl-sft",
+    "verl.trainer.sft_trainer_ray": "verl-sft",
+    "skyrl.train.main_sft": "skyrl-sft",
+    "run_recipe": "bridge",
+}
+"""Modules that are started, also by their files, and whose keys no name of the framework begins."""
 _FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
 
@@ -165,6 +174,10 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
         found = "bridge"
     if found is None and _any_starts(entries, "policy.") and "defaults" in root.value:
         found = "nemo-rl"
+    if found is None and _any_starts(entries, "engine.") and _any_starts(entries, "optim."):
+        found = "verl-sft"
+    if found is None and _any_starts(entries, "megatron_config."):
+        found = "skyrl-sft"
     if format_name is None and found is None:
         raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
@@ -254,6 +267,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            programs = [word.rpartition("/")[2] for word, _ in command.words if word.endswith(".py")]
+            entries.program = programs[-1] if programs else ""
             if is_started_by_a_launcher(word for word, _ in command.words):
                 _take_file_of_a_launcher(command, path, entries)
             if found == "slime":
@@ -263,9 +278,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
                 if "rlhf_type" not in entries.by_key and is_preference_learning(words):
                     entries.add("rlhf_type", "dpo", command.line)
         else:
-            _take_configuration(words, path, framework, entries)
-            read_overrides(words, entries)
-            resolve(entries)
+            _take_overrides(words, path, framework, entries)
         entries.environment = entries.environment | command.variables
         if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
             entries.causes.append(script.lacks_arguments)
@@ -308,6 +321,28 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         own = _with_defaults(read_yaml(content, base.name), base, [])
         entries.merge(own)
         entries.warnings += own.warnings
+
+
+def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the overrides of a command over what they override: a configuration or a recipe that it names."""
+    _take_configuration(words, path, framework, entries)
+    if framework.name == "bridge":
+        read_recipe(words, entries)
+    read_overrides(words, entries)
+    _take_launcher(words, framework, entries)
+    resolve(entries)
+
+
+def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
+    """Takes the ranks from torchrun's flags, and the engine that an override of Hydra chooses, where they are read."""
+    flags = Entries()
+    read_flags([(word, line) for word, line in words if "=" not in word or word.startswith("--")], flags)
+    for name in ("nnodes", "nproc_per_node"):
+        entry = flags.by_key.get(name)
+        if entry is not None and framework.knows(name):
+            entries.by_key[name] = entry
+    if framework.name == "verl-sft" and (group := entries.by_key.pop("engine", None)) is not None:
+        entries.add("engine.strategy", group.value, group.line)
 
 
 def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
@@ -399,17 +434,16 @@ def _is_file(path: Path) -> bool:
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:
     """Returns the command of a framework with the most arguments, and warns where the script starts others too."""
-    start = _FIRST_KEYS.get(framework)
     own = [one for one in script.commands if _format_of_words([[word for word, _ in one.words]]) == framework]
     by_words = {
         tuple(word for word, _ in one.words): one
         for one in reversed(own or script.commands)
-        if own or _score(one, start)
+        if own or _score(one, framework)
     }
     if not by_words:
         return None
     found = list(reversed(by_words.values()))
-    chosen = max(found, key=lambda command: (_score(command, start), command.is_certain))
+    chosen = max(found, key=lambda command: (_score(command, framework), command.is_certain))
     if len(found) > 1:
         warnings.append(
             f"{lines_of(command.line for command in found)}: the script starts {framework if own else 'programs'} with "
@@ -424,6 +458,10 @@ def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | No
 
 
 def _format_of_words(commands: list[list[str]]) -> str | None:
+    for module, name in _ENTRY_POINTS.items():
+        file = f"{module.rpartition('.')[2]}.py"
+        if any(word == module or word.rpartition("/")[2] == file for words in commands for word in words):
+            return name
     for name, start in _FIRST_KEYS.items():
         if any(word.lstrip("+~").startswith(start) for words in commands for word in words):
             return name
@@ -441,7 +479,7 @@ def _format_of_words(commands: list[list[str]]) -> str | None:
     return None
 
 
-def _score(command: Command, start: str | None) -> int:
-    if start is None:
+def _score(command: Command, framework: str) -> int:
+    if framework_named(framework).style == "flags":
         return sum(word.startswith("--") for word, _ in command.words)
     return sum("=" in word and "." in word.partition("=")[0] for word, _ in command.words)
