@@ -331,6 +331,8 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         base = path.parent / str(flags.get("config_path", "") if key == "config_name" else "") / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
         if base.stem in framework.configurations:
+            if framework.knows(key):
+                entries.by_key[key] = entry
             continue
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
