@@ -365,7 +365,7 @@ def test_what_may_be_set_stops_no_script(text: str) -> None:
 @pytest.mark.parametrize("start", [0, -1, -2])
 def test_counting_does_not_end_a_script_after_set_e(start: int) -> None:
     text = f"set -e\nfor ((i = {start}; i < 2; i++)); do :; done\necho $i"
-    assert subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout == "2\n"
+    assert subprocess.run(["/bin/bash", "-c", text], capture_output=True, text=True, check=True).stdout == "2\n"
     script = read_script(text.replace("echo", "run"), Path("run.sh"))
     assert [word for word, _ in script.commands[-1].words] == ["run", "2"]
     assert not script.warnings

@@ -618,14 +618,18 @@ class _Reader(Builtins):
         if name in _SUCCEEDING:
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
+        return self._launched(words, environment | _set_by_wrappers(words))
+
+    def _launched(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
+        """Keeps a command of another program, or follows the text that it gives to a shell."""
         self.print_out(UNKNOWN)
         self.code = UNKNOWN
-        environment = environment | _set_by_wrappers(words)
         for place, ((shell, _), (option, _)) in enumerate(pairwise(words[:-1])):
             if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
                 return self._shell([text for text, _ in words[place + 2 :]], environment)
+        name, *arguments = (text for text, _ in words)
         command = Command(self.line, words, is_certain=self.is_certain)
-        is_job = self.is_job([text for text, _ in words])
+        is_job = self.is_job([name, *arguments])
         self.has_job = self.has_job or is_job
         if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
             self._lacks_program(words[0][1])
@@ -664,8 +668,8 @@ class _Reader(Builtins):
         if variable is None or variable[1] in self.variables:
             return False
         self.missing[
-            f"line {line}: the script starts the command that {variable[1]} holds, and nothing sets {variable[1]}: give "
-            f"it with --set {variable[1]}='PROGRAM ARGUMENTS'"
+            f"line {line}: the script starts the command that {variable[1]} holds, and nothing sets {variable[1]}: "
+            f"give it with --set {variable[1]}='PROGRAM ARGUMENTS'"
         ] = None
         return True
 

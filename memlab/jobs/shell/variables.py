@@ -651,10 +651,7 @@ class Variables:
         if is_open and operator[-1] == "+":
             return UNKNOWN if isinstance(texts, str) or is_quoted else UNKNOWN_WORDS
         if operator[-1] == "?" and not is_set:
-            if asked.name.isdigit() and self.arguments is None:
-                self.places_read.setdefault(f"${int(asked.name) + self.num_shifted}", self.line)
-            elif NAME_ONLY.fullmatch(asked.name):
-                self.stops_without(asked.name)
+            self._note_stop(asked.name)
         if operator[-1] == "?" or (is_set and operator[-1] != "+"):
             result = texts if texts is not None and is_set else UNKNOWN
             return self._fields(asked, result) if isinstance(result, list) else result
@@ -668,6 +665,13 @@ class Variables:
         text = self.one(default)
         self.set(asked.name, text)
         return text
+
+    def _note_stop(self, name: str) -> None:
+        """Notes that the script ends here unless a variable or one of its own arguments is given."""
+        if name.isdigit() and self.arguments is None:
+            self.places_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
+        elif NAME_ONLY.fullmatch(name):
+            self.stops_without(name)
 
     def _slice(self, asked: Parameter, value: Value) -> Value:
         first, second = split_at(asked.operand, ":")
