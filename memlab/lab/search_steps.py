@@ -13,6 +13,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.prediction import Prediction
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.live_objects import count_objects
 from memlab.quiet_import import imported
 from memlab.record.step_record import StepRecord
 
@@ -141,7 +142,7 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
         # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
         # be included again. If few objects are left, torch and Megatron are excluded already, and a small model is no
         # reason for that. (`gc.get_freeze_count` would say so too, but counts 300,000 objects one by one.)
-        if len(gc.get_objects()) < _FEW_OBJECTS:
+        if count_objects() < _FEW_OBJECTS:
             yield lab
             return
         was_frozen = gc.get_freeze_count() > 0

@@ -33,7 +33,7 @@ from memlab.lab.environment import hardware, versions
 from memlab.lab.garbage import Garbage
 from memlab.lab.progress import StepStopped
 from memlab.meter import collectives
-from memlab.meter.labels import Labels, labelled_by
+from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageMeter
@@ -106,6 +106,7 @@ class Stepper:
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
         """Whether MoE layers may still keep the graphs of a step with full recompute."""
+        self._pinned_host_memory = True
         self.live: LiveModel
         self.transfers: Transfers
 
@@ -114,12 +115,24 @@ class Stepper:
         """Every other method must run inside this context."""
         silence_megatron()
         with ExitStack() as stack:
+            stack.enter_context(labelled_by(self.labels, whole_process=self._is_on_gpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(attention_backend_chosen(self.scenario.state.attention_backend))
             stack.enter_context(self.backend.active())
-            stack.enter_context(labelled_by(self.labels))
             stack.enter_context(self.meter.watching())
             yield
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.backend.name == "cuda"
+
+    def require_free(self) -> None:
+        """Checks that `job_context` can be entered now; a running job of this lab is none of the others.
+
+        Raises:
+            ValueError: If a block is watched, and it or this lab is on a GPU.
+        """
+        require_free(self.labels, whole_process=self._is_on_gpu)
 
     def build(self) -> None:
         """Builds the model."""
@@ -290,6 +303,7 @@ class Stepper:
 
     def _drop_model(self) -> None:
         """Frees the model; another one can be built in the same process group."""
+        vars(self).pop("transfers", None)  # they keep main parameters, and with these the gradient buffer
         if hasattr(self, "live"):
             megatron_globals.release(self.live, leave=False)
             del self.live
@@ -301,10 +315,18 @@ class Stepper:
         self.meter.free_cached_pinned_memory()
 
     def _make_transfers(self) -> None:
-        """Drops earlier host copies, and keeps whether they are page-locked."""
-        pinned = not hasattr(self, "transfers") or self.transfers.residency.pinned
+        """Drops earlier host copies."""
         self.transfers = Transfers(self.live, self.meter)
-        self.transfers.residency.pinned = pinned
+        self.transfers.residency.pinned = self._pinned_host_memory
+
+    @property
+    def pinned_host_memory(self) -> bool:
+        """Implements `Lab.pinned_host_memory`; a rebuilt model keeps it."""
+        return self._pinned_host_memory
+
+    @pinned_host_memory.setter
+    def pinned_host_memory(self, pinned: bool) -> None:
+        self._pinned_host_memory = self.transfers.residency.pinned = pinned
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
