@@ -3,7 +3,9 @@
 ``python -m benchmarks.framework_defaults [FRAMEWORK …] [--checkout FRAMEWORK=FOLDER …]`` downloads the named version of
 each framework with pip into a temporary folder, without what it depends on, and reads its configuration: Hydra's files
 as YAML, dataclasses from their source, because importing them would need torch, CUDA and Transformer Engine. What is
-not on PyPI is read from a checkout. It prints what differs and is not among the adapter's expected differences, and
+not on PyPI is read from a checkout: of NeMo-RL, and of slime and Megatron-LM from a folder that has a folder of
+slime and one per version of Megatron-LM, such as core_v0.16.1 and core_r0.19.0. Their parsers are imported, with
+stand-ins for what these import. It prints what differs and is not among the adapter's expected differences, and
 then exits with 1: a key of the framework that is in none of memlab's lists, a key of memlab that the framework does not
 have, and a default that is another one.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime as dt
+import json
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,7 @@ from typing import Any
 import yaml
 
 from benchmarks.framework_sources import Sources, Text
+from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.keys import ABSENT
 from memlab.jobs.frameworks.registry import FRAMEWORKS
@@ -63,33 +67,135 @@ def bridge_provider(sources: Sources) -> dict[str, Any]:
 
 def verl(sources: Sources) -> dict[str, Any]:
     """Reads the composed configuration, and beneath it what Megatron-Bridge and Megatron-Core have."""
+    prefixes = ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.optim")
+    fsdp = _verl_file(sources, "_generated_ppo_trainer")
+    return fsdp | _verl_engine(sources, *prefixes) | _verl_file(sources, "_generated_ppo_megatron_trainer")
+
+
+def verl_sft(sources: Sources) -> dict[str, Any]:
+    """Reads the trainer's own file, and what ``engine=megatron optim=megatron model=hf_model`` choose beside it."""
+    own = _verl_file(sources, "sft_trainer_engine")
+    composed = _verl_file(sources, "_generated_ppo_megatron_trainer")
+    groups = {"engine": "actor_rollout_ref.actor.megatron", "optim": "actor_rollout_ref.actor.optim"}
+    groups |= {"model": "actor_rollout_ref.model", "profiler": "actor_rollout_ref.actor.profiler"}
+    chosen = {
+        f"{group}.{key.removeprefix(f'{prefix}.')}": value
+        for group, prefix in groups.items()
+        for key, value in composed.items()
+        if key.startswith(f"{prefix}.")
+    }
+    return _verl_engine(sources, "engine", "optim") | chosen | {key: own[key] for key in own if key != "defaults"}
+
+
+def _verl_file(sources: Sources, name: str) -> dict[str, Any]:
     (package,) = (folder for folder in sources.folders if (folder / "verl").is_dir())
-    text = (package / "verl/trainer/config/_generated_ppo_megatron_trainer.yaml").read_text(encoding="utf-8")
-    keys = dict(_flat(yaml.safe_load(text)))
+    text = (package / f"verl/trainer/config/{name}.yaml").read_text(encoding="utf-8")
+    return dict(_flat(yaml.safe_load(text)))
+
+
+def _verl_engine(sources: Sources, engine: str, optim: str) -> dict[str, Any]:
+    """Returns what verl's engine passes on to Megatron-Bridge and Megatron-Core, with what it sets."""
     found = sources.find("verl.workers.engine.megatron.transformer_impl", "MegatronEngine")
     assert found is not None
-    transformer = "actor_rollout_ref.actor.megatron.override_transformer_config"
     beneath = bridge_provider(sources) | _literal(found[1], "provider_overrides")
-    optimizer = "actor_rollout_ref.actor.optim.override_optimizer_config"
     return (
-        {f"{transformer}.{key}": value for key, value in beneath.items()}
-        | _under("actor_rollout_ref.actor.megatron.override_ddp_config", ddp(sources))
-        | _under(optimizer, optimizer_config(sources))
-        | keys
+        _under(f"{engine}.override_transformer_config", beneath)
+        | _under(f"{engine}.override_ddp_config", ddp(sources))
+        | _under(f"{optim}.override_optimizer_config", optimizer_config(sources))
     )
 
 
 def skyrl(sources: Sources) -> dict[str, Any]:
     """Reads `SkyRLTrainConfig`, and beneath it what Megatron-Bridge and Megatron-Core have."""
-    megatron = "trainer.policy.megatron_config"
-    keys = sources.keys("skyrl.train.config.config", "SkyRLTrainConfig")
+    own = sources.keys("skyrl.train.config.config", "SkyRLTrainConfig")
+    return _skyrl_megatron(sources, "trainer.policy.megatron_config") | own
+
+
+def skyrl_sft(sources: Sources) -> dict[str, Any]:
+    """Reads `SFTConfig`, and beneath it what Megatron-Bridge and Megatron-Core have."""
+    return _skyrl_megatron(sources, "megatron_config") | sources.keys("skyrl.train.config.sft_config", "SFTConfig")
+
+
+def _skyrl_megatron(sources: Sources, prefix: str) -> dict[str, Any]:
     beneath = bridge_provider(sources) | _constant(sources, "DEFAULT_TRANSFORMER_CONFIG_KWARGS")
     optimizer = optimizer_config(sources) | _constant(sources, "DEFAULT_MEGATRON_OPTIMIZER_KWARGS")
+    return _under(f"{prefix}.transformer_config_kwargs", beneath) | _under(
+        f"{prefix}.optimizer_config_kwargs", optimizer
+    )
+
+
+def ms_swift(sources: Sources) -> dict[str, Any]:
+    """Reads the arguments of ``megatron sft``, ``pt`` and ``rlhf``, and beneath them `TransformerConfig`."""
+    folder = "swift.megatron.arguments"
+    keys = (
+        sources.keys(f"{folder}.pretrain_args", "MegatronPretrainArguments")
+        | sources.keys(f"{folder}.rlhf_args", "MegatronRLHFArguments")
+        | sources.keys(f"{folder}.sft_args", "MegatronSftArguments")
+    )
+    passed_on = dict.fromkeys(transformer_config(sources), Text("mcore-bridge's own, or another argument's"))
+    return _under("megatron_extra_kwargs", passed_on) | keys
+
+
+def nemo_rl(sources: Sources) -> dict[str, Any]:
+    """Reads the configuration of each algorithm and engine, and the examples, whose first one has the defaults."""
+    keys: dict[str, Any] = {}
+    for algorithm in ("grpo", "sft", "dpo", "rm", "distillation", "ppo"):
+        keys |= sources.keys(f"nemo_rl.algorithms.{algorithm}", "MasterConfig")
+    for engine, name in _ENGINES.items():
+        own = sources.keys(f"nemo_rl.models.generation.{engine}.config", name)
+        keys |= _under("policy.generation", own)
+    (checkout,) = (folder for folder in sources.folders if (folder / "nemo_rl").is_dir())
+    for file in sorted((checkout / "examples").rglob("*.yaml")):
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(tree, dict) and ("policy" in tree or "defaults" in tree):
+            keys |= {key: Text("an example's own") for key, _ in _flat(tree)}
+    defaults = yaml.safe_load((checkout / "examples/configs/grpo_math_1B.yaml").read_text(encoding="utf-8"))
+    keys |= dict(_flat(defaults))
+    megatron = "policy.megatron_cfg"
     return (
-        _under(f"{megatron}.transformer_config_kwargs", beneath)
-        | _under(f"{megatron}.optimizer_config_kwargs", optimizer)
+        _under(f"{megatron}.model_overrides", dict.fromkeys(transformer_config(sources), Text("the model's own")))
+        | _under(f"{megatron}.optimizer", optimizer_config(sources))
         | keys
     )
+
+
+_ENGINES = {
+    "vllm": "VllmConfig",
+    "sglang": "SGLangConfig",
+    "trtllm": "TrtllmConfig",
+    "megatron": "MCoreGenerationConfig",
+    "dynamo": "DynamoConfig",
+}
+
+
+def megatron_lm(sources: Sources) -> dict[str, Any]:
+    """Reads the parsers of all versions of Megatron-LM that the checkout's folder has, the oldest version's last."""
+    (folder,) = sources.folders
+    keys: dict[str, Any] = {}
+    for version in sorted(folder.glob("*/megatron/training/arguments.py"), reverse=True):
+        keys |= _parsed(version.parents[2])
+    return keys
+
+
+def slime(sources: Sources) -> dict[str, Any]:
+    """Reads slime's parser on top of Megatron-LM's of the oldest version that is beside it."""
+    (folder,) = sources.folders
+    oldest = min(folder.glob("*/megatron/training/arguments.py")).parents[2]
+    (own,) = folder.glob("*/slime/utils/arguments.py")
+    return megatron_lm(sources) | _parsed(oldest, own.parents[2])
+
+
+def _parsed(*folders: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.command_line_arguments", *map(str, folders)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    keys: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return keys
+
+
+def transformer_config(sources: Sources) -> dict[str, Any]:
+    """Reads Megatron-Core's `TransformerConfig`."""
+    skipped = ("timers", "quant_recipe")
+    return sources.keys("megatron.core.transformer.transformer_config", "TransformerConfig", skipped=skipped)
 
 
 def ddp(sources: Sources) -> dict[str, Any]:
@@ -182,6 +288,53 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
     )  # fmt: skip
 
 
+def _headed(name: str, *headings: str) -> dict[str, str]:
+    """Returns the keys of a list that stand under these headings, each with its heading."""
+    expected, heading = {}, ""
+    lines = Path(without_effect.__file__).with_name("keys_without_effect") / f"{name}.txt"
+    for line in lines.read_text(encoding="utf-8").splitlines()[1:]:
+        heading = line[2:] if line.startswith("#") else heading
+        if not line.startswith("#") and heading.startswith(headings):
+            expected[line] = heading
+    return expected
+
+
+_OF_A_LOG = (
+    "params_dtype", "data_parallel_size", "transformer_pipeline_model_parallel_size", "variable_seq_lengths", "rank",
+    "iteration", "start_time", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
+    "grpo_samples_per_iteration", "virtual_pipeline_model_parallel_size", "world_size", "cpu_offloading",
+    "use_custom_fsdp",
+)  # fmt: skip
+_IN_CODE = "memlab's module looks at it in code, with other arguments"
+_MEGATRON_LM = (
+    dict.fromkeys(_OF_A_LOG, "set when the job starts; a log has it")
+    | _headed("megatron_lm", "of the launcher")
+    | _for("an argument where Kitchen is installed", "kitchen_config_file", "kitchen_recipe_number")
+    | _for("arguments of examples/multimodal", "language_model_type", "vision_model_type")
+    | _for(
+        _IN_CODE, "gradient_accumulation_fusion", "num_query_groups", "normalization", "add_bias_linear",
+        "position_embedding_type",
+    )
+)  # fmt: skip
+_SWIFT_3 = (
+    "activation_func_clamp_value", "add_qkv_bias", "attention_dropout", "deterministic_mode", "hidden_dropout", "load",
+    "microbatch_group_size_per_virtual_pipeline_stage", "moe_apply_probs_on_input", "moe_layer_freq",
+    "moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_score_function",
+    "moe_shared_expert_intermediate_size", "multi_latent_attention", "no_bias_swiglu_fusion", "no_rope_freq",
+    "no_rope_fusion", "normalization", "num_layers", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "position_embedding_type", "qk_l2_norm", "rotary_interleaved", "seq_length",
+    "softmax_type", "train_type", "transformer_impl",
+)  # fmt: skip
+_OLDER_CORE = (
+    "async_tensor_model_parallel_allreduce", "hybrid_layer_pattern", "hybrid_override_pattern", "moe_extended_tp",
+    "moe_use_legacy_grouped_gemm", "position_embedding_type",
+)  # fmt: skip
+_OF_PROVIDERS = (
+    "hf_model_id", "make_vocab_size_divisible_by", "rotary_base", "rotary_percent", "seq_length",
+    "share_embeddings_and_output_weights", "should_pad_vocab", "vocab_size",
+)  # fmt: skip
+_OF_OTHER_VERSIONS = "of megatron-core 0.16.1, or of a model's provider"
+_NEMO = "policy.megatron_cfg"
 _CORE, _BRIDGE = "megatron-core==0.19.2", "megatron-bridge==0.6.2"
 _VARIABLE = "a variable of the environment, in an open mapping"
 _LATER = "main of August 2026 has it"
@@ -190,11 +343,49 @@ _LOG_PROBS = "the framework computes log-probabilities itself"
 _CORE_ATTENTION = "Megatron-Core takes core_attn where none is given"
 _OWN_KEY = "the framework sets it from a key of its own"
 _ACTOR = "actor_rollout_ref.actor"
-_VERL_MODEL = f"{_ACTOR}.megatron.override_transformer_config"
-_VERL_OPTIMIZER = f"{_ACTOR}.optim.override_optimizer_config"
-_SKYRL_MEGATRON = "trainer.policy.megatron_config"
-_SKYRL_MODEL = f"{_SKYRL_MEGATRON}.transformer_config_kwargs"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ASYNC_SAVE = ("async_dist_ckpt_save", "async_dist_ckpt_strategy", "async_save_prestage_to_cpu")
+
+
+def _of_verl(engine: str, optim: str, model: str) -> dict[str, str]:
+    """Returns the expected differences of an engine of verl, below its prefixes."""
+    transformer, gradients = f"{engine}.override_transformer_config", f"{engine}.override_ddp_config"
+    return (
+        _beneath(transformer, gradients, f"{optim}.override_optimizer_config")
+        | _for(_LATER, f"{engine}.grad_offload")
+        | _for(
+            "of MindSpeed on NPUs, and of Megatron-LM's arguments", "use_flash_attn", "use_fused_rmsnorm",
+            "use_fused_swiglu", "use_naive_l2norm", "swiglu", "use_distributed_optimizer", "context_parallel_algo",
+            "context_parallel_kv_cache_policy", prefix=f"{transformer}.",
+        )
+        | _for("of a branch of verl", f"{engine}.offload.*")
+        | _for("every job names its model", f"{model}.path")
+        | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
+        | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
+        | _for(_OWN_KEY, f"{transformer}.bf16")
+        | _for("memlab asks for the version: fp32 since 2026-08-20", f"{gradients}.grad_reduce_in_fp32")
+    )  # fmt: skip
+
+
+def _of_skyrl(prefix: str) -> dict[str, str]:
+    """Returns the expected differences of a `MegatronConfig` of SkyRL, below its prefix."""
+    transformer = f"{prefix}.transformer_config_kwargs"
+    return (
+        _beneath(transformer, None, f"{prefix}.optimizer_config_kwargs")
+        | _for(_LATER, *_ASYNC_SAVE, prefix=f"{prefix}.")
+        | _for(
+            "of a branch of August 2026 (commit 0010f48da)", "fp8", "fp8_recipe", "fp8_param", prefix=f"{prefix}."
+        )
+        | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
+        | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
+        | _for(
+            _OWN_KEY, "moe_router_dtype", "tensor_model_parallel_size", "context_parallel_size",
+            "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel", "bf16",
+            prefix=f"{transformer}.",
+        )
+    )  # fmt: skip
+
+
 ADAPTERS = {
     "bridge": Adapter(
         packages=(_BRIDGE, _CORE),
@@ -202,6 +393,7 @@ ADAPTERS = {
         expected=_beneath("model", "ddp", "optimizer")
         | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
+        | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
         | _for("of the classes of datasets", "dataset.seq_length", "dataset.sequence_length")
         | _for(
             "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",
@@ -218,53 +410,102 @@ ADAPTERS = {
     "verl": Adapter(
         packages=("verl==0.9.1", _BRIDGE, _CORE),
         read=verl,
-        expected=_beneath(_VERL_MODEL, f"{_ACTOR}.megatron.override_ddp_config", _VERL_OPTIMIZER)
+        expected=_of_verl(f"{_ACTOR}.megatron", f"{_ACTOR}.optim", "actor_rollout_ref.model")
         | _for(
-            _LATER, f"{_ACTOR}.megatron.grad_offload", f"{_ACTOR}.megatron.offload.*", f"{_ACTOR}.router_replay.*",
-            "actor_rollout_ref.ref.megatron.grad_offload", "actor_rollout_ref.ref.router_replay.*",
-            "critic.megatron.grad_offload",
+            _LATER, f"{_ACTOR}.router_replay.*", "actor_rollout_ref.ref.megatron.grad_offload",
+            "actor_rollout_ref.ref.router_replay.*", "critic.megatron.grad_offload",
         )
         | _for(_EARLIER, "actor_rollout_ref.rollout.update_weights_bucket_megabytes")
-        | _for("it chooses among verl's configurations", "model_engine")
-        | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars.")
-        | _for("every job names its model", "actor_rollout_ref.model.path")
-        | _for(_CORE_ATTENTION, f"{_VERL_MODEL}.recompute_modules")
-        | _for(_LOG_PROBS, f"{_VERL_MODEL}.cross_entropy_loss_fusion")
-        | _for(_OWN_KEY, f"{_VERL_MODEL}.bf16")
+        | _for("it chooses among verl's configurations", "model_engine", "config_name")
         | _for(
-            "memlab asks for the version: fp32 since 2026-08-20",
-            f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32",
-        ),
+            "of verl's asynchronous trainers", "async_training.*", "rollout.*",
+            "actor_rollout_ref.rollout.standalone_gpu_memory_utilization",
+            "actor_rollout_ref.actor.use_rollout_log_probs",
+        )
+        | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
+        | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
+    ),
+    "verl-sft": Adapter(
+        packages=("verl==0.9.1", _BRIDGE, _CORE),
+        read=verl_sft,
+        expected=_of_verl("engine", "optim", "model") | _for("flags of torchrun", "nnodes", "nproc_per_node")
+        | _for("verl fills it in for the engine that is chosen", "engine.strategy"),
     ),
     "skyrl": Adapter(
         packages=("skyrl==0.3.0", _BRIDGE, _CORE),
         read=skyrl,
-        expected=_beneath(_SKYRL_MODEL, None, f"{_SKYRL_MEGATRON}.optimizer_config_kwargs")
+        expected=_of_skyrl("trainer.policy.megatron_config")
         | _for(
             _LATER, "generator.inference_engine.delta_weight_sync.*",
             "generator.inference_engine.offload_kv_for_weight_sync", "trainer.algorithm.cispo.cispo_anchor",
             "trainer.vocab_entropy_chunk_memory_mb", "trainer.vocab_entropy_chunk_size",
-            *(
-                f"trainer.{model}.megatron_config.{key}"
-                for model in ("policy", "ref")
-                for key in ("async_dist_ckpt_save", "async_dist_ckpt_strategy", "async_save_prestage_to_cpu")
-            ),
         )
+        | _for(_LATER, *_ASYNC_SAVE, prefix="trainer.ref.megatron_config.")
         | _for(
             _EARLIER, "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
             "generator.weight_transfer_threshold_cuda_ipc_GB", "trainer.use_sample_packing",
+            "generator.inference_engine.async_engine",
         )
+        | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps"),
+    ),
+    "skyrl-sft": Adapter(
+        packages=("skyrl==0.3.0", _BRIDGE, _CORE),
+        read=skyrl_sft,
+        expected=_of_skyrl("megatron_config")
+        | _for(_EARLIER, "use_sample_packing")
         | _for(
-            "of a branch of August 2026 (commit 0010f48da)", "fp8", "fp8_recipe", "fp8_param",
-            prefix=f"{_SKYRL_MEGATRON}.",
-        )
-        | _for(_CORE_ATTENTION, f"{_SKYRL_MODEL}.recompute_modules")
-        | _for(_LOG_PROBS, f"{_SKYRL_MODEL}.cross_entropy_loss_fusion")
-        | _for(
-            _OWN_KEY, "moe_router_dtype", "tensor_model_parallel_size", "context_parallel_size",
-            "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel", "bf16",
-            prefix=f"{_SKYRL_MODEL}.",
+            _LATER, "train_dataset*", "pretokenized_dataset_paths", "eval_datasets", "eval_dataset_splits",
+            "eval_dataset_names", "eval_pretokenized_dataset_paths", "async_batch_collation",
         ),
+    ),
+    "ms-swift": Adapter(
+        packages=("ms-swift==4.6.0", _CORE),
+        read=ms_swift,
+        expected=_headed("ms_swift", "derived when", "of ms-swift 3.12", "of the launcher", "groups of a job")
+        | _for("of ms-swift 3.12", *_SWIFT_3)
+        | _for("variables of the environment", "NNODES", "NPROC_PER_NODE")
+        | _for("of a job under Ray", "config", "nnodes", "train.gpus")
+        | _for("derived when the job starts; args.json has it", "is_multimodal", "world_size", "muon_nesterov")
+        | _for("derived from the model's own type", "bf16")
+        | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix="megatron_extra_kwargs.")
+        | _for(
+            "memlab reports it as unknown: the argument of ms-swift itself sets it",
+            "virtual_pipeline_model_parallel_size", "num_layers", "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage", prefix="megatron_extra_kwargs.",
+        ),
+    ),
+    "nemo-rl": Adapter(
+        packages=(_CORE,),
+        needs_checkout=True,
+        read=nemo_rl,
+        expected=_for("memlab's reader obeys it", "defaults", "data._override_", f"{_NEMO}._override_")
+        | _for("every job names its model", "policy.model_name")
+        | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix=f"{_NEMO}.model_overrides.")
+        | _for(
+            "memlab reports it as unknown: NeMo-RL refuses it beside its own key", "apply_rope_fusion",
+            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "recompute_granularity", "fp8",
+            "fp8_recipe", "fp8_param", "fine_grained_activation_offloading", "offload_modules",
+            prefix=f"{_NEMO}.model_overrides.",
+        )
+        | _for("of megatron-core 0.16.1", f"{_NEMO}.optimizer.muon_use_nesterov")
+        | _for("of Megatron-LM's development branch", f"{_NEMO}.optimizer.offload_optimizer_states")
+        | _for(_VARIABLE, f"{_NEMO}.env_vars.PYTORCH_ALLOC_CONF")
+        | _for("setup.py reads it, and no example has it", f"{_NEMO}.layernorm_epsilon")
+        | _for(_EARLIER, f"{_NEMO}.use_linear_ce_fusion_loss", f"{_NEMO}.moe_layer_recompute")
+        | _for("a job of Megatron switches it on", f"{_NEMO}.enabled"),
+    ),
+    "megatron-lm": Adapter(packages=(), needs_checkout=True, read=megatron_lm, expected=_MEGATRON_LM),
+    "slime": Adapter(
+        packages=(),
+        needs_checkout=True,
+        read=slime,
+        expected={key: reason for key, reason in _MEGATRON_LM.items() if key != "world_size"}
+        | _headed("slime", "derived from", "of the launcher", "arguments of SGLang")
+        | _for("slime parses it first, by a parser of its own", "train_backend", "debug_rollout_only",
+               "debug_train_only", "load_debug_rollout_data")
+        | _for("of Ray's command", "runtime_env_json")
+        | _for("slime sets it after parsing", "bf16", "use_distributed_optimizer")
+        | _for(_EARLIER, "lora_rank", "qkv_format"),
     ),
 }  # fmt: skip
 
@@ -291,7 +532,7 @@ def _other_defaults(framework: Framework, theirs: dict[str, Any]) -> Iterator[tu
         if row.name not in theirs or isinstance(value, Text) or first[row.field] != row.name:
             continue
         default, read = None if row.default is ABSENT else row.default, row.conversion.read(value)
-        if read != default and not (default is None and read in (False, 0)):
+        if read != default and not (default is None and read in (False, 0, ())):
             yield row.name, f"has the default {value!r}, memlab's table {row.conversion.write(default)!r}"
 
 

@@ -72,12 +72,15 @@ class Sources:
         return keys
 
     def _assignments(self, module: str, name: str) -> Iterator[tuple[str, ast.AnnAssign]]:
-        """Yields the fields of a class and of those that it is derived from, base classes first."""
+        """Yields the fields of a class and of those that it is derived from, base classes first.
+
+        The last base class comes first, since a dataclass takes a default from the first base class that has it.
+        """
         found = self.find(module, name)
         if found is None:
             return
         owner, node = found
-        for base in node.bases:
+        for base in reversed(node.bases):
             yield from self._assignments(owner, ast.unparse(base).rpartition(".")[2].partition("[")[0])
         for one in node.body:
             if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):

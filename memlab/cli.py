@@ -50,8 +50,9 @@ def build_parser(names: Collection[str] = tuple(_COMMANDS)) -> argparse.Argument
     parser = _Parser(
         prog="memlab",
         description="Measure or predict the memory of Megatron training steps, and account for every byte.",
-        epilog="memlab COMMAND --help explains one command. Exit codes: 0 for success; 1 if a step does not fit, a "
-        "metric changed or the command failed; 2 if the command line or an input file is wrong.",
+        epilog="memlab COMMAND --help explains one command. Exit codes: 0 for success, also if a step fits; 1 if it "
+        "does not fit, a metric changed or the command failed; 2 if the command line or an input file is wrong; 3 if a "
+        "step may fit, because something that memlab knows only as a bound decides.",
     )
     parser.add_argument("--version", action="version", version=f"memlab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -69,8 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success; 1 if the answer is no (a step does not fit, a metric changed) or the work failed; 2 if the input
-        was bad. After bad input, and after a failure to write where the user said, one line on stderr says what and
-        why. As a shell counts signals, 130 after Ctrl-C, and 141 if the reader of stdout is gone, as in ``| head``.
+        was bad; 3 if the answer is maybe (a step may fit). After bad input, and after a failure to write where the user
+        said, one line on stderr says what and why. As a shell counts signals, 130 after Ctrl-C, and 141 if the reader
+        of stdout is gone, as in ``| head``.
     """
     try:
         try:

@@ -22,7 +22,7 @@ CATEGORIES = (
 before a watched block and belongs to neither its model nor its optimizers."""
 RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
 """No step needs these from the step before. Their bytes that are still allocated at a step's end are its residual."""
-PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
+PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle", "save")
 
 
 def place_in_words(phase: str, module: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeAlias, TypeVar
 
 from memlab.config.validation import check_whole_number
 from memlab.record.step_record import StepRecord
+from memlab.record.watch_record import WatchRecord
 from memlab.units import format_bytes
 
 Kind = Literal["leak", "retention", "growth by phase", "spike", "steady"]
@@ -38,30 +39,45 @@ class Finding:
         return f"{self.kind}: {self.evidence}. {self.advice}."
 
 
-def diagnose(records: Sequence[StepRecord]) -> list[Finding]:
+Record: TypeAlias = StepRecord | WatchRecord
+_AnyRecord = TypeVar("_AnyRecord", bound=StepRecord | WatchRecord)
+
+
+def diagnose(records: Sequence[Record]) -> list[Finding]:
     """Finds out what a series of consecutive steps under one setting shows.
 
     Args:
-        records: At least three steps in their order, of one model under one setting; the workload may vary.
+        records: At least three steps in their order, of one model under one setting; the workload may vary. They are
+            steps of a lab, or blocks that `memlab.watch` metered, each of which contains one step of a program.
 
     Returns:
         The findings, the most serious first; never empty.
 
     Raises:
-        ValueError: If there are fewer than three steps, or they are of different settings.
+        ValueError: If there are fewer than three steps, they are of different settings or of different watched models,
+            or a watched block has not ended.
     """
     if len(records) < 3:
         raise ValueError(f"diagnose got {len(records)} records, must be at least 3: take more steps")
-    if len({record.settings for record in records}) > 1:
+    if len({record.settings if isinstance(record, StepRecord) else None for record in records}) > 1:
         raise ValueError("diagnose got records of different settings, must be of one: diagnose each setting by itself")
-    findings = [*_static_growth(records), *_retention(records), *_spike(records)]
+    models = {record.model for record in records if isinstance(record, WatchRecord)}
+    if len(models) > 1:
+        raise ValueError(
+            f"diagnose got watched blocks of different models ({'; '.join(sorted(models))}), must be of one: diagnose "
+            "each model by itself"
+        )
+    growth = _static_growth(records)
+    # What an earlier block has left is in the start of a later one: what a leak keeps is not replaced.
+    leaks_in_program = any(finding.kind == "leak" for finding in growth) and bool(models)
+    findings = [*growth, *(() if leaks_in_program else _retention(records)), *_spike(records)]
     if not findings:
         static = format_bytes(records[-1].static_bytes)
         findings.append(Finding(kind="steady", evidence=f"every step starts at {static}", advice="No action is needed"))
     return findings
 
 
-def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, num_steps: int) -> float:
+def probability_of_exceeding(records: Sequence[Record], budget_bytes: int, num_steps: int) -> float:
     """Estimates how likely a run is to meet a step that does not fit.
 
     Args:
@@ -89,7 +105,7 @@ def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, n
     return float(1.0 - (1.0 - share) ** num_steps)
 
 
-def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
+def _static_growth(records: Sequence[Record]) -> list[Finding]:
     starts = [record.static_bytes for record in records]
     growth = [later - earlier for earlier, later in pairwise(starts)]
     recent = growth[len(growth) // 2 :]
@@ -121,7 +137,7 @@ def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
     return []
 
 
-def _retention(records: Sequence[StepRecord]) -> list[Finding]:
+def _retention(records: Sequence[Record]) -> list[Finding]:
     left = [record.residual_bytes for record in records]
     if min(left) == 0 or left[-1] > 2 * left[0]:
         return []
@@ -129,12 +145,17 @@ def _retention(records: Sequence[StepRecord]) -> list[Finding]:
         Finding(
             kind="retention",
             evidence=f"{format_bytes(min(left))} of activations stay allocated after every step",
-            advice="The next forward replaces them, but nothing needs them until then: lab.retained() names the holder",
+            advice="The next forward replaces them, but nothing needs them until then: "
+            + (
+                "lab.retained() names the holder"
+                if isinstance(records[0], StepRecord)
+                else "drop what refers to them before the step ends, such as a loss or an output with its graph"
+            ),
         )
     ]
 
 
-def _spike(records: Sequence[StepRecord]) -> list[Finding]:
+def _spike(records: Sequence[Record]) -> list[Finding]:
     highest = max(records, key=lambda record: record.peak_allocated_bytes)
     above = highest.peak_allocated_bytes - highest.static_bytes
     if above < _SPIKE_SHARE * highest.peak_allocated_bytes:
@@ -153,6 +174,6 @@ def _spike(records: Sequence[StepRecord]) -> list[Finding]:
     ]
 
 
-def worst(records: Iterable[StepRecord]) -> StepRecord:
+def worst(records: Iterable[_AnyRecord]) -> _AnyRecord:
     """Returns the record whose allocated peak is the highest: the rank that runs out of memory first."""
     return max(records, key=lambda record: record.peak_allocated_bytes)

@@ -10,12 +10,19 @@ from pathlib import Path
 from memlab.analysis.difference import difference_of, obstacles
 from memlab.atomic_files import written_aside
 from memlab.commands.shared.output import check_new_file, out_path
+from memlab.record.saved_records import load_record
 from memlab.record.step_record import StepRecord
+from memlab.record.watch_record import WatchRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("first", type=Path, metavar="FOLDER", help="folder that measure --out or predict --out wrote")
+    parser.add_argument(
+        "first",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that measure --out or predict --out wrote, or save of a record",
+    )
     parser.add_argument("others", type=Path, nargs="+", metavar="FOLDER", help="one or more folders to compare it with")
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
@@ -34,11 +41,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.views.display import compare
     from memlab.views.text.difference import comparison_text
 
-    view = None if arguments.out is None else compare(*records)
-    text = _json(records) if arguments.json else comparison_text(*records)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    is_watched = len(steps) < len(records)  # or a mixture, which `compare` refuses
+    view = compare(*records) if arguments.out is not None or is_watched else None
+    table = f"{view}" if is_watched else comparison_text(*steps)
+    text = _json(records, steps) if arguments.json else table
 
     def write() -> int:
-        if view is not None:
+        if view is not None and arguments.out is not None:
             with written_aside(arguments.out) as page:
                 view.save(page)
         print(text)
@@ -47,20 +57,20 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return write
 
 
-def _load(folder: Path) -> StepRecord:
+def _load(folder: Path) -> StepRecord | WatchRecord:
     ranks = sorted(folder.glob("rank-*/record.json"))
     if ranks and not (folder / "record.json").exists():
         raise ValueError(
             f"{folder} contains {len(ranks)} records, one per rank: give one of them, such as {ranks[0].parent}"
         )
-    return StepRecord.load(folder)
+    return load_record(folder)
 
 
-def _json(records: list[StepRecord]) -> str:
-    difference = difference_of(records)
+def _json(records: list[StepRecord | WatchRecord], steps: list[StepRecord]) -> str:
+    difference = difference_of(steps)
     values = {
         "records": [record.to_dict() for record in records],
         "difference": None if difference is None else difference.to_dict(),
-        "obstacles": obstacles(records),
+        "obstacles": obstacles(steps),
     }
     return json.dumps(values, indent=2)

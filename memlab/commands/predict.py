@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
+from memlab.commands.shared.exit_codes import EXIT_CODES
 from memlab.commands.shared.job_flags import add_writing_option, take_job
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
@@ -33,8 +34,11 @@ from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, fits, judge, judge_fit
+from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.peak_range import PeakRange
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.writing import writable
 from memlab.lab.job_phases import predict_phases
 from memlab.lab.search_steps import StepInterrupted, stepping
 from memlab.record.job_phases import JobPhases
@@ -64,8 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=memory_size,
         metavar="SIZE",
         help="say whether the step fits a GPU with this much memory, such as 79GiB (what CUDA reports for a GPU of 80 "
-        "GB); memlab subtracts its estimate of what is used outside torch. If the step does not fit, list single "
-        "settings with which it would fit, and exit with code 1",
+        "GB); memlab subtracts its estimate of what is used outside torch. The exit code is 0 if the step fits, 1 if "
+        "it does not fit, and 3 if it may fit: something that memlab knows only as a bound decides. If the step does "
+        "not fit, memlab lists single settings with which it would fit",
     )
 
 
@@ -94,7 +99,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     def job() -> int:
         rollout = None if source is None or arguments.device_memory or arguments.forward_only else source.rollout
-        exit_code = _predict(workload, layouts, settings, arguments, claimed, rollout)
+        not_modelled = () if source is None else source.not_modelled
+        exit_code = _predict(workload, layouts, settings, arguments, claimed, rollout, not_modelled)
         if arguments.as_framework is not None:
             print(f"\n{lines_for(arguments.as_framework, Scenario.of(**workload), settings, source)}")
         return exit_code
@@ -106,7 +112,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 class _Predicted:
     """What is known so far: Ctrl-C keeps it."""
 
+    not_modelled: tuple[NotModelled, ...]
+    """What the job does and memlab does not predict."""
     records: list[StepRecord] = field(default_factory=list)
+    ranges: list[PeakRange] = field(default_factory=list)
+    """Of the records; their timelines have what the lower end needs."""
     verdicts: list[Verdict] = field(default_factory=list)
     fit: Fit | None = None
     phases: JobPhases | None = None
@@ -121,12 +131,18 @@ class _Predicted:
 
     @property
     def exit_code(self) -> int:
-        """0 if everything fits."""
+        """That of the worst verdict."""
         if self.is_interrupted:
             return 130
-        is_complete = all(record.status == "ok" for record in self.records)
-        fits_all = (self.fit is None or self.fit.fits) and (self.phases is None or self.phases.fits is not False)
-        return 0 if is_complete and fits_all else 1
+        if any(record.status != "ok" for record in self.records):
+            return EXIT_CODES["does not fit"]
+        verdicts: list[Verdict] = [] if self.fit is None else [self.fit.verdict]
+        if self.phases is not None and self.phases.gpu_memory_bytes is not None:
+            verdicts.append(_OF_PHASES[self.phases.fits])
+        return EXIT_CODES[max(verdicts, key=VERDICTS.index, default="fits")]
+
+
+_OF_PHASES: dict[bool | None, Verdict] = {True: "fits", None: "may fit", False: "does not fit"}
 
 
 def _predict(
@@ -136,15 +152,16 @@ def _predict(
     arguments: argparse.Namespace,
     claimed: ExitStack,
     rollout: Rollout | None,
+    not_modelled: tuple[NotModelled, ...],
 ) -> int:
-    found = _Predicted()
+    found = _Predicted(not_modelled)
     with claimed, stdout_reserved_for_result():
         try:
             _take_steps(
                 found, [Scenario.of(**workload | {"layout": layout}) for layout in layouts], settings, arguments
             )
             if arguments.gpu_memory is not None:
-                found.fit = _fit(found.judged, found.records, arguments)
+                found.fit = _fit(found, arguments)
             if rollout is not None:
                 found.phases = predict_phases(
                     found.judged.scenario,
@@ -175,8 +192,10 @@ def _take_steps(
                 folder = arguments.out / f"rank-{rank}" if len(scenarios) > 1 else arguments.out
                 save_record(record, folder, snapshot=arguments.snapshot)
             found.records.append(record)
+            found.ranges.append(PeakRange.of(record, found.not_modelled))
             if arguments.gpu_memory is not None:
-                found.verdicts.append(judge(record, steps, limit_for_torch(arguments.gpu_memory, scenario.layout)))
+                limit_bytes = limit_for_torch(arguments.gpu_memory, scenario.layout)
+                found.verdicts.append(judge(record, steps, limit_bytes, found.ranges[-1]))
         if len(scenarios) > 1:
             left = remaining(time.monotonic() - started, number, len(scenarios) - number)
             peak = format_bytes(record.peak_allocated_bytes)
@@ -206,20 +225,22 @@ def _keep(found: _Predicted, interrupt: KeyboardInterrupt, num_ranks: int) -> No
     print(f"interrupted: {words}", file=sys.stderr)
 
 
-def _fit(judged: StepRecord, records: list[StepRecord], arguments: argparse.Namespace) -> Fit:
+def _fit(found: _Predicted, arguments: argparse.Namespace) -> Fit:
     """Judges a step, and keeps the alternatives that fit on all ranks.
 
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
     progress = ProgressLines("what would fit")
-    others = [record.scenario for record in records if record is not judged]
+    judged, not_modelled = found.judged, found.not_modelled
+    others = [record.scenario for record in found.records if record is not judged]
     fit = None
     try:
         with stepping(judged.scenario, replay=arguments.replay, on_progress=progress) as steps:
-            fit = judge_fit(judged, steps, arguments.gpu_memory)
-        fit = _with_expandable_segments(fit, records, replay=arguments.replay)
-        return _on_all_ranks(fit, others, replay=arguments.replay)
+            is_allowed = writable(arguments.as_framework, judged.scenario, judged.settings)
+            fit = judge_fit(judged, steps, arguments.gpu_memory, not_modelled, is_allowed=is_allowed)
+        fit = _with_expandable_segments(fit, found, replay=arguments.replay)
+        return _on_all_ranks(fit, others, not_modelled, replay=arguments.replay)
     except FitInterrupted as interrupted:
         fit = interrupted.fit
         raise FitInterrupted(replace(fit, alternatives=()) if others else fit) from None
@@ -229,33 +250,36 @@ def _fit(judged: StepRecord, records: list[StepRecord], arguments: argparse.Name
         raise FitInterrupted(replace(fit, alternatives=())) from None
 
 
-def _with_expandable_segments(fit: Fit, records: list[StepRecord], *, replay: bool) -> Fit:
+def _with_expandable_segments(fit: Fit, found: _Predicted, *, replay: bool) -> Fit:
     """Takes the steps again with expandable segments, if nothing but fragmentation keeps them from completing."""
-    own = records[0].scenario.allocator
+    own = found.records[0].scenario.allocator
     if not fit.is_fragmented or own.expandable_segments:
         return fit
     worst_verdict: Verdict = "fits"
-    for record in records:
-        scenario = replace(record.scenario, allocator=replace(own, expandable_segments=True))
+    for each in found.records:
+        scenario = replace(each.scenario, allocator=replace(own, expandable_segments=True))
         with stepping(scenario, replay=replay) as steps:
-            verdict = judge(steps(record.settings), steps, fit.limit_bytes)
+            record = steps(each.settings)
+            verdict = judge(record, steps, fit.limit_bytes, PeakRange.of(record, found.not_modelled))
         worst_verdict = max(worst_verdict, verdict, key=VERDICTS.index)
         if verdict == "does not fit":
             break
     return replace(fit, verdict_with_expandable_segments=worst_verdict)
 
 
-def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
-    """Keeps the alternatives that fit on the other ranks too, each with the largest of their peaks."""
+def _on_all_ranks(fit: Fit, others: list[Scenario], not_modelled: tuple[NotModelled, ...], *, replay: bool) -> Fit:
+    """Keeps the alternatives that fit on the other ranks too, each with the largest peak and the worst verdict."""
     left = list(fit.alternatives)
     for scenario in others if left else []:
         tried, left = left, []
         with stepping(scenario, replay=replay) as steps:
             for choice in tried:
                 record = steps(choice.settings)
-                if fits(record, steps, fit.limit_bytes):
+                verdict = judge(record, steps, fit.limit_bytes, PeakRange.of(record, not_modelled))
+                if verdict != "does not fit":
                     peak = max(choice.peak_allocated_bytes, record.peak_allocated_bytes)
-                    left.append(replace(choice, peak_allocated_bytes=peak))
+                    worst_verdict = max(choice.verdict, verdict, key=VERDICTS.index)
+                    left.append(replace(choice, peak_allocated_bytes=peak, verdict=worst_verdict))
     return replace(fit, alternatives=tuple(left))
 
 
@@ -270,16 +294,21 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
     records, judged, fit, phases = found.records, found.judged, found.fit, found.phases
     layout = judged.scenario.layout
     if as_json:
-        values = records[0].to_dict() if len(records) == 1 else JobRecord.of(records).to_dict()
+        values = _with_range(records[0], found) if len(records) == 1 else JobRecord.of(records).to_dict()
+        if len(records) > 1:
+            values["ranks"] = [_with_range(record, found) for record in JobRecord.of(records).ranks]
         verdict = {} if fit is None else {"fit": fit.to_dict() | {"rank": layout.rank}}
         of_job = {} if phases is None else {"phases": phases.to_dict()}
         return json.dumps(values | verdict | of_job, indent=2)
     from memlab.views.text.job_phases import phases_table
+    from memlab.views.text.peak_range import range_lines
     from memlab.views.text.ranks import ranks_table
     from memlab.views.text.record import record_table
 
     lines = [] if fit is None else [*_verdict(found, fit), ""]
     lines += [record_table(records[0]) if len(records) == 1 else ranks_table(records)]
+    ends = [] if not found.ranges else range_lines(found.ranges[records.index(judged)])
+    lines += ["", *ends] if ends else []
     if 1 < len(records) < layout.world_size:
         lines.append(
             f"one rank of each kind is shown: every other one of the {layout.world_size} ranks needs as much memory as "
@@ -292,11 +321,18 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
     return "\n".join([*lines, "", str(estimate_outside_torch(layout))])
 
 
+def _with_range(record: StepRecord, found: _Predicted) -> dict[str, Any]:
+    """Returns a record's values, with both ends of its peak where memlab knows something only as a bound."""
+    ranges = (peak for each, peak in zip(found.records, found.ranges, strict=False) if each is record)
+    peak = next(ranges, None)
+    return record.to_dict() | ({} if peak is None or peak.is_exact else {"peak_range": peak.to_dict()})
+
+
 def _verdict(found: _Predicted, fit: Fit) -> list[str]:
     """Says whether the step fits, and what would: the answer, so it is printed first."""
     layout = found.judged.scenario.layout
     name = f"rank {layout.rank} " if layout.world_size > 1 else ""
-    if len(found.records) > 1 and fit.fits:
+    if len(found.records) > 1 and fit.verdict == "fits":
         name = "each rank "
     if found.is_interrupted and not fit.alternatives:
         return [f"{name}{fit}"]  # what would fit was not tried to the end

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
+from memlab.commands.shared.exit_codes import EXIT_CODES
 from memlab.commands.shared.job_flags import add_writing_option, take_job
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
@@ -31,11 +32,13 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.along_front import AlongFront, AlongFrontInterrupted, largest_along_front
 from memlab.fitting.candidates import candidates, each_alone
+from memlab.fitting.does_it_fit import VERDICTS
 from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
+from memlab.jobs.writing import writable
 from memlab.views.text.job import lines_for
 
 if TYPE_CHECKING:
@@ -53,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
     add_job_arguments(parser)
     add_writing_option(parser)
-    parser.epilog = "Every combination of settings that the search tries includes the memory settings that you give."
+    parser.epilog = (
+        "Every combination of settings that the search tries includes the memory settings that you give. Exit codes: 0 "
+        "if something fits, 1 if nothing does, 3 if the best that was found may fit."
+    )
     parser.add_argument(
         "--rank",
         type=rank_or_all,
@@ -144,6 +150,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     tried = each_alone(base, scenarios[0]) if arguments.alone else candidates(base, scenarios[0])
     most_engines = _most_engines(scenarios, min(len(tried), arguments.max_steps or sys.maxsize))
 
+    is_allowed = writable(arguments.as_framework, scenarios[0], base)
+
     def find_front(workers: Workers) -> SearchResult:
         from memlab.lab.search_workers import front_of
 
@@ -156,6 +164,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             resolution_bytes=resolution_bytes,
             max_steps=arguments.max_steps,
             alone=arguments.alone,
+            is_allowed=is_allowed,
         )
 
     _check_largest(arguments)
@@ -168,7 +177,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         try:
             with (
                 stdout_reserved_for_result(),
-                _workers(arguments.engines, most_engines, replay=arguments.replay) as workers,
+                _workers(arguments.engines, most_engines, replay=arguments.replay, source=source) as workers,
             ):
                 found = find_front(workers)
         except SearchInterrupted as interrupted:
@@ -180,7 +189,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         _show(found, arguments)
         if arguments.as_framework is not None and found.cheapest:
             print(f"\n{lines_for(arguments.as_framework, scenarios[0], found.best.settings, source)}")
-        return 0 if found.cheapest else 1
+        return EXIT_CODES[found.best.verdict]
 
     return job
 
@@ -236,7 +245,8 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
     code = None
     try:
         with stdout_reserved_for_result(), _workers(arguments.engines, replay=arguments.replay) as workers:
-            found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers)
+            is_allowed = writable(arguments.as_framework, job, base)
+            found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers, is_allowed)
     except LayoutSearchInterrupted as interrupted:
         found, code = interrupted.found, _code_of(interrupted)
     except EnginesNotStartedError as error:
@@ -254,7 +264,7 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
         print(f"\n{lines_for(arguments.as_framework, scenario, best.settings)}")
     if code is not None:
         return code
-    return 0 if found.fitting else 1
+    return EXIT_CODES[min((one.verdict for one in found.fitting), key=VERDICTS.index, default="does not fit")]
 
 
 def _check_largest(arguments: argparse.Namespace) -> None:
@@ -302,7 +312,7 @@ def _find_largest(
     try:
         with (
             stdout_reserved_for_result(),
-            _workers(arguments.engines, most_engines, replay=arguments.replay) as workers,
+            _workers(arguments.engines, most_engines, replay=arguments.replay, source=source) as workers,
         ):
             outside_torch_bytes = arguments.gpu_memory - limit_bytes
             found = largest_of(
@@ -323,9 +333,7 @@ def _find_largest(
     if arguments.as_framework is not None and value is not None:
         scenario = with_value(scenarios[0], arguments.largest, value)
         print(f"\n{lines_for(arguments.as_framework, scenario, settings, source)}")
-    if code is not None:
-        return code
-    return 0 if found.largest_that_may_fit is not None else 1
+    return _code_of_largest(found) if code is None else code
 
 
 def _find_along_front(
@@ -339,7 +347,10 @@ def _find_along_front(
 
     code, outside_torch_bytes = None, arguments.gpu_memory - limit_bytes
     try:
-        with stdout_reserved_for_result(), _workers(arguments.engines, replay=arguments.replay) as workers:
+        with (
+            stdout_reserved_for_result(),
+            _workers(arguments.engines, replay=arguments.replay, source=source) as workers,
+        ):
 
             def find(settings: MemorySettings) -> Largest:
                 print(f"the largest under '{settings}':", file=sys.stderr, flush=True)
@@ -370,9 +381,14 @@ def _find_along_front(
     if arguments.as_framework is not None and best is not None and best.largest_that_may_fit is not None:
         scenario = with_value(scenarios[0], arguments.largest, best.largest_that_may_fit)
         print(f"\n{lines_for(arguments.as_framework, scenario, best.settings, source)}")
-    if code is not None:
-        return code
-    return 0 if best is not None else 1
+    return _code_of_largest(best) if code is None else code
+
+
+def _code_of_largest(found: Largest | None) -> int:
+    """Returns the exit code of the best verdict on any value."""
+    if found is None or found.largest_that_may_fit is None:
+        return EXIT_CODES["does not fit"]
+    return EXIT_CODES["may fit" if found.largest_that_fits is None else "fits"]
 
 
 def _code_of(interrupted: KeyboardInterrupt) -> int:
@@ -393,20 +409,24 @@ def _most_engines(scenarios: list[Scenario], num_settings: int) -> int:
 
 
 @contextmanager
-def _workers(engines: int | str | None, at_most: int = sys.maxsize, *, replay: bool) -> Iterator[Workers]:
+def _workers(
+    engines: int | str | None, at_most: int = sys.maxsize, *, replay: bool, source: Job | None = None
+) -> Iterator[Workers]:
     """Opens processes of this machine, by default at most so many, or connects to the engines of a profile."""
     from memlab.lab.search_workers import open_workers
 
+    not_modelled = () if source is None else source.not_modelled
     if not isinstance(engines, str):
-        with open_workers(engines, at_most=at_most, replay=replay) as workers:
+        with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled) as workers:
             yield workers
         return
-    with open_engines(engines) as ranks, open_workers(ranks, replay=replay) as workers:
+    with open_engines(engines) as ranks, open_workers(ranks, replay=replay, not_modelled=not_modelled) as workers:
         print(f"predicting on {len(ranks)} engines", file=sys.stderr, flush=True)
         yield workers
 
 
 def _show(found: SearchResult, arguments: argparse.Namespace) -> None:
+    from memlab.views.text.peak_range import range_lines
     from memlab.views.text.search import alone_table, search_table
 
     table = alone_table(found) if arguments.alone else search_table(found)
@@ -420,5 +440,7 @@ def _show(found: SearchResult, arguments: argparse.Namespace) -> None:
         print(json.dumps(found.to_dict(), indent=2))
         return
     print(table)
+    for line in range_lines(found.best.peak):
+        print(line)
     if arguments.rank is not None and len(found.scenario.ranks_of_every_kind) > 1:
         print(f"\n{other_ranks_line(found.scenario.layout)}")

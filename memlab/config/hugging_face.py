@@ -92,7 +92,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_experts(config: dict[str, Any]) -> int:
-    """Returns the number of experts; of Qwen3-MoE, transformers writes the second name since 5.18."""
+    """Returns the number of experts; of Qwen3-MoE, transformers writes the second name since 5.1."""
     names = ("num_experts", "num_local_experts")
     found = {name: _whole(config, name) for name in names if name in config} or {names[0]: _whole(config, names[0])}
     if len(set(found.values())) > 1:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
-from memlab.fitting.measured_margin import gathers_fp8, limit_with_margin, measured_margin
+from memlab.fitting.measured_margin import (
+    gathers_fp8,
+    limit_with_margin,
+    measured_margin,
+    needs_whole_reserve,
+)
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.jobs.frameworks.framework import NotModelled
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -31,8 +38,8 @@ class Steps(Protocol):
 
 
 Verdict = Literal["fits", "may fit", "does not fit"]
-"""On a measured or predicted step. "may fit": the predicted step completes within the limit, but it would not with the
-margin of `memlab.fitting.measured_margin`, or with as many FP8 gathers as torch may keep."""
+"""On a measured or predicted step. "fits": even the upper end of its peak does (`memlab.fitting.peak_range`). "does not
+fit": not even the lower end does. "may fit": something that memlab knows only as a bound decides."""
 VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
 """From the best to the worst."""
 
@@ -42,6 +49,8 @@ class Alternative:
     """A setting that fits, as predicted by a step of its own."""
 
     settings: MemorySettings
+    verdict: Verdict = "fits"
+    """It fits, or may fit."""
     peak_allocated_bytes: int
     recomputed_operations: float
     """FLOPs that backward recomputes for one token, over all layers."""
@@ -54,7 +63,8 @@ class Alternative:
             costs.append(f"{self.recomputed_operations / 1e9:.2f} GFLOP recomputed per token")
         if self.transferred_bytes:
             costs.append(f"{format_bytes(self.transferred_bytes)} transferred to the host and back")
-        return ", ".join([f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)}", *costs])
+        only_may = ["may fit"] if self.verdict == "may fit" else []
+        return ", ".join([f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)}", *costs, *only_may])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +76,9 @@ class Fit:
     """Estimated, for the CUDA context, libraries and NCCL (`memlab.fitting.outside_torch`)."""
     most_outside_torch_bytes: int
     """As `outside_torch_bytes`, with the most that NCCL is likely to take."""
-    peak_allocated_bytes: int
+    peak_range: PeakRange
     start_bytes: int
-    """Of the peak, what a step under these settings starts with: no recompute or activation offload changes it."""
+    """What a step under these settings starts with at least: no recompute or activation offload changes it."""
     verdict: Verdict
     """Whether torch's allocator completes the step with what is left, releasing what it caches where it must."""
     verdict_with_most_outside: Verdict
@@ -93,23 +103,30 @@ class Fit:
         return self.gpu_memory_bytes - self.outside_torch_bytes
 
     @property
+    def peak_allocated_bytes(self) -> int:
+        """As predicted or measured."""
+        return self.peak_range.peak_allocated_bytes
+
+    @property
     def is_fragmented(self) -> bool:
-        """Whether the peak is within the limit, and the step still does not fit."""
+        """Whether the peak is within the limit, and the step does not fit."""
         return self.verdict == "does not fit" and self.margin_bytes >= 0
 
     @property
     def margin_bytes(self) -> int:
-        """What is left at the peak; negative if the step is short by so much."""
+        """What is left at the predicted peak; negative if the step is short by so much."""
         return self.limit_bytes - self.peak_allocated_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
         alternatives = [asdict(choice) | {"settings": choice.settings.to_dict()} for choice in self.alternatives]
-        return asdict(self) | {"fits": self.fits, "margin_bytes": self.margin_bytes, "alternatives": alternatives}
+        derived = {name: getattr(self, name) for name in ("fits", "margin_bytes", "peak_allocated_bytes")}
+        derived |= {"peak_range": self.peak_range.to_dict()}
+        return asdict(self) | derived | {"alternatives": alternatives}
 
     def __str__(self) -> str:
         size, outside = format_bytes(self.gpu_memory_bytes), format_bytes(self.outside_torch_bytes)
-        margin = verdict_margin(self.verdict, self.margin_bytes)
+        margin = verdict_margin(self.verdict, self.limit_bytes, self.peak_range)
         if self.verdict_with_most_outside == self.verdict:
             return f"{self.verdict} {size} minus about {outside} outside torch{margin}; based on {self.basis}"
         most = f"{self.verdict_with_most_outside} if they take {format_bytes(self.most_outside_torch_bytes)}"
@@ -119,19 +136,29 @@ class Fit:
         )
 
 
-def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
+def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
     """Says by how much a step fits or not, after the words of its verdict.
 
     Args:
         verdict: Of the step.
-        margin_bytes: The limit less the allocated peak.
+        limit_bytes: What torch may reserve.
+        peak: Of the step.
     """
+    short_bytes = peak.peak_allocated_bytes - limit_bytes
     if verdict == "does not fit":
-        if margin_bytes >= 0:
+        if short_bytes <= 0:
             return ": the peak fits, but fragmentation leaves no block large enough"
-        return f": short by {format_bytes(-margin_bytes)}"
-    less = ', not enough for "fits"' if verdict == "may fit" else ""
-    return f", with {format_bytes(margin_bytes)} to spare{less}"
+        if peak.less_bytes:
+            return (
+                f": even the lower end of its peak ({peak}) is short by {format_bytes(peak.lower_bytes - limit_bytes)}"
+            )
+        return f": short by {format_bytes(short_bytes)}"
+    if peak.is_exact:
+        less = ', not enough for "fits"' if verdict == "may fit" else ""
+        return f", with {format_bytes(-short_bytes)} to spare{less}"
+    if verdict == "may fit":
+        return f": its peak is {peak}, and torch can have {format_bytes(limit_bytes)}"
+    return f", with {format_bytes(limit_bytes - peak.upper_bytes)} to spare at the upper end of its peak ({peak})"
 
 
 def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: bool = False) -> str:
@@ -151,6 +178,8 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     margin = measured_margin(scenario)
     routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
     needed = f"{margin.steps} needed up to {margin.share:.1%} more than predicted (rounded up)"
+    if needs_whole_reserve(scenario):
+        needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'
     kept = '; "fits" includes all that torch may keep of FP8 gathers' if gathers_fp8(scenario) else ""
     return f"a predicted step{routing}; {needed}{kept}"
 
@@ -167,13 +196,22 @@ class FitInterrupted(KeyboardInterrupt):
         self.fit = fit
 
 
-def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int) -> Fit:
+def judge_fit(
+    record: StepRecord,
+    steps: Steps,
+    gpu_memory_bytes: int,
+    not_modelled: Sequence[NotModelled] = (),
+    *,
+    is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
+) -> Fit:
     """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
 
     Args:
         record: A step that finished.
         steps: Takes further steps of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
+        not_modelled: What the step's job does and memlab does not predict.
+        is_allowed: Says which settings may be proposed.
 
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
@@ -182,19 +220,21 @@ def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int) -> Fit:
     limit_bytes = gpu_memory_bytes - outside.total_bytes
     is_measured = record.backend != "simulated"
 
+    peak = PeakRange.of(record, not_modelled)
+
     def verdict_within(bytes_for_torch: int) -> Verdict:
-        return judge(record, steps, bytes_for_torch, with_margin=not is_measured)
+        return judge(record, steps, bytes_for_torch, peak)
 
     verdict = verdict_within(limit_bytes)
     may_be_less = verdict != "does not fit" and outside.most_bytes > outside.total_bytes
     with_most = verdict_within(gpu_memory_bytes - outside.most_bytes) if may_be_less else verdict
-    start_bytes = record.static_bytes - record.residual_bytes
+    start_bytes = max(0, record.static_bytes - record.residual_bytes - peak.less_bytes)
     can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes and not record.forward_only
     fit = Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside.total_bytes,
         most_outside_torch_bytes=outside.most_bytes,
-        peak_allocated_bytes=record.peak_allocated_bytes,
+        peak_range=peak,
         start_bytes=start_bytes,
         verdict=verdict,
         verdict_with_most_outside=with_most,
@@ -202,7 +242,8 @@ def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int) -> Fit:
     )
     fitting: list[Alternative] = []
     try:
-        fitting.extend(_alternatives(record, steps, limit_bytes) if can_be_helped else ())
+        if can_be_helped:
+            fitting.extend(_alternatives(record, steps, limit_bytes, not_modelled, is_allowed))
     except KeyboardInterrupt:
         raise FitInterrupted(replace(fit, alternatives=_by_cost(fitting))) from None
     return replace(fit, alternatives=_by_cost(fitting))
@@ -212,35 +253,52 @@ def _by_cost(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
     return tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.transferred_bytes)))
 
 
-def _alternatives(record: StepRecord, steps: Steps, limit_bytes: int) -> Iterator[Alternative]:
-    """Takes a step under each setting that does one thing more, and yields those that fit."""
+def _alternatives(
+    record: StepRecord,
+    steps: Steps,
+    limit_bytes: int,
+    not_modelled: Sequence[NotModelled],
+    is_allowed: Callable[[MemorySettings], bool],
+) -> Iterator[Alternative]:
+    """Takes a step under each setting that does one thing more, and yields those that fit or may fit."""
     own, *others = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
     assert own == record.settings
-    for settings in others:
+    for settings in filter(is_allowed, others):
         other = steps(settings)
-        if fits(other, steps, limit_bytes):
+        verdict = judge(other, steps, limit_bytes, PeakRange.of(other, not_modelled))
+        if verdict != "does not fit":
             yield Alternative(
                 settings=settings,
+                verdict=verdict,
                 peak_allocated_bytes=other.peak_allocated_bytes,
                 recomputed_operations=recomputed_operations(settings, other.scenario),
                 transferred_bytes=transferred_bytes(other),
             )
 
 
-def judge(record: StepRecord, steps: Steps, limit_bytes: int, *, with_margin: bool = True) -> Verdict:
+def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | None = None) -> Verdict:
     """Returns the verdict on a step within a limit.
 
     Args:
         record: Of the step, without a limit.
         steps: Says whether the step completes within a limit.
         limit_bytes: What torch may hold.
-        with_margin: Whether to leave the measured margin, which is that of predictions for GPUs. A measured step, and
-            one that was predicted for a CPU, have none.
+        peak: Both ends of the step's peak; None is that of a step whose job memlab models as a whole.
     """
-    least_bytes = limit_with_margin(limit_bytes, record.scenario) if with_margin else limit_bytes
-    if fits(record, steps, least_bytes - record.kept_gather_bytes):
+    if record.status != "ok":
+        return "does not fit"
+    peak = peak or PeakRange.of(record)
+    least_bytes = limit_with_margin(limit_bytes, record.scenario) if peak.is_predicted else limit_bytes
+    least_bytes -= peak.more_bytes
+    reserved_bytes = record.peak_reserved_bytes or 0
+    is_certain = not (peak.is_predicted and needs_whole_reserve(record.scenario)) or reserved_bytes <= least_bytes
+    if not peak.may_be_higher and is_certain and fits(record, steps, least_bytes):
         return "fits"
-    return "may fit" if with_margin and fits(record, steps, limit_bytes) else "does not fit"
+    if peak.may_be_lower:
+        return "may fit"
+    # Without what causes take, blocks are others than in the predicted step: only the lower end itself is certain.
+    fits_lower = peak.lower_bytes <= limit_bytes if peak.less_bytes else fits(record, steps, limit_bytes)
+    return "may fit" if fits_lower else "does not fit"
 
 
 def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:

@@ -19,6 +19,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.units import format_bytes
@@ -46,6 +47,8 @@ class FittingLayout:
     rank: int
     """The worst of its ranks."""
     peak_allocated_bytes: int
+    peak_range: PeakRange
+    """Both ends of the highest peak."""
     margin_bytes: int
     """What is left for torch at that peak."""
     outside_torch_bytes: int
@@ -95,7 +98,8 @@ class LayoutSearch:
             nothing = "nothing that was tried fits" if self.num_left else "no layout fits"
             return f"{nothing} {memory}: take more GPUs, another training state, or a smaller micro-batch"
         best = self.fitting[0]
-        margin = verdict_margin(best.verdict, best.margin_bytes)
+        limit_bytes = best.peak_allocated_bytes + best.margin_bytes
+        margin = verdict_margin(best.verdict, limit_bytes, best.peak_range)
         return (
             f"{best.layout} with '{best.settings}' {best.verdict} {memory}{margin}; based on {basis_of(self.scenario)}"
         )
@@ -103,7 +107,10 @@ class LayoutSearch:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
         values = {name: getattr(self, name) for name in ("verdict", *self.__slots__)}
-        fitting = [asdict(one) | {"settings": one.settings.to_dict()} for one in self.fitting]
+        fitting = [
+            asdict(one) | {"settings": one.settings.to_dict(), "peak_range": one.peak_range.to_dict()}
+            for one in self.fitting
+        ]
         return values | {"scenario": self.scenario.to_dict(), "base": self.base.to_dict(), "fitting": fitting}
 
 
@@ -228,6 +235,7 @@ def search_layouts(
     predict: Callable[[Step], Prediction],
     communicate: Callable[[Scenario, MemorySettings], dict[str, int]],
     *,
+    is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
     on_layout: Callable[[Scenario, FittingLayout | None, int], object] = lambda job, found, num_left: None,
     look_ahead: Callable[[Callable[[Known], Iterator[Step]]], object] = lambda likely: None,
 ) -> LayoutSearch:
@@ -240,6 +248,7 @@ def search_layouts(
         gpu_memory_bytes: Of each GPU.
         predict: Predicts a step.
         communicate: Counts what a rank sends in a step, by kind of collective.
+        is_allowed: Says which settings may be proposed; the base is always tried.
         on_layout: Called with each layout that was predicted, what was found, and how many may follow.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps of the
             layouts that follow will probably be asked for, given what is known of them. Steps that are predicted ahead
@@ -274,7 +283,8 @@ def search_layouts(
 
     def likely(known: Known) -> Iterator[Step]:
         following = [each for each in islice(left, 1, None) if might_be_better(each[0])]
-        first_unknown = (_first_unknown(_least_recompute(one, base, limit), known) for one, limit in following)
+        searched = (_least_recompute(one, base, limit, is_allowed) for one, limit in following)
+        first_unknown = (_first_unknown(search, known) for search in searched)
         return (step for step in first_unknown if step is not None)
 
     look_ahead(likely)
@@ -282,7 +292,7 @@ def search_layouts(
         while left:
             one, limit_bytes = left[0]
             if might_be_better(one):
-                fits = _answered(_least_recompute(one, base, limit_bytes), predict)
+                fits = _answered(_least_recompute(one, base, limit_bytes, is_allowed), predict)
                 if fits is None:
                     not_fitting.append(one)
                 else:
@@ -326,14 +336,16 @@ def _first_unknown(search: _Search, known: Known) -> Step | None:
     return step
 
 
-def _least_recompute(job: Scenario, base: MemorySettings, limit_bytes: int) -> _Search:
+def _least_recompute(
+    job: Scenario, base: MemorySettings, limit_bytes: int, is_allowed: Callable[[MemorySettings], bool]
+) -> _Search:
     """Goes from the base to the most recompute, the least first, until all ranks fit.
 
     One rank that does not fit decides, so the rank that was the last one not to fit is asked first. When a rank does
     not fit for the first time, the most recompute is tried on it: if that does not help, nothing does.
     """
     ranks = deciding_ranks(job)
-    every = _settings_to_try(base, tuple(ranks))
+    every = [one for one in _settings_to_try(base, tuple(ranks)) if one == base or is_allowed(one)]
     are_helped: set[int] = set()
     for settings in every:
         predictions: list[Prediction] = []
@@ -359,6 +371,7 @@ def _least_recompute(job: Scenario, base: MemorySettings, limit_bytes: int) -> _
                 verdict=worst.verdict,
                 rank=worst.rank,
                 peak_allocated_bytes=peak,
+                peak_range=max(predictions, key=lambda one: one.peak_allocated_bytes).peak_range,
                 margin_bytes=limit_bytes - peak,
                 outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
                 recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),

@@ -12,6 +12,7 @@ from typing import Any, Self
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
+from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.recompute_cost import recomputed_share
 from memlab.units import format_bytes
 
@@ -33,6 +34,8 @@ class Point:
     """The most that is on the host."""
     verdict: Verdict
     """Whether torch's allocator completes the step within the limit."""
+    peak_range: PeakRange | None = None
+    """Both ends of the highest peak; None if it is estimated."""
     peak_phase: str = ""
     """Phase of the highest peak, of `memlab.vocabulary.PHASES`: what a setting frees in another one lowers no peak."""
 
@@ -40,6 +43,11 @@ class Point:
     def fits(self) -> bool:
         """Whether the predicted step completes: it fits, or may fit."""
         return self.verdict != "does not fit"
+
+    @property
+    def peak(self) -> PeakRange:
+        """Both ends of the peak."""
+        return self.peak_range or PeakRange.exactly(self.peak_allocated_bytes)
 
     @property
     def work(self) -> tuple[float, int]:
@@ -106,7 +114,7 @@ class SearchResult:
     def verdict(self) -> str:
         """The answer in one line: which setting fits at the least cost, by how much, and what that is based on."""
         best = self.best
-        margin = verdict_margin(best.verdict, self.limit_bytes - best.peak_allocated_bytes)
+        margin = verdict_margin(best.verdict, self.limit_bytes, best.peak)
         limit = format_bytes(self.limit_bytes + self.outside_torch_bytes)
         if self.outside_torch_bytes:
             limit += f" minus about {format_bytes(self.outside_torch_bytes)} outside torch"
@@ -126,6 +134,7 @@ class SearchResult:
         points = [
             asdict(point)
             | {"settings": point.settings.to_dict(), "fits": point.fits}
+            | {"peak_range": None if point.peak_range is None else point.peak_range.to_dict()}
             | {"on_front": point in front, "is_cheapest": point in cheapest}
             for point in self.points
         ]
@@ -137,7 +146,7 @@ class SearchResult:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Builds a result from what `to_dict` returned."""
         points = tuple(
-            Point(**{name: point[name] for name in Point.__slots__ if name in point} | _settings(point))
+            Point(**{name: point[name] for name in Point.__slots__ if name in point} | _nested(point))
             for point in values["points"]
         )
         scenario, base = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["base"])
@@ -172,5 +181,7 @@ def is_dominated(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
     return all(other <= own for own, other in zip(ours, theirs, strict=True))
 
 
-def _settings(values: dict[str, Any]) -> dict[str, MemorySettings]:
-    return {"settings": MemorySettings.from_dict(values["settings"])}
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    peak = values.get("peak_range")
+    peak_range = None if peak is None else PeakRange.from_dict(peak)
+    return {"settings": MemorySettings.from_dict(values["settings"]), "peak_range": peak_range}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Steps, Verdict, judge, transferred_bytes
+from memlab.fitting.peak_range import PeakRange
+from memlab.jobs.frameworks.framework import NotModelled
 from memlab.record.step_record import StepRecord
 
 
@@ -18,6 +20,7 @@ class Prediction:
 
     rank: int
     peak_allocated_bytes: int
+    peak_range: PeakRange
     peak_reserved_bytes: int
     start_bytes: int
     """Allocated when the step begins, without what an earlier step left: no recompute or activation offload changes
@@ -39,23 +42,25 @@ class Prediction:
         return self.verdict != "does not fit"
 
     @classmethod
-    def of(cls, record: StepRecord, steps: Steps, limit_bytes: int, *, on_cpu: bool = False) -> Self:
+    def of(cls, record: StepRecord, steps: Steps, limit_bytes: int, not_modelled: Sequence[NotModelled] = ()) -> Self:
         """Judges a step that was taken without a limit.
 
         Args:
             record: Of the step.
             steps: Says whether it completes within the limit.
             limit_bytes: What torch may reserve.
-            on_cpu: Whether the step was predicted for a CPU.
+            not_modelled: What the step's job does and memlab does not predict.
         """
+        peak_range = PeakRange.of(record, not_modelled)
         return cls(
             rank=record.scenario.layout.rank,
             peak_allocated_bytes=record.peak_allocated_bytes,
+            peak_range=peak_range,
             peak_reserved_bytes=record.peak_reserved_bytes or record.peak_allocated_bytes,
             start_bytes=record.static_bytes - record.residual_bytes,
             transferred_bytes=transferred_bytes(record),
             host_bytes=record.host_bytes,
-            verdict=judge(record, steps, limit_bytes, with_margin=not on_cpu),
+            verdict=judge(record, steps, limit_bytes, peak_range),
             without_effect=frozenset(record.without_effect),
             peak_phase=record.peak_phase,
         )

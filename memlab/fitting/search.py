@@ -50,6 +50,7 @@ def search(
     resolution_bytes: int = 1,
     max_steps: int | None = None,
     alone: bool = False,
+    is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
     on_point: Callable[[Point, int, Callable[[], int]], object] = lambda point, num_left, count_likely: None,
     look_ahead: Callable[[Likely], object] = lambda likely: None,
 ) -> SearchResult:
@@ -64,6 +65,7 @@ def search(
         resolution_bytes: As in `SearchResult`.
         max_steps: The most settings to predict; None is as many as are needed.
         alone: Predicts settings with one change only (`each_alone`), and all of them.
+        is_allowed: Says which settings may be proposed; the base is always predicted.
         on_point: Called with each point, how many settings may still follow, and a function that counts how many
             probably will.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps will
@@ -73,7 +75,12 @@ def search(
     Raises:
         SearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
-    frontier = _Frontier(base, scenarios, limit_bytes, resolution_bytes, each_alone if alone else candidates)
+
+    def tried(settings: MemorySettings, scenario: Scenario) -> list[MemorySettings]:
+        every = each_alone(settings, scenario) if alone else candidates(settings, scenario)
+        return [one for one in every if one == base or is_allowed(one)]
+
+    frontier = _Frontier(base, scenarios, limit_bytes, resolution_bytes, tried)
 
     def found() -> SearchResult:
         return SearchResult(
@@ -172,6 +179,7 @@ class _Frontier:
             transferred_bytes=max(rank.transferred_bytes for rank in ranks),
             host_bytes=max(rank.host_bytes for rank in ranks),
             verdict=worst.verdict,
+            peak_range=max(ranks, key=lambda rank: rank.peak_allocated_bytes).peak_range,
             peak_phase=max(ranks, key=lambda rank: rank.peak_allocated_bytes).peak_phase,
         )
         self._prune([point])
@@ -240,6 +248,7 @@ class _Frontier:
                 settings=settings,
                 peak_allocated_bytes=max(peaks),
                 transferred_bytes=max(transfers),
+                peak_range=None,
                 verdict="fits" if max(peaks) <= self._limit_bytes else "does not fit",
             )
         self._prune(list(self.points.values()))

@@ -1,12 +1,17 @@
-"""How much what memlab does not model can change, on the rank of a job that it changes most."""
+"""How much what memlab does not model can change on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.keys import Effect
+from memlab.vocabulary import RESIDUAL_CATEGORIES
+
+_Value = TypeVar("_Value")
 
 
 def _fused_accumulation_bytes(scenario: Scenario) -> int:
@@ -99,16 +104,44 @@ def _router_bytes(scenario: Scenario) -> int:
 
 
 def _trained_bytes(scenario: Scenario) -> int:
-    """Returns what gradients and optimizer state of all parameters of a rank take, sharded as the job shards them."""
-    layout, state = scenario.layout, scenario.state
-    dense, experts = _parameters(scenario)
-    copies = layout.data_parallel_size * layout.context_parallel_size
-    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size
-    of_gradient = 2 if state.grad_reduce_in_bf16 else 4
-    shards = (copies, max(1, layout.ranks_of_a_stage // by_experts)) if state.use_distributed_optimizer else (1, 1)
+    """Returns what gradients and optimizer state of all parameters take on the device of a rank, sharded as in the job.
+
+    See `TrainingState` for the types; a CPU optimizer keeps the moments of its share on the host, and with the
+    precision-aware optimizer also the main parameters.
+    """
+    state = scenario.state
+    of_gradient = 2 if scenario.dtype == "bf16" and state.grad_reduce_in_bf16 else 4
+    on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
+    main, moments = 4 if scenario.dtype == "bf16" else 0, 8
+    if state.use_precision_aware_optimizer and not state.optimizer_cpu_offload:
+        main = _BYTES[state.main_params_dtype]
+        moments = _BYTES[state.exp_avg_dtype] + _BYTES[state.exp_avg_sq_dtype]
+    of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     return sum(
-        count * of_gradient + 12 * -(-count // shard) for count, shard in zip((dense, experts), shards, strict=True)
+        count * of_gradient + round(of_optimizer * -(-count // (shards if state.use_distributed_optimizer else 1)))
+        for count, shards in zip(_parameters(scenario), _copies(scenario), strict=True)
     )
+
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def _copies(scenario: Scenario) -> tuple[int, int]:
+    """Returns how many ranks hold each parameter, outside experts and in them."""
+    layout = scenario.layout
+    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+    return layout.data_parallel_size * layout.context_parallel_size, max(1, layout.ranks_of_a_stage // by_experts)
+
+
+def _sharded_bytes(scenario: Scenario) -> int:
+    """Returns what FSDP can spread over the ranks that hold the same parameters, apart from each rank's own share.
+
+    These are parameters and gradients, and the optimizer state where the distributed optimizer does not spread it.
+    """
+    state = scenario.state
+    of_parameter = 2 + 4 + (0 if state.use_distributed_optimizer else 12)
+    copies = zip(_parameters(scenario), _copies(scenario), strict=True)
+    return sum(of_parameter * (count - count // shards) for count, shards in copies)
 
 
 def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -145,6 +178,21 @@ def _router_rows_bytes(scenario: Scenario) -> int:
     return 4 * (model.num_moe_experts or 0) * (rows + scenario.num_layers_of_stage * model.hidden_size)
 
 
+def _unfused_permutation_bytes(scenario: Scenario) -> int:
+    """Returns what the permutation of tokens keeps where it is not fused, and its temporary tensors.
+
+    In each layer in flight these are an index of 8 bytes per row of the experts, twice, and for each token and expert
+    two masks, an index and the probabilities; while one layer permutes, there are two more tensors of its rows
+    (``permute`` and ``unpermute`` in megatron/core/transformer/moe/moe_utils.py, 0.16.1). The fused permutation keeps
+    less than that: one index of 4 bytes for each token and expert, twice.
+    """
+    model, tokens = scenario.architecture, scenario.tokens_of_rank
+    rows = tokens * model.moe_router_topk
+    in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    kept = 16 * rows + (1 + 1 + 8 + 8) * tokens * (model.num_moe_experts or 0)
+    return in_flight * kept + 2 * 2 * rows * model.hidden_size
+
+
 def _received_ahead_bytes(scenario: Scenario) -> int:
     """Returns the inputs and their gradients that a stage receives ahead, of each of its chunks."""
     elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -175,6 +223,7 @@ def _parameters(scenario: Scenario) -> tuple[int, int]:
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_router_dtype": _router_rows_bytes,
+    "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "gradient_accumulation_fusion": _fused_accumulation_bytes,
     "defer_fp32_logits": lambda scenario: 4 * _logits(scenario),
@@ -182,14 +231,18 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
+    "fused_lm_head_logprob": _whole_loss_bytes,
     "create_attention_mask_in_dataloader": _mask_bytes,
     "attention_dropout": _dropped_scores_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
+    "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
+    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
-"""By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says."""
+"""By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
+What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
 
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     **dict.fromkeys(
@@ -202,3 +255,93 @@ EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
     "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.is_moe else "more",
 }
 """By the last part of a key, where the model decides the sign of its effect."""
+
+FREEZES = (
+    "lora_rank",
+    "lora.rank",
+    "peft.enabled",
+    "peft.*",
+    "tuner_type",
+    "train_type",
+    "freeze_*",
+    "only_train_params_name_list",
+)
+"""Keys with which only a part of the parameters is trained."""
+
+_STATE = ("gradients", "optimizer state")
+_OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
+_CAN_TAKE: dict[str, tuple[str, ...]] = {
+    "freeze_moe_router": _STATE,
+    **dict.fromkeys(("offload_optimizer_states", "use_stateless_adam"), ("optimizer state",)),
+    **dict.fromkeys(FREEZES, _OF_TRAINING),
+    **dict.fromkeys(
+        (
+            "use_megatron_fsdp",
+            "use_torch_fsdp2",
+            "use_custom_fsdp",
+            "*tensor_parallel_num_weight_shards",
+            "*gtp_weight_remat_size",
+        ),
+        ("parameters", *_STATE),
+    ),
+    **dict.fromkeys(
+        (
+            "cpu_offloading",
+            "cpu_offloading_num_layers",
+            "distribute_saved_activations",
+            "mlp_chunks_for_training",
+            "recompute_loss_function",
+            "recompute_modules",
+            "offload_modules",
+            "activation_func_fp8_input_store",
+            "fuse_loss",
+            "moe_layer_recompute",
+            "fp16_lm_cross_entropy",
+            "mlp_padding_free",
+            "no_overlap_p2p_communication",
+            "no_rope_freq",
+        ),
+        RESIDUAL_CATEGORIES,
+    ),
+    **dict.fromkeys(
+        (
+            "disable_parameter_transpose_cache",
+            "reuse_grad_buf_for_mxfp8_param_ag",
+            "use_precision_aware_optimizer_no_fp8_params_transpose",
+        ),
+        ("parameters",),
+    ),
+}
+"""By the end of a key whose effect is less: in which categories it can take bytes away. ``cpu_offloading`` also moves
+weights with ``cpu_offloading_weights``, off by default (megatron/core/model_parallel_config.py, 0.16.1)."""
+
+
+def bound_bytes(key: str, scenario: Scenario, settings: MemorySettings) -> int | None:
+    """Returns how much a key that memlab does not model changes at most on a rank; None if that is not known."""
+    by_settings = _of_end(BOUNDS_BY_SETTINGS, key)
+    if by_settings is not None:
+        return by_settings(scenario, settings)
+    bound = _of_end(BOUNDS, key)
+    return None if bound is None else bound(scenario)
+
+
+def categories_it_can_take(key: str) -> tuple[str, ...] | None:
+    """Returns of which categories a key with the effect *less* can take bytes away; None if that is not known."""
+    return _of_end(_CAN_TAKE, key)
+
+
+def is_of_inference_engine(key: str) -> bool:
+    """Whether a key concerns the engine that generates, and not the training step."""
+    return not {"rollout", "generation"}.isdisjoint(key.split("."))
+
+
+def freezes_parameters(key: str) -> bool:
+    """Whether with a key only a part of the parameters is trained, so that a layer may also keep less for backward."""
+    return categories_it_can_take(key) == _OF_TRAINING
+
+
+def _of_end(table: Mapping[str, _Value], key: str) -> _Value | None:
+    """Returns what a table has for the last parts of a key, the longest end first."""
+    parts = key.split(".")
+    ends = [".".join(parts[-number:]) for number in (3, 2, 1)]
+    return next((table[name] for end in ends for name in table if fnmatch.fnmatchcase(end, name)), None)

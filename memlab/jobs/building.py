@@ -260,6 +260,8 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
         ValueError: If memlab refuses a value.
     """
     values, default = reading.values, TrainingState()
+    if layout.pipeline_model_parallel_size == 1:
+        values["deallocate_pipeline_outputs"] = False
     if not values.get("optimizer_cpu_offload"):
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
             values[name] = getattr(default, name)
@@ -300,16 +302,19 @@ def settings_of(reading: Reading) -> MemorySettings:
 
 
 def recompute_of_all_layers(reading: Reading, settings: MemorySettings, scenario: Scenario) -> MemorySettings:
-    """Returns the settings with as many layers as a model chunk has, where ``block`` recompute names more.
+    """Returns the settings with as many layers as a model chunk has, where full recompute names more.
 
-    Megatron-Core then recomputes all of them (``_checkpointed_forward`` in transformer_block.py, 0.16.1).
+    Under ``block``, Megatron-Core then recomputes all of them (``_checkpointed_forward`` in transformer_block.py,
+    0.16.1). Under ``uniform``, they are a single checkpoint from 0.17.0 on, and 0.16.1 reads past the last one.
     """
-    named, most = settings.recompute_num_layers, max(scenario.layers_of_chunks)
-    if settings.recompute_method != "block" or named is None or named <= most:
+    named, layers = settings.recompute_num_layers, set(scenario.layers_of_chunks)
+    most, is_block = max(layers), settings.recompute_method == "block"
+    if named is None or named <= most or not (is_block or len(layers) == 1):
         return settings
-    reading.warnings.append(
-        f"recompute_num_layers is {named}, and a model chunk has {most} layers: all of them are recomputed"
-    )
+    done = "all of them are recomputed"
+    if not is_block:
+        done = "all of them are a checkpoint from megatron-core 0.17 on, and 0.16 fails"
+    reading.warnings.append(f"recompute_num_layers is {named}, and a model chunk has {most} layers: {done}")
     return replace(settings, recompute_num_layers=most)
 
 

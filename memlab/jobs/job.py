@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import BOUNDS, BOUNDS_BY_SETTINGS, EFFECTS
+from memlab.jobs.bounds import EFFECTS, bound_bytes
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -215,7 +215,15 @@ def _built(
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         _bound(reading, scenario, settings)
     except CannotStartError as error:
-        cannot_start, scenario = str(error), None
+        scenario = None
+        if reading.guessed:
+            names = ", ".join(reading.guessed)
+            not_supported = (
+                f"{names} is known only when the job runs, and with the default the framework refuses the job: give "
+                f"--set {reading.guessed[0]}=VALUE ({error})"
+            )
+        else:
+            cannot_start = str(error)
     except ValueError as error:
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
@@ -286,20 +294,14 @@ def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
 
 
 def _bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
-    """Says how much what is not modelled can change, where that is known."""
-    by_key = BOUNDS_BY_SETTINGS | {name: _without_settings(bound) for name, bound in BOUNDS.items()}
+    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
+    ranks = [replace(scenario, layout=replace(scenario.layout, rank=rank)) for rank in scenario.ranks_of_every_kind]
     for index, one in enumerate(reading.not_modelled):
-        parts = one.key.split(".")
-        bound = next((by_key[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in by_key), None)
-        if bound is not None and one.effect != "unknown":
-            ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
-            effect = EFFECTS[parts[-1]](scenario) if parts[-1] in EFFECTS else one.effect
-            bound_bytes = max(bound(rank, settings) for rank in ranks)
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=bound_bytes)
-
-
-def _without_settings(bound: Callable[[Scenario], int]) -> Callable[[Scenario, MemorySettings], int]:
-    return lambda scenario, _: bound(scenario)
+        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
+        if None not in bounds and one.effect != "unknown":
+            name = one.key.rpartition(".")[2]
+            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
+            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -101,7 +102,7 @@ def _rest_of_texts(
     return {
         key.name: key.conversion.write(composed[key.field])
         for key in framework.keys
-        if key.name.partition(".")[0] in flags and key.name in others - values.keys()
+        if key.name.partition(".")[0] in flags and key.name in others - values.keys() and key.field in composed
     }
 
 
@@ -117,6 +118,24 @@ def _fields(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns all fields of a job by their names."""
     parts = (scenario, scenario.layout, scenario.state, settings)
     return {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+
+
+def writable(framework_name: str | None, scenario: Scenario, base: MemorySettings) -> Callable[[MemorySettings], bool]:
+    """Returns a function that says whether a framework can express other settings of a job as well as its own.
+
+    Args:
+        framework_name: One of `FRAMEWORKS`; None, no framework, can express everything.
+        scenario: Of the job.
+        base: The job's own settings. What the framework cannot express of them restricts nothing.
+
+    Raises:
+        ValueError: If there is no such framework.
+    """
+    if framework_name is None:
+        return lambda settings: True
+    framework = framework_named(framework_name)
+    before = unsaid(framework, scenario, base).keys()
+    return lambda settings: unsaid(framework, scenario, settings).keys() <= before
 
 
 def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
@@ -144,5 +163,7 @@ def _changed(framework: Framework, scenario: Scenario, settings: MemorySettings)
     own = _fields(scenario, settings)
     usual = {"allocator": AllocatorSettings(), "dtype": "bf16"} | framework.fixed
     changed |= {name for name, value in usual.items() if own[name] != value}
+    if scenario.layout.pipeline_model_parallel_size == 1:
+        changed.discard("deallocate_pipeline_outputs")
     is_checkpointing = checkpoints_moe_layers(settings, scenario.architecture)
     return changed if is_checkpointing else changed - {"checkpoint_input_remedy"}

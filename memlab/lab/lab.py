@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -85,6 +86,8 @@ class Lab:
     """
 
     _open: Lab | None = None
+    _opening = threading.RLock()
+    """Held while a lab is opened: a second thread that opens one waits, and then closes the first one's lab."""
 
     def __init__(
         self,
@@ -106,6 +109,8 @@ class Lab:
         ranks: Ranks | None = None,
         replay: bool = True,
     ) -> None:
+        if Lab._open is not None:  # its thread must not wait for `_opening`
+            Lab._open._session.worker.refuse_on_own_thread()
         scenario = Scenario.of(
             architecture,
             num_layers=num_layers,
@@ -131,13 +136,19 @@ class Lab:
             self._session = _session_here(scenario, backend, allocator)
             self._session.stepper.replays = replay
         self._worker = self._session.worker
-        _close_open_lab()
-        Lab._open = self
-        try:
-            self._session.build()
-        except BaseException:
-            self.close()  # a build that Ctrl-C interrupted runs to its end first
-            raise
+        with Lab._opening:
+            try:
+                self._require_free()
+                _close_open_lab()
+            except BaseException:
+                self._worker.end()
+                raise
+            Lab._open = self
+            try:
+                self._session.build()
+            except BaseException:
+                self.close()  # a build that Ctrl-C interrupted runs to its end first
+                raise
 
     @property
     def backend(self) -> Backend | JobBackend:
@@ -588,11 +599,17 @@ class Lab:
     def close(self) -> None:
         """Frees model, optimizer, process group and thread. Records stay readable. A second call does nothing."""
         self._worker.refuse_on_own_thread()
+        if not self.closed:
+            self._require_free()  # a release that is refused would leave the model allocated for good
         self.stop()
         try:
             self._session.close()
         finally:
             self._leave()
+
+    def _require_free(self) -> None:
+        if isinstance(self._session, Session):  # a job works in other processes
+            self._session.stepper.require_free()
 
     def drop(self) -> dict[str, int]:
         """Closes the lab the careless way: drops its names only, and finds what kept how much of the model alive.

@@ -28,12 +28,12 @@ class ResidencyControl:
     def pinned_host_memory(self) -> bool:
         """Implements `Lab.pinned_host_memory`."""
         self._session.worker.require_open()
-        return self._stepper.transfers.residency.pinned
+        return self._stepper.pinned_host_memory
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
         def set_pinned() -> None:
-            self._stepper.transfers.residency.pinned = pinned
+            self._stepper.pinned_host_memory = pinned
 
         self._session.run_exclusive(set_pinned)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.prediction import Prediction
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.live_objects import count_objects
 from memlab.quiet_import import imported
 from memlab.record.step_record import StepRecord
 
@@ -140,7 +142,7 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
         # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
         # be included again. If few objects are left, torch and Megatron are excluded already, and a small model is no
         # reason for that. (`gc.get_freeze_count` would say so too, but counts 300,000 objects one by one.)
-        if len(gc.get_objects()) < _FEW_OBJECTS:
+        if count_objects() < _FEW_OBJECTS:
             yield lab
             return
         was_frozen = gc.get_freeze_count() > 0
@@ -180,6 +182,7 @@ class Predictor:
         limit_bytes: int,
         replay: bool = True,
         backend: str = "simulated",
+        not_modelled: Sequence[NotModelled] = (),
     ) -> Prediction:
         """Takes one step, and a second one with the limit if only that shows whether the step fits.
 
@@ -189,6 +192,7 @@ class Predictor:
             limit_bytes: What torch may hold.
             replay: As for a `Lab`.
             backend: Name of the backend whose step is predicted: bytes on the ``cpu`` have no allocator's rounding.
+            not_modelled: What the step's job does and memlab does not predict.
         """
         from memlab.backends.simulated import predicting
 
@@ -196,7 +200,7 @@ class Predictor:
             self.close()
             opened = stepping(scenario, replay=replay, backend=predicting(backend))
             self._steps, self._open_for = self._lab.enter_context(opened), (scenario, backend)
-        return Prediction.of(self._steps(settings), self._steps, limit_bytes, on_cpu=backend == "cpu")
+        return Prediction.of(self._steps(settings), self._steps, limit_bytes, not_modelled)
 
     def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
         """Counts what a rank sends in a step, by kind of collective, on a lab of its own."""

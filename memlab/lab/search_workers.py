@@ -27,6 +27,7 @@ from memlab.fitting.layouts import FittingLayout, Known, LayoutSearch, Step, sea
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.search import Likely, search
+from memlab.jobs.frameworks.framework import NotModelled
 from memlab.lab.search_steps import NO_GPU, Predictor
 from memlab.ranks.balanced import Balanced, CallLostError
 from memlab.ranks.local_processes import LocalProcesses
@@ -48,6 +49,7 @@ def open_workers(
     at_most: int = sys.maxsize,
     replay: bool = True,
     backend: str = "simulated",
+    not_modelled: Sequence[NotModelled] = (),
 ) -> Iterator[Workers]:
     """Opens processes that predict, for the block.
 
@@ -57,15 +59,16 @@ def open_workers(
         at_most: How many processes None is at most.
         replay: As for a `Lab`.
         backend: Name of the backend whose steps are predicted.
+        not_modelled: What the steps' job does and memlab does not predict.
     """
     number = _num_processes(at_most) if engines is None else engines
     if number in (0, 1):
         with closing(_ThisProcess()) as alone:
-            yield Workers(alone, replay=replay, backend=backend)
+            yield Workers(alone, replay=replay, backend=backend, not_modelled=not_modelled)
         return
     places = number if isinstance(number, Ranks) else LocalProcesses(number, _IMPORTS)
     with Balanced(places, _SERVED, NO_GPU) as balanced:
-        yield Workers(balanced, replay=replay, backend=backend)
+        yield Workers(balanced, replay=replay, backend=backend, not_modelled=not_modelled)
 
 
 def _num_processes(at_most: int) -> int:
@@ -118,11 +121,19 @@ class Workers:
         processes: They serve `Predictor`.
         replay: As for a `Lab`.
         backend: Name of the backend whose steps are predicted.
+        not_modelled: What the steps' job does and memlab does not predict.
     """
 
-    def __init__(self, processes: Balanced | _ThisProcess, *, replay: bool = True, backend: str = "simulated") -> None:
+    def __init__(
+        self,
+        processes: Balanced | _ThisProcess,
+        *,
+        replay: bool = True,
+        backend: str = "simulated",
+        not_modelled: Sequence[NotModelled] = (),
+    ) -> None:
         self._processes = processes
-        self._how = replay, backend
+        self._how = replay, backend, tuple(not_modelled)
         self._predictions: dict[Step, Future[Prediction]] = {}
 
     def predict(
@@ -318,7 +329,12 @@ def largest_of(
 
 
 def layouts_that_fit(
-    job: Scenario, given: dict[str, int], base: MemorySettings, gpu_memory_bytes: int, workers: Workers
+    job: Scenario,
+    given: dict[str, int],
+    base: MemorySettings,
+    gpu_memory_bytes: int,
+    workers: Workers,
+    is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
 ) -> LayoutSearch:
     """Searches the layouts of a job, and reports each that is predicted on stderr.
 
@@ -328,6 +344,7 @@ def layouts_that_fit(
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
         workers: They predict. How many there are does not change the result.
+        is_allowed: Says which settings may be proposed.
     """
     started, numbers = time.monotonic(), count(1)
     following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]
@@ -353,6 +370,7 @@ def layouts_that_fit(
         gpu_memory_bytes,
         predict,
         communicate,
+        is_allowed=is_allowed,
         on_layout=report,
         look_ahead=following.append,
     )

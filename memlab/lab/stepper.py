@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memlab.allocator.rules import rounded_bytes
 from memlab.backends import Backend
 from memlab.backends.cuda import own_device
 from memlab.config.allocator_settings import AllocatorSettings
@@ -32,11 +33,11 @@ from memlab.lab.environment import hardware, versions
 from memlab.lab.garbage import Garbage
 from memlab.lab.progress import StepStopped
 from memlab.meter import collectives
-from memlab.meter.labels import Labels, labelled_by
+from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageMeter
-from memlab.model import apply_settings, data_parallel_overlap
+from memlab.model import apply_settings, cpu_optimizer, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.as_built import AsBuilt
 from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
@@ -105,6 +106,7 @@ class Stepper:
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
         """Whether MoE layers may still keep the graphs of a step with full recompute."""
+        self._pinned_host_memory = True
         self.live: LiveModel
         self.transfers: Transfers
 
@@ -113,12 +115,24 @@ class Stepper:
         """Every other method must run inside this context."""
         silence_megatron()
         with ExitStack() as stack:
+            stack.enter_context(labelled_by(self.labels, whole_process=self._is_on_gpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(attention_backend_chosen(self.scenario.state.attention_backend))
             stack.enter_context(self.backend.active())
-            stack.enter_context(labelled_by(self.labels))
             stack.enter_context(self.meter.watching())
             yield
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.backend.name == "cuda"
+
+    def require_free(self) -> None:
+        """Checks that `job_context` can be entered now; a running job of this lab is none of the others.
+
+        Raises:
+            ValueError: If a block is watched, and it or this lab is on a GPU.
+        """
+        require_free(self.labels, whole_process=self._is_on_gpu)
 
     def build(self) -> None:
         """Builds the model."""
@@ -289,6 +303,7 @@ class Stepper:
 
     def _drop_model(self) -> None:
         """Frees the model; another one can be built in the same process group."""
+        vars(self).pop("transfers", None)  # they keep main parameters, and with these the gradient buffer
         if hasattr(self, "live"):
             megatron_globals.release(self.live, leave=False)
             del self.live
@@ -300,10 +315,18 @@ class Stepper:
         self.meter.free_cached_pinned_memory()
 
     def _make_transfers(self) -> None:
-        """Drops earlier host copies, and keeps whether they are page-locked."""
-        pinned = not hasattr(self, "transfers") or self.transfers.residency.pinned
+        """Drops earlier host copies."""
         self.transfers = Transfers(self.live, self.meter)
-        self.transfers.residency.pinned = pinned
+        self.transfers.residency.pinned = self._pinned_host_memory
+
+    @property
+    def pinned_host_memory(self) -> bool:
+        """Implements `Lab.pinned_host_memory`; a rebuilt model keeps it."""
+        return self._pinned_host_memory
+
+    @pinned_host_memory.setter
+    def pinned_host_memory(self, pinned: bool) -> None:
+        self._pinned_host_memory = self.transfers.residency.pinned = pinned
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
@@ -762,9 +785,18 @@ class Stepper:
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
             kept_gather_bytes=self.meter.kept_gather_bytes if isinstance(self.meter, SimulatedMeter) else 0,
+            uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,
         )
+
+    def _uncollected_bytes(self, timeline: Timeline) -> int:
+        """Returns what `StepRecord.uncollected_bytes` documents: of the copies, what is on the device at the peak."""
+        if self.backend.computes:
+            return 0
+        copies = cpu_optimizer.uncollected_copies(self.live.discarded_optimizers)
+        num_bytes = sum(rounded_bytes(copy.untyped_storage().nbytes()) for copy in copies)
+        return num_bytes and min(num_bytes, timeline.breakdown(timeline.peak_index()).get("optimizer state", 0))
 
     def _tokens_per_second(self, measured: dict[str, Any]) -> float:
         if "loss" not in measured or not self.backend.computes:

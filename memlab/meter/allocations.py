@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from memlab.record.timeline import Timeline
-from memlab.vocabulary import CATEGORIES, PHASES
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _ACTIVATIONS, _RECOMPUTED, _TEMPORARY = (CATEGORIES.index(name) for name in ("activations", "recomputed", "temporary"))
+_DEVICE = POOLS.index("device")
 _BACKWARD, _FORWARD, _IDLE = (PHASES.index(name) for name in ("backward", "forward", "idle"))
 
 
@@ -94,6 +95,12 @@ class Event(NamedTuple):
     def opening(cls, allocation: Allocation, pool: int | None = None) -> Event:
         """Returns the event for a storage that was allocated before the step, in its own pool or in another."""
         return cls.of(allocation, allocation.num_bytes, 0, allocation.pool if pool is None else pool, _IDLE)
+
+    @classmethod
+    def marking(cls, nanoseconds: int, phase: int) -> Event:
+        """Returns an event of no bytes."""
+        nothing = Allocation(0, _DEVICE, 0, phase, 0, recomputed=False, step=0, category=_TEMPORARY)
+        return cls.of(nothing, 0, nanoseconds, _DEVICE, phase)
 
     @classmethod
     def of(

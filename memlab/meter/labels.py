@@ -6,6 +6,7 @@ stack is ever read.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -134,6 +135,18 @@ class Labels:
         self._tracked = list(modules)
         self._hooks = self._tracker.track((self.code(name or "gpt_model"), module) for name, module in self._tracked)
 
+    def begin_module(self, code: int) -> None:
+        """Begins a module's forward, where no hook of `attach` does; `code` is a result of the method `code`."""
+        self._tracker.begin(code)
+
+    def end_module(self, output: object) -> None:
+        """Ends the forward that was begun last.
+
+        Args:
+            output: What it returned; None if it raised an error.
+        """
+        self._tracker.end(output)
+
     def detach(self) -> None:
         """Takes the hooks off the model's modules."""
         for hook in self._hooks:
@@ -155,23 +168,70 @@ class Labels:
         self._tracked.clear()
 
 
-_active: Labels | None = None
+_of_threads: dict[int, Labels] = {}
+"""The labels in use, by the thread (`threading.get_ident`) that works under them."""
+_of_process: list[Labels] = []
+"""At most one: of work on a GPU, whose backward runs on a thread of autograd's own."""
+_changing = threading.Lock()
+
+
+def _active() -> Labels | None:
+    return _of_threads.get(threading.get_ident()) or (_of_process[0] if _of_process else None)
 
 
 def is_labelling() -> bool:
     """Whether labels are in use in this process: a lab is working, or a block is watched."""
-    return _active is not None
+    return bool(_of_threads)
+
+
+def require_free(labels: Labels, *, whole_process: bool) -> None:
+    """Checks that these labels can be in use beside those that are in use now.
+
+    Args:
+        labels: Those of who asks.
+        whole_process: As for `labelled_by`.
+
+    Raises:
+        ValueError: If others are those of the whole process, or these are to be and there are others.
+    """
+    others = [each for each in _of_threads.values() if each is not labels]
+    if others and (whole_process or any(each is not labels for each in _of_process)):
+        raise ValueError(
+            "on a GPU memlab meters the whole process, one lab or one watched block at a time, and in this process "
+            "another lab works or another block is watched: leave that block, or wait for the step, first"
+        )
 
 
 @contextmanager
-def labelled_by(labels: Labels) -> Iterator[None]:
-    """Makes `labels` those that `one_kernel`, `on_host`, `on_stream` and `keeping` change, for the block."""
-    global _active  # noqa: PLW0603  # replaced functions and layers have no reference to a lab
-    outer, _active = _active, labels
+def labelled_by(labels: Labels, *, whole_process: bool = False) -> Iterator[None]:
+    """Makes `labels` those that `one_kernel`, `on_host`, `on_stream` and `keeping` change on this thread.
+
+    Args:
+        labels: A thread works under one at a time.
+        whole_process: Whether they are those of every other thread too, as on a GPU: there the allocator's history is
+            the process's, and backward runs on a thread of autograd's own.
+
+    Raises:
+        ValueError: As `require_free`, or if the thread has labels already.
+    """
+    thread = threading.get_ident()
+    with _changing:
+        if thread in _of_threads:
+            raise ValueError(
+                "memlab meters one lab or one watched block at a time on a thread, and this thread is in another "
+                "block: leave that block first"
+            )
+        require_free(labels, whole_process=whole_process)
+        _of_threads[thread] = labels
+        if whole_process:
+            _of_process.append(labels)
     try:
         yield
     finally:
-        _active = outer
+        with _changing:  # perhaps on another thread, which has closed the generator that entered the block
+            del _of_threads[thread]
+            if whole_process:
+                _of_process.remove(labels)
 
 
 @contextmanager
@@ -181,7 +241,7 @@ def one_kernel() -> Iterator[None]:
     The meter counts such storages in the ``on_chip`` pool, and moves those that outlive the block to the device. A
     variable that is bound inside a block outlives it; inside a decorated function it does not.
     """
-    labels = _active
+    labels = _active()
     if labels is None:
         yield
         return
@@ -197,7 +257,7 @@ def one_kernel() -> Iterator[None]:
 @contextmanager
 def on_host(*, pinned: bool = False) -> Iterator[None]:
     """Runs the block with its new storages in host memory, which torch pins if `pinned`."""
-    labels = _active
+    labels = _active()
     if labels is None:
         yield
         return
@@ -212,13 +272,15 @@ def on_host(*, pinned: bool = False) -> Iterator[None]:
 
 def kept_by_collective(tensors: Iterable[torch.Tensor]) -> None:
     """Reports tensors that torch may keep for a collective after everyone else has let go of them."""
-    if _active is not None and _active.on_kept is not None:
-        _active.on_kept(tensors)
+    labels = _active()
+    if labels is not None and labels.on_kept is not None:
+        labels.on_kept(tensors)
 
 
 def current_stream() -> int:
     """Returns the number of the current CUDA stream, 0 for the default one."""
-    return 0 if _active is None else _active.stream
+    labels = _active()
+    return 0 if labels is None else labels.stream
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
@@ -226,13 +288,14 @@ def is_followed(tensor: torch.Tensor) -> bool:
 
     False without a meter: a dispatch mode is then somebody else's, such as torch's `FakeTensorMode`.
     """
-    return _active is not None and _active.is_followed(tensor)
+    labels = _active()
+    return labels is not None and labels.is_followed(tensor)
 
 
 @contextmanager
 def on_stream(number: int) -> Iterator[None]:
     """Makes a CUDA stream the current one for the block."""
-    labels = _active
+    labels = _active()
     if labels is None:
         yield
         return
@@ -245,4 +308,5 @@ def on_stream(number: int) -> Iterator[None]:
 
 def keeping(category: str) -> AbstractContextManager[None]:
     """Returns a context in which new storages have this category, a name of `memlab.vocabulary.CATEGORIES`."""
-    return _active.category(category) if _active is not None else nullcontext()
+    labels = _active()
+    return nullcontext() if labels is None else labels.category(category)

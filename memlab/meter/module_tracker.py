@@ -69,11 +69,18 @@ class ModuleTracker:
             hooks.append(module.register_forward_hook(self._after_forward, always_call=True))
         return hooks
 
+    def _before_forward(self, code: int, module: torch.nn.Module, args: Any) -> None:
+        self.begin(code)
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.end(output)
+
     def restart(self) -> None:
         """Forgets modules whose forward never ended: torch runs no hook after an error that is not an `Exception`."""
         self._outer.clear()
 
-    def _before_forward(self, code: int, module: torch.nn.Module, args: Any) -> None:
+    def begin(self, code: int) -> None:
+        """Begins a module's forward."""
         current = self._current()
         if not self._outer:
             self._numbers, self._codes = [0], [current]
@@ -81,7 +88,8 @@ class ModuleTracker:
         self._note(code)
         self._on_enter(code)
 
-    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def end(self, output: object) -> None:
+        """Ends the forward that was begun last; a tensor, or the tensors of a tuple or list, are what it returned."""
         outer = self._outer.pop() if self._outer else 0
         self._note(outer)
         self._on_return(outer)

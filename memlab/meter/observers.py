@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -65,30 +66,43 @@ class ObserveResults(EagerMode):
         return results
 
 
-class ObserveAnyResults(ObserveResults):
-    """`ObserveResults` for any program, which may let torch compile functions."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_dispatch__(func, types, args, kwargs)
+_resize_observers: list[Observer] = []
+_resizes_reported = ExitStack()
+_changing_observers = threading.Lock()
 
 
 @contextmanager
 def observe_resizes(observer: Observer) -> Iterator[None]:
-    """Reports every `UntypedStorage.resize_`: Megatron frees and refills storages in place with it."""
+    """Reports every `UntypedStorage.resize_`: Megatron frees and refills storages in place with it.
+
+    Several observers, each on a thread of its own, may come and go in any order.
+    """
+    with _changing_observers:
+        if not _resize_observers:
+            _resizes_reported.enter_context(patched({"torch.UntypedStorage.resize_": _reported()}))
+        _resize_observers.append(observer)
+    try:
+        yield
+    finally:
+        with _changing_observers:
+            _resize_observers.remove(observer)
+            if not _resize_observers:
+                _resizes_reported.close()
+
+
+def _reported() -> Callable[[Any, int], Any]:
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, num_bytes: int) -> Any:
-        observer.before_resize(storage, num_bytes)
+        observers = tuple(_resize_observers)
+        for observer in observers:
+            observer.before_resize(storage, num_bytes)
         result = original(storage, num_bytes)
-        observer.after_resize(storage)
+        for observer in observers:
+            observer.after_resize(storage)
         return result
 
-    with patched({"torch.UntypedStorage.resize_": resize_}):
-        yield
+    return resize_
 
 
 class _Reference(weakref.ref[Any]):
@@ -146,9 +160,18 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(argument)
 
 
-def strided_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields a tensor itself, or those that a sparse tensor consists of."""
-    if tensor.layout is torch.strided:
+def tensors_with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors whose storages a tensor consists of: itself, or the parts of a sparse one or of a wrapper.
+
+    A wrapper, such as a ``DTensor``, has a storage of its own without memory, as large as what it stands for. A
+    ``DTensor``'s memory is its local shard (``torch/distributed/tensor/_api.py``, torch 2.11 and 2.13).
+    """
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a `DTensor` names its mesh too
+                yield from tensors_with_memory(part)
+    elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from itertools import compress
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from memlab.meter.observers import ObserveAnyResults, ObserveResults, strided_parts, tensors_in
+from memlab.live_objects import instances_of, with_subclasses
+from memlab.meter.labels import Labels
+from memlab.meter.observe_program import ObserveProgram
+from memlab.meter.observers import ObserveResults, tensors_in, tensors_with_memory
 from memlab.meter.storage_meter import StorageMeter
 from memlab.vocabulary import POOLS
 
@@ -18,40 +19,52 @@ from memlab.vocabulary import POOLS
 class ProcessMeter(StorageMeter):
     """Counts the storages of CPU tensors; those of other devices are not its business."""
 
-    _observe: ClassVar[type[ObserveResults]] = ObserveAnyResults
+    _observe: ClassVar[type[ObserveResults]] = ObserveProgram
+
+    def __init__(self, labels: Labels, without: Iterable[torch.Tensor] = ()) -> None:
+        """See `StorageMeter`.
+
+        Args:
+            labels: Say what each storage is for.
+            without: Tensors that are not counted.
+        """
+        super().__init__(labels)
+        self._not_counted = {storage._cdata: storage for storage in (each.untyped_storage() for each in without)}
 
     def count_existing(self) -> None:
-        """Counts the tensors that Python's garbage collector knows.
+        """Counts the tensors that Python's garbage collector knows and that have not been counted.
 
         It knows neither what an operation has saved for backward without returning it, nor what `gc.freeze` has hidden.
         """
-        for tensor in _live_tensors():
-            self.after_operation(tensor)
+        self.after_operation(_live_tensors())
+
+    def count_unseen(self) -> None:
+        """Counts as unlabelled what exists now and no operation on the meter's thread has returned.
+
+        Other threads have made it, or a function that is no operation, such as ``torch.from_numpy``.
+        """
+        with self.paused(), self._labels.category("unlabelled"):
+            self.count_existing()
 
     def after_operation(self, results: Any, arguments: Any = ()) -> None:
-        """As `StorageMeter` does; of a sparse result it counts the indices and the values."""
-        try:
-            super().after_operation(results, arguments)
-        except NotImplementedError:  # a sparse tensor has no storage of its own
-            for tensor in tensors_in((results,)):
-                for part in strided_parts(tensor):
-                    super().after_operation(part, arguments)
+        """As `StorageMeter` does; of a sparse tensor or a wrapper it counts the parts."""
+        found: Iterable[torch.Tensor] = ()
+        if isinstance(results, torch.Tensor):
+            found = (results,)
+        elif isinstance(results, (tuple, list)):
+            found = tensors_in(results)
+        for tensor in found:
+            for part in tensors_with_memory(tensor):
+                self._count_storage(part.untyped_storage(), arguments)
 
     def _count_storage(self, storage: Any, arguments: Any) -> None:
-        if storage.device.type == "cpu":
+        if storage.device.type == "cpu" and storage._cdata not in self._not_counted:
             super()._count_storage(storage, arguments)
 
     def _pool_of_new(self, arguments: Any) -> int:
         return POOLS.index("device")
 
 
-def _live_tensors() -> Iterator[torch.Tensor]:
-    objects = gc.get_objects()
-    # Classes are looked at, not objects: `isinstance` asks a lazy module for its class, which imports it. A program
-    # has about a million objects and a few thousand classes.
-    wanted = {
-        kind
-        for kind in set(map(type, objects))
-        if issubclass(kind, torch.Tensor) and not issubclass(kind, (UninitializedParameter, UninitializedBuffer))
-    }
-    return compress(objects, map(wanted.__contains__, map(type, objects)))
+def _live_tensors() -> list[torch.Tensor]:
+    lazy = with_subclasses(UninitializedParameter) | with_subclasses(UninitializedBuffer)
+    return instances_of(with_subclasses(torch.Tensor) - lazy)

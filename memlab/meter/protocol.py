@@ -42,8 +42,16 @@ class Meter(Protocol):
             others: The category of what is allocated and has none yet; None decides by when it will be freed.
         """
 
-    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Sets the category of storages, from their allocation on; for the arguments see `start`."""
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]], module: str | None = None) -> None:
+        """Sets the category of storages, from their allocation on.
+
+        Args:
+            categories: As for `start`.
+            module: What has allocated them, if that is known better than by the module that was running.
+        """
+
+    def mark(self) -> None:
+        """Adds an event of 0 bytes to the timeline, so that it shows a phase in which nothing is allocated."""
 
     def at_event(self, number: int, look: Callable[[], None]) -> AbstractContextManager[None]:
         """Calls `look` in a repetition of the last step, right after device event `number` (from 1).

@@ -312,8 +312,8 @@ class SimulatedMeter(StorageMeter):
         self._reserved.num_bytes = self._allocator.reserved_bytes
         return Opening([*(allocation for allocation in found.live if allocation.num_bytes), self._reserved])
 
-    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        super().categorise(categories)
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]], module: str | None = None) -> None:
+        super().categorise(categories, module)
         self._num_categorised = self._num_births
 
     @property

@@ -123,7 +123,7 @@ class StorageMeter:
     def _in_order(self) -> list[StorageAllocation]:
         return sorted(self._live.values(), key=attrgetter("birth"))
 
-    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]], module: str | None = None) -> None:
         with torch._C.DisableTorchFunction():  # a function mode would see each look at one of hundreds of tensors
             for name, tensors in categories.items():
                 code = CATEGORIES.index(name)
@@ -131,6 +131,8 @@ class StorageMeter:
                     allocation = self.allocation_of(tensor)
                     if allocation is not None:
                         allocation.category = code
+                        if module is not None:
+                            allocation.module = self._labels.code(module)
 
     def allocation_of(self, tensor: torch.Tensor) -> StorageAllocation | None:
         """Returns what the meter knows of a tensor's storage; None for an unknown storage."""
@@ -343,6 +345,9 @@ class StorageMeter:
             self.require_capacity(allocation.requested_bytes)
             allocation.num_bytes = self._take(allocation, allocation.requested_bytes)
             self._event(allocation.num_bytes, allocation)
+
+    def mark(self) -> None:
+        self._events.append(Event.marking(time.perf_counter_ns(), self._labels.phase))
 
     def _event(self, delta: int, allocation: Allocation) -> None:
         if not delta:

@@ -9,7 +9,7 @@ steps: on an H200 3.4 GiB of half of 1.87 B parameters were still allocated in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,19 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
         for inner in optimizer.sub_optimizers:
             for values in inner.state.values():
                 yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def uncollected_copies(discarded: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the fp32 copies on the device that wait for Python's garbage collector with a discarded optimizer.
+
+    It is in a cycle: optimizer, ``sub_optimizers``, their ``_optimizer_step_post_hooks``, and in these the closures
+    ``param_copy_back_gpu_hook`` and ``fp32_param_copy_back_gpu_hook``, whose cell ``self`` is the optimizer again
+    (``_register_param_copy_back_gpu_hook`` in optimizer/cpu_offloading/hybrid_optimizer.py, megatron-core 0.16.1). Of
+    what it has on the device, only ``param_to_fp32_param`` is its own: the copies of parameters that it would update
+    there.
+    """
+    for optimizer in discarded:
+        yield from (copy for copy in optimizer.param_to_fp32_param.values() if copy.is_cuda)
 
 
 def gradients(optimizer: Any) -> Iterator[torch.Tensor]:

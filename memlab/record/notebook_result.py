@@ -19,6 +19,7 @@ from memlab.units import format_bytes
 
 if TYPE_CHECKING:
     from memlab.record.step_record import StepRecord
+    from memlab.record.watch_record import WatchRecord
 
 RUN_FOLDER_VARIABLE = "MEMLAB_RUN_FOLDER"
 """Environment variable that names the folder of a headless run."""
@@ -49,20 +50,21 @@ class Metrics:
         return {METRICS_MIMETYPE: self.values, "text/plain": repr(self)}
 
 
-def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
+def finish(records: Mapping[str, StepRecord | WatchRecord], **extra: float) -> Metrics:
     """Ends a lab: keeps the numbers of its records. Call it once, as the last line of the cell tagged ``record``.
 
     Args:
-        records: What was measured, by a short name that is also used as the name of a folder. A `JobRecord` is kept as
-            the records of all its ranks: ``a-name`` becomes ``a-name-rank-0``, ``a-name-rank-1`` and so on.
+        records: What was measured, by a short name that is also used as the name of a folder: steps of labs, or what
+            `memlab.watch` yielded. A `JobRecord` is kept as the records of all its ranks: ``a-name`` becomes
+            ``a-name-rank-0``, ``a-name-rank-1`` and so on.
         **extra: Further metrics: finite numbers below 2**63.
 
     Returns:
         The metrics, for the notebook to show.
 
     Raises:
-        ValueError: If there is no record, a name cannot name a folder, a number is not finite, or `finish` was already
-            called in this run.
+        ValueError: If there is no record, a name cannot name a folder, a number is not finite, a watched block has not
+            ended, or `finish` was already called in this run.
     """
     if not records:
         raise ValueError("finish got no records, must be at least one: pass {'a-name': lab.step()}")
@@ -89,7 +91,7 @@ def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
     return metrics
 
 
-def _rank_by_rank(records: Mapping[str, StepRecord]) -> dict[str, StepRecord]:
+def _rank_by_rank(records: Mapping[str, StepRecord | WatchRecord]) -> dict[str, StepRecord | WatchRecord]:
     """Returns the records with those of all ranks in the place of a job's.
 
     Raises:
@@ -97,10 +99,11 @@ def _rank_by_rank(records: Mapping[str, StepRecord]) -> dict[str, StepRecord]:
     """
     from memlab.record.job_record import JobRecord  # not above: the runner needs only names, and no numpy
 
-    found: dict[str, StepRecord] = {}
+    found: dict[str, StepRecord | WatchRecord] = {}
     for name, record in records.items():
         ranks = record.ranks if isinstance(record, JobRecord) else ()
-        each = {f"{name}-rank-{rank.scenario.layout.rank}": rank for rank in ranks} or {name: record}
+        of_ranks = {f"{name}-rank-{rank.scenario.layout.rank}": rank for rank in ranks}
+        each: Mapping[str, StepRecord | WatchRecord] = of_ranks or {name: record}
         twice = sorted(found.keys() & each.keys())
         if twice:
             raise ValueError(f"record name {twice[0]!r} is also that of a rank of a job: give one of the two another")
@@ -108,7 +111,7 @@ def _rank_by_rank(records: Mapping[str, StepRecord]) -> dict[str, StepRecord]:
     return found
 
 
-def _scalars(record: StepRecord) -> dict[str, int | float | str | None]:
+def _scalars(record: StepRecord | WatchRecord) -> dict[str, int | float | str | None]:
     values = record.to_dict().items()
     return {name: value for name, value in values if value is None or isinstance(value, (int, float, str))}
 
@@ -121,7 +124,7 @@ def _check_finite(owner: str, values: Mapping[str, object]) -> None:
             raise ValueError(f"metric {name} of {owner} has {value.bit_length()} bits, must be below 2**63: scale it")
 
 
-def _write(folder: Path, records: Mapping[str, StepRecord], values: dict[str, Any]) -> None:
+def _write(folder: Path, records: Mapping[str, StepRecord | WatchRecord], values: dict[str, Any]) -> None:
     target = folder / "metrics.json"
     if target.exists():
         raise ValueError(f"{target} already exists, and finish must be called once: call it in the last cell only")

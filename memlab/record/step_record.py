@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from memlab.config.from_json import build, read_json
+from memlab.config.from_json import build
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.record.file_format import FORMAT, check_format
 from memlab.record.out_of_memory import OutOfMemory
+from memlab.record.record_folder import read_record, without_format, write_record
 from memlab.record.timeline import Timeline
 from memlab.snapshot.writer import write_snapshot
 from memlab.units import format_bytes
@@ -68,6 +66,10 @@ class StepRecord:
     """By how much the real peak may exceed `peak_allocated_bytes`, because torch keeps tensors of tensor-parallel FP8
     gathers until a later collective; how many it keeps depends on timing. Only predictions have it: a measured peak
     contains what was kept."""
+    uncollected_bytes: int = 0
+    """By how much the real peak may be lower than `peak_allocated_bytes`, because Python's garbage collector has freed
+    the fp32 copies of a CPU optimizer that Megatron discards; whether it has by then depends on what else the process
+    allocates. `TrainingState.manual_gc` collects them, and then it is 0. Only predictions have it."""
     recomputed_bytes: int = 0
     """Bytes that backward recomputed."""
     without_effect: dict[str, str] = field(default_factory=dict)
@@ -158,39 +160,11 @@ class StepRecord:
     def save(self, folder: Path | str) -> Path:
         """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing.
 
-        ``record.json`` appears last and at once, so no reader finds half a record, or one with another's timeline. Of
-        two processes that save to the same folder, the second is refused.
-
         Raises:
             ValueError: If the folder has a record already, or cannot be written to.
             OSError: If the disk is full. Nothing of the record is left then.
         """
-        folder = Path(folder)
-        claim = folder / ".record.json.partial"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            claim.open("x").close()
-        except OSError as error:
-            if error.errno == errno.ENOSPC:  # the commands report a full disk in their own words
-                raise
-            reason = (error.strerror or type(error).__name__).lower()
-            if claim.name in str(error.filename) and error.errno == errno.EEXIST:
-                reason = f"another process saves a record there, or was killed while it did and left {claim.name}"
-            raise ValueError(f"{shortened(folder)} cannot take a record ({reason}): give a new folder") from error
-        try:
-            if (folder / "record.json").exists():
-                raise ValueError(f"{shortened(folder)} has a record, which is never overwritten: give a new folder")
-            (folder / "timeline.npz").unlink(missing_ok=True)
-            if self.timeline is not None:
-                self.timeline.save(folder / "timeline.npz")
-            values = {"format": FORMAT, **self.to_dict()}
-            claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            claim.replace(folder / "record.json")
-        finally:
-            claim.unlink(missing_ok=True)
-            if not (folder / "record.json").exists():
-                (folder / "timeline.npz").unlink(missing_ok=True)
-        return folder
+        return write_record(folder, self.to_dict(), self.timeline)
 
     def export_snapshot(self, path: Path | str) -> Path:
         """Writes a memory snapshot that https://pytorch.org/memory_viz opens and `Timeline.from_snapshot` reads.
@@ -216,22 +190,11 @@ class StepRecord:
         Raises:
             ValueError: If the folder holds no record, a newer memlab wrote it, or it is damaged.
         """
-        path, timeline_path = Path(folder) / "record.json", Path(folder) / "timeline.npz"
-        action = "give a folder that `memlab measure --out` or StepRecord.save wrote"
+        values, timeline = read_record(folder)
         try:
-            if not path.exists():
-                raise ValueError(f"{folder} holds no record.json: {action}")
-            timeline = Timeline.load(timeline_path) if timeline_path.exists() else None
-        except OSError as error:  # a name that is too long, a folder that may not be entered
-            reason = (error.strerror or type(error).__name__).lower()
-            raise ValueError(f"{shortened(folder)} cannot be read ({reason}): {action}") from error
-        values = read_json(path, action)
-        try:
-            if isinstance(values, dict) and "format" in values:
-                check_format(values["format"], _version_in(values))
-                del values["format"]
-            return cls.from_dict(values, timeline)
+            return cls.from_dict(without_format(values), timeline)
         except ValueError as error:
+            path = Path(folder) / "record.json"
             raise ValueError(f"{path} is not a whole record ({error}): take the step again") from error
 
     @classmethod
@@ -271,8 +234,3 @@ class StepRecord:
             return "at the start"
         phase = "" if self.peak_phase in ("", "forward", "backward") else f", in the {self.peak_phase} phase"
         return f"{format_bytes(above)} above the start{phase}"
-
-
-def _version_in(values: dict[str, Any]) -> str:
-    versions = values.get("versions")
-    return shortened((versions if isinstance(versions, dict) else {}).get("memlab", "of an unknown version"))

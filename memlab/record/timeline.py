@@ -215,6 +215,10 @@ class Timeline:
         mask[: self.num_opening_events] = False
         return int(self.delta_bytes[mask].sum())
 
+    def phases(self) -> list[str]:
+        """Returns the phases in which something happened in the step, in the order of `PHASES`."""
+        return [PHASES[code] for code in np.unique(self.phase[self.num_opening_events :])]
+
     def save(self, path: Path) -> None:
         """Writes the columns to a compressed ``.npz`` file."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from memlab.config.from_json import build
+from memlab.config.validation import shortened
+from memlab.record.record_folder import write_record
 from memlab.record.step_record import Status
 from memlab.record.timeline import Timeline
 from memlab.snapshot.writer import write_snapshot
 from memlab.vocabulary import RESIDUAL_CATEGORIES
+
+_GIVEN = ("name", "backend", "versions", "hardware", "step_seconds", "status", "message")
+_MEASURED = (
+    *("static_bytes", "peak_allocated_bytes", "peak_phase", "activation_peak_bytes", "peak_by_category"),
+    *("peak_by_module", "peak_by_phase", "residual_bytes", "recomputed_bytes", "host_bytes"),
+)
+"""What the timeline contains, under the names that a `StepRecord` has for it."""
 
 
 @dataclass(kw_only=True, slots=True, repr=False, eq=False)
@@ -27,6 +38,8 @@ class WatchRecord:
     """``cpu`` or ``cuda``."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of memlab, Python and torch."""
+    hardware: dict[str, str] = field(default_factory=dict)
+    """The GPU's or the processor's model."""
     step_seconds: float = 0.0
     """Time of the block, with what the meter costs."""
     status: Status = "ok"
@@ -82,14 +95,65 @@ class WatchRecord:
         return sum(timeline.breakdown(len(timeline) - 1, categories=RESIDUAL_CATEGORIES).values())
 
     @property
+    def residual_by_module(self) -> dict[str, int]:
+        """`residual_bytes` by the module that allocated them, the largest first."""
+        timeline = self.ended_timeline
+        return timeline.breakdown(len(timeline) - 1, by="module", categories=RESIDUAL_CATEGORIES)
+
+    @property
     def recomputed_bytes(self) -> int:
         """Bytes that backward recomputed."""
         return self.ended_timeline.allocated_bytes_of("recomputed")
 
     @property
+    def recomputed_by_module(self) -> dict[str, int]:
+        """`recomputed_bytes` by the module that recomputed them."""
+        return self.ended_timeline.allocated_bytes_by_module("recomputed")
+
+    @property
+    def peak_by_phase(self) -> dict[str, int]:
+        """The most bytes allocated in each phase in which something happened, in the order of `vocabulary.PHASES`."""
+        timeline = self.ended_timeline
+        return {phase: timeline.peak_bytes(phases=(phase,)) for phase in timeline.phases()}
+
+    @property
     def host_bytes(self) -> int:
         """The most bytes of training state on the host, where the model is on a GPU."""
         return self.ended_timeline.peak_bytes("host")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything but the timeline as JSON-ready values, with the numbers that the timeline contains.
+
+        Raises:
+            ValueError: If the block has not ended.
+        """
+        given = {name: getattr(self, name) for name in _GIVEN}
+        return {"watched_model": self.model, **given, **{name: getattr(self, name) for name in _MEASURED}}
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing.
+
+        Raises:
+            ValueError: If the block has not ended, the folder has a record already, or it cannot be written to.
+            OSError: If the disk is full. Nothing of the record is left then.
+        """
+        return write_record(folder, self.to_dict(), self.ended_timeline)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], timeline: Timeline | None) -> WatchRecord:
+        """Builds a record from what `to_dict` returned, and its timeline.
+
+        Raises:
+            ValueError: If a field is missing, unknown or not of its type, or a number is not that of the timeline.
+        """
+        if timeline is None:
+            raise ValueError("it has no timeline.npz, which has the numbers of a watched block")
+        given = {name: value for name, value in values.items() if name not in {"watched_model", *_MEASURED}}
+        record = build(cls, given, "the record", timeline=timeline, model=str(values.get("watched_model")))
+        for name in _MEASURED:
+            if values.get(name) != getattr(record, name):
+                raise ValueError(f"{name} is {shortened(values.get(name))}, must be that of the timeline")
+        return record
 
     def save_snapshot(self, path: Path | str) -> Path:
         """Writes a memory snapshot that https://pytorch.org/memory_viz opens and `Timeline.from_snapshot` reads.

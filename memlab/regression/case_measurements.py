@@ -13,6 +13,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.cpu_info import processor_features, processor_name
 from memlab.record.notebook_result import RECORD_NAME
+from memlab.record.saved_records import load_record
 from memlab.record.step_record import StepRecord
 from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.suite.parameters import ParameterValue
@@ -37,7 +38,7 @@ _METRICS = (
     "step_seconds",
 )
 _VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-_METRICS_BY_NAME = ("offloaded_bytes_by_module", "offloaded_bytes_by_group", "peak_by_category")
+_METRICS_BY_NAME = ("offloaded_bytes_by_module", "offloaded_bytes_by_group", "peak_by_category", "peak_by_phase")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +125,7 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
     for name in written.records:
         if not RECORD_NAME.fullmatch(name):
             raise ValueError(f"{path.name} names a record {name!r}, which is not a folder: let `finish` alone write it")
-        record = StepRecord.load(folder / "records" / name)
+        record = load_record(folder / "records" / name)
         values = record.to_dict()
         if values["backend"] != backend:
             raise ValueError(
@@ -132,9 +133,9 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
                 "let the lab leave the backend open, or name this one in the suite"
             )
         hardware |= record.hardware
-        metrics = {key: values[key] for key in _METRICS if values[key] is not None}
+        metrics = {key: values[key] for key in _METRICS if values.get(key) is not None}  # a watched block has no loss
         for key in _METRICS_BY_NAME:
-            metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values[key].items()}
+            metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values.get(key, {}).items()}
         near_peak = {}
         if backend == "cuda" and record.timeline is not None:
             near_peak = record.timeline.categories_near_peak(CUDA_SLACK_BYTES)
@@ -145,8 +146,8 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
             recomputed_by_module=record.recomputed_by_module,
             least_near_peak={name: least for name, (least, _) in near_peak.items()},
             most_near_peak={name: most for name, (_, most) in near_peak.items()},
-            scenario=_unusual(values["scenario"]),
-            settings=_on(values["settings"]),
+            scenario=_unusual(values["scenario"]) if isinstance(record, StepRecord) else {"model": record.model},
+            settings=_on(values["settings"]) if isinstance(record, StepRecord) else {},
         )
     if written.extra:
         records[LAB] = RecordMeasured(metrics=dict(written.extra))

@@ -319,7 +319,7 @@ def line_by_line(
     return View(None, as_text(blocks), as_html(blocks))
 
 
-def over_steps(runs: Mapping[str, Sequence[StepRecord]]) -> View:
+def over_steps(runs: Mapping[str, Sequence[StepRecord | WatchRecord]]) -> View:
     """Shows how start and peak change from step to step, in a small chart for each of several runs.
 
     Args:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from memlab._version import __version__
+from memlab.cpu_info import processor_name
 from memlab.meter.cuda.meter import AllocatorMeter
-from memlab.meter.labels import Labels, is_labelling, labelled_by
-from memlab.meter.observers import strided_parts
+from memlab.meter.labels import Labels, labelled_by
+from memlab.meter.observers import tensors_with_memory
 from memlab.meter.process_meter import ProcessMeter
+from memlab.watching.framework_buffers import framework_buffers, rank_maps
 from memlab.watching.phases import Phases
 from memlab.watching.run import Run
 
@@ -37,14 +41,27 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
 
     Every allocation and every free gets its category, phase and module. What is allocated when the block begins is
     counted too: parameters and buffers, gradients, and the state of the optimizers. Other tensors are ``unlabelled``.
+    The program works as it does without the meter: nothing is put on the model or its parameters, so copies and
+    checkpoints of them are those of the program, and the block keeps neither the model nor its optimizers alive. It may
+    be a generator that ends on another thread: then the meter ends there too.
+
     On a GPU the bytes are those of ``torch.cuda.memory_allocated()``; the allocator's history, and
     ``torch.cuda.max_memory_allocated()``, start over with the block. On the CPU the bytes are those of the tensors that
-    this thread makes and of those that Python's garbage collector finds at the block's start. Memory that an operation
-    uses inside itself is not seen. If backward runs in the block and forward ran before it, what forward's operations
-    saved of their own, such as the log-softmax inside ``cross_entropy``, is counted only when backward uses it.
+    this thread makes and of those that Python's garbage collector finds at the block's start. Tensors that another
+    thread makes, or that no operation returns (``torch.from_numpy``), are counted when an operation of this thread uses
+    them, at the latest when the block ends. Memory that an operation uses inside itself is not seen, nor are the
+    buffers inside a function that torch's inductor has compiled. If backward runs in the block and forward ran before
+    it, what forward's operations saved of their own, such as the log-softmax inside ``cross_entropy``, is counted only
+    when backward uses it.
+
+    Of a tensor that wraps others the parts are counted: of a ``DTensor`` the local shard. DDP's buckets and FSDP's
+    unsharded parameters are ``workspace``, under their own names in the place of a module's; where DDP's gradients are
+    views of its buckets, these are ``gradients``. The ranks' numbers that a ``DeviceMesh`` keeps on the CPU are left
+    out.
 
     In backward, a module whose forward runs is recomputed. What a checkpoint recomputes outside all modules of the
-    model is counted as temporary.
+    model is counted as temporary. ``torch.save`` is a phase of its own, and so is a save of
+    ``torch.distributed.checkpoint`` if that was imported before the block.
 
     Args:
         model: Its parameters and buffers are on one device, the CPU or the current CUDA device.
@@ -57,40 +74,43 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
 
     Raises:
         ValueError: If the model is on several devices or on any other device, if an argument is not a model or an
-            optimizer, or if another block is watched or a lab takes a step in this process.
+            optimizer, or if another block is watched in this process; on a GPU also if a lab works in it.
     """
     device = _device_of(model)
     _check_optimizers(optimizers)
-    if is_labelling():
-        raise ValueError(
-            "watch meters one block at a time, and another block is watched or a lab takes a step in this process: "
-            "leave that block, or wait for the step, first"
-        )
     run = Run(
         name=name or type(model).__name__,
         model=f"{type(model).__name__}, {_num_parameters(model):,} parameters",
         backend=device.type,
+        hardware={"GPU": torch.cuda.get_device_name()} if device.type == "cuda" else {"CPU": processor_name()},
         versions={"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__},
     )
     labels = Labels()
     training_state = _TrainingState(model, optimizers)
+    modules = [(name or type(model).__name__, module) for name, module in model.named_modules()]
     meter: AllocatorMeter | ProcessMeter
+    is_on_gpu = device.type == "cuda"
     with ExitStack() as stack:
-        stack.enter_context(labelled_by(labels))
-        if device.type == "cuda":
+        stack.enter_context(_only_block())
+        stack.enter_context(labelled_by(labels, whole_process=is_on_gpu))
+        if is_on_gpu:
             meter = AllocatorMeter(labels)
             stack.callback(meter.stop_recording)
         else:
-            meter = ProcessMeter(labels)
+            meter = ProcessMeter(labels, without=rank_maps())
             meter.count_existing()
         phases = Phases(
             labels,
+            any_thread=is_on_gpu,
             after_backward=lambda: meter.categorise(training_state.gradients()),
             before_update=lambda optimizer: meter.categorise(training_state.with_optimizer(optimizer).gradients()),
             after_update=lambda optimizer: meter.categorise(training_state.of_optimizers()),
+            around_save=meter.mark,
         )
-        stack.enter_context(phases.following(model))
+        stack.enter_context(phases.following(modules))
+        del model, optimizers, modules  # the program may free them in the block
         stack.enter_context(meter.watching())
+        _categorise_framework_buffers(meter)
         meter.start(training_state.categories(), others="unlabelled")
         started = time.perf_counter()
         try:
@@ -100,47 +120,85 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
             run.message = " ".join(f"{type(error).__name__}: {error}".split())
             raise
         finally:
-            if device.type == "cuda":
+            if is_on_gpu:
                 torch.cuda.synchronize()
             run.step_seconds = time.perf_counter() - started
+            _categorise_framework_buffers(meter)
             meter.categorise(training_state.categories())
+            if isinstance(meter, ProcessMeter):
+                meter.count_unseen()
             run.timeline = meter.finish()
 
 
+_in_block = threading.Lock()
+
+
+@contextmanager
+def _only_block() -> Iterator[None]:
+    """Makes this the one watched block of the process.
+
+    Raises:
+        ValueError: If there is another.
+    """
+    if not _in_block.acquire(blocking=False):
+        raise ValueError(
+            "watch meters one block at a time, and another block is watched in this process: leave that block first"
+        )
+    try:
+        yield
+    finally:
+        _in_block.release()  # perhaps on another thread
+
+
+def _categorise_framework_buffers(meter: AllocatorMeter | ProcessMeter) -> None:
+    for buffers in framework_buffers():
+        if isinstance(meter, ProcessMeter):
+            meter.after_operation(buffers.tensors)  # C++ may hold them alone
+        meter.categorise({buffers.category: buffers.tensors}, module=buffers.owner)
+
+
 class _TrainingState:
-    """What training keeps from step to step, by category."""
+    """What training keeps from step to step, by category: of a model and of optimizers that the program may free."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._model = model
-        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self._model = weakref.ref(model)
+        self._optimizers = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
 
     def with_optimizer(self, optimizer: torch.optim.Optimizer) -> _TrainingState:
         """Adds an optimizer that was not known."""
-        self._optimizers[id(optimizer)] = optimizer
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         return self
+
+    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
+        found = (reference() for reference in self._optimizers.values())
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def parameters(self) -> dict[int, torch.Tensor]:
         """Returns the parameters of the model and of the optimizers, by their identity."""
-        groups = (group for optimizer in self._optimizers.values() for group in optimizer.param_groups)
+        model = self._model()
+        groups = (group for optimizer in self._live_optimizers() for group in optimizer.param_groups)
         of_optimizers = (parameter for group in groups for parameter in group["params"])
-        parameters = [*self._model.parameters(), *of_optimizers]
+        parameters = [*(() if model is None else model.parameters()), *of_optimizers]
         return {id(each): each for each in parameters if not is_lazy(each)}
 
     def gradients(self) -> dict[str, list[torch.Tensor]]:
         """Returns the gradients that exist now."""
         gradients = [parameter.grad for parameter in self.parameters().values() if parameter.grad is not None]
-        return {"gradients": [part for gradient in gradients for part in strided_parts(gradient)]}
+        return {"gradients": [part for gradient in gradients for part in tensors_with_memory(gradient)]}
 
     def of_optimizers(self) -> dict[str, list[torch.Tensor]]:
         """Returns the optimizers' state."""
-        state = [each for optimizer in self._optimizers.values() for each in _tensors_in_state(optimizer.state)]
+        state = [each for optimizer in self._live_optimizers() for each in _tensors_in_state(optimizer.state)]
         own = self.parameters()
-        return {"optimizer state": [part for each in state if id(each) not in own for part in strided_parts(each)]}
+        return {
+            "optimizer state": [part for each in state if id(each) not in own for part in tensors_with_memory(each)]
+        }
 
     def categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns all of it."""
-        buffers = [buffer for buffer in self._model.buffers() if not is_lazy(buffer)]
-        parameters = [part for each in (*self.parameters().values(), *buffers) for part in strided_parts(each)]
+        model = self._model()
+        buffers = [] if model is None else [buffer for buffer in model.buffers() if not is_lazy(buffer)]
+        parameters = [part for each in (*self.parameters().values(), *buffers) for part in tensors_with_memory(each)]
         return {"parameters": parameters, **self.gradients(), **self.of_optimizers()}
 
 
@@ -157,7 +215,9 @@ def _tensors_in_state(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _num_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
+    """Returns the number of parameters, and of sharded ones (``DTensor``) that of this process's shards."""
+    parameters = (each for each in model.parameters() if not is_lazy(each))
+    return sum(part.numel() for each in parameters for part in tensors_with_memory(each))
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

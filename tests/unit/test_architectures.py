@@ -128,7 +128,7 @@ def newer(config: dict[str, object], *of_rope: str) -> dict[str, object]:
 
 
 def renamed_experts() -> dict[str, object]:
-    """The config as transformers 5.18 to 5.24 write it."""
+    """The config as transformers 5.1 to 5.24 write it."""
     config = newer(qwen_config(), "rope_theta")
     return {"num_local_experts" if name == "num_experts" else name: value for name, value in config.items()}
 

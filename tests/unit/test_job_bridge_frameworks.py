@@ -183,6 +183,108 @@ def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> 
     assert "trainer.strategy fsdp" in str(Job.read(tmp_path / "run.sh").not_supported)
 
 
+def sft(folder: Path, command: str) -> Job:
+    (folder / "run.sh").write_text(command)
+    return Job.read(folder / "run.sh", version="0.9.1" if "verl" in command else None)
+
+
+VERL_SFT = (
+    "torchrun --nnodes=2 --nproc_per_node=8 {program} model=hf_model model.path=Qwen/Qwen3-30B-A3B engine=megatron "
+    "optim=megatron engine.tensor_model_parallel_size=2 engine.expert_model_parallel_size=8 "
+    "engine.expert_tensor_parallel_size=1 data.train_batch_size=64 "
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "keys", "workload"),
+    [
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=True data.max_token_len_per_gpu=4096", (4096, 1, 2)),
+        ("verl/trainer/sft_trainer.py", "data.max_token_len_per_gpu=16384 data.max_length=16384", (16384, 1, 2)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", (1024, 2, 4)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.max_length=2048", (2048, 4, 2)),
+    ],
+)
+def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int, int, int], tmp_path: Path) -> None:
+    job = sft(tmp_path, VERL_SFT.format(program=program) + keys)
+    scenario, settings = job.required()
+    assert job.framework == "verl-sft"
+    assert (scenario.layout.world_size, scenario.layout.tensor_model_parallel_size) == (16, 2)
+    assert (scenario.layout.expert_model_parallel_size, scenario.layout.expert_tensor_size) == (8, 1)
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
+    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", None)
+    assert "engine.override_transformer_config.bias_activation_fusion" in {one.key for one in job.not_modelled}
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+def test_verl_s_sft_trainer_without_megatron_is_refused(tmp_path: Path) -> None:
+    command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
+    assert "engine fsdp: memlab predicts Megatron's jobs only" in str(sft(tmp_path, command).not_supported)
+    with pytest.raises(ValueError, match="is of no format that memlab reads"):
+        sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
+
+
+SKYRL_SFT = "python -m skyrl.train.main_sft model.path=Qwen/Qwen3-30B-A3B placement.num_gpus_per_node=8 "
+_SIZES = "megatron_config.tensor_model_parallel_size=4 megatron_config.expert_model_parallel_size=8 megatron_config.expert_tensor_parallel_size=1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "workload"),
+    [
+        (f"{_SIZES} max_length=4096 batch_size=16 micro_train_batch_size_per_gpu=1", (4, 1), (4096, 1, 8)),
+        (f"{_SIZES} max_length=4096 batch_size=16", (4, 1), (4096, 2, 4)),
+        ("max_length=2048 batch_size=16", (2, 2), (2048, 2, 4)),
+        (f"{_SIZES} max_length=2048 max_tokens_per_microbatch=8192 use_sequence_packing=true batch_size=64", (4, 1), (8192, 1, 2)),
+        (f"{_SIZES} max_length=2048 use_sequence_packing=true batch_size=64", (4, 1), (2048, 1, 2)),
+    ],
+)  # fmt: skip
+def test_skyrl_s_sft_trainer_is_read(
+    keys: str, layout: tuple[int, int], workload: tuple[int, int, int], tmp_path: Path
+) -> None:
+    job = sft(tmp_path, SKYRL_SFT + keys)
+    scenario, settings = job.required()
+    assert job.framework == "skyrl-sft"
+    assert (scenario.layout.tensor_model_parallel_size, scenario.layout.pipeline_model_parallel_size) == layout
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
+    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", "full")
+    assert not settings.offload_parameters
+    assert scenario.allocator.expandable_segments
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+def test_skyrl_s_sft_trainer_asks_for_a_length_that_it_does_not_bound(tmp_path: Path) -> None:
+    assert "give --set max_length=TOKENS" in str(sft(tmp_path, SKYRL_SFT + _SIZES).not_supported)
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "dp"),
+        ("model_engine=veomni", "veomni"),
+        ("--config-name=ppo_trainer", "dp"),
+        (f"model_engine=mlite {ACTOR}.engine.tp=1", "mlite"),
+        ("model_engine=megatron", None),
+        (f"{ACTOR}.strategy=megatron", None),
+        ("--config-name='ppo_megatron_trainer.yaml'", None),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=1", None),
+    ],
+)
+def test_a_job_of_verl_is_megatron_s_only_where_it_chooses_megatron(
+    keys: str, engine: str | None, tmp_path: Path
+) -> None:
+    command = VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, "").replace("main_ppo", "main_ppo " + keys)
+    (tmp_path / "run.sh").write_text(command)
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    said = f"model_engine {engine}: memlab predicts Megatron's jobs only"
+    assert (job.scenario is not None) if engine is None else said in str(job.not_supported)
+    assert not any("no key chooses Megatron" in line for line in job.warnings)
+
+
+def test_a_job_of_verl_that_chooses_no_engine_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""))
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert any("no key chooses Megatron, and verl takes FSDP then" in line for line in job.warnings)
+
+
 def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -> None:
     keys = {f"{MODEL}.bias_activation_fusion", f"{MODEL}.gradient_accumulation_fusion"}
     assert keys <= {one.key for one in verl(tmp_path).not_modelled}
@@ -190,3 +292,54 @@ def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -
     assert not keys & {one.key for one in verl(tmp_path, vanilla).not_modelled}
     said = verl(tmp_path, vanilla, f"{MODEL}.bias_activation_fusion=False").not_modelled
     assert f"{MODEL}.bias_activation_fusion" in {one.key for one in said}
+
+
+RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe qwen3_30b_a3b_pretrain_config "
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            RECIPE + "model.tensor_model_parallel_size=4 model.pipeline_model_parallel_size=2 "
+            "model.expert_model_parallel_size=4 model.seq_length=4096 train.micro_batch_size=1 "
+            "train.global_batch_size=32",
+            (4, 2, 4, 4096, 1, 32),
+        ),
+        (RECIPE.replace("=8", "=16"), (1, 1, 16, 4096, 1, 64)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 -sl 8192", (2, 1, 4, 8192, 1, 4)),
+        (RECIPE + "-tp 2 --expert_model_parallel_size=4 -gb 16 dataset.seq_length=2048", (2, 1, 4, 2048, 1, 4)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 model.tensor_model_parallel_size=4", (4, 1, 4, 4096, 1, 8)),
+    ],
+)
+def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
+    command: str, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = sft(tmp_path, command)
+    scenario, settings = job.required()
+    layout, state = scenario.layout, scenario.state
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.expert_model_parallel_size
+    assert (*sizes, scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == expected
+    # What qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config sets (recipes/qwen/h100/qwen3_moe.py, 0.6.2).
+    assert (state.use_precision_aware_optimizer, state.grad_reduce_in_bf16, state.apply_rope_fusion) == (True,) * 3
+    assert (state.cross_entropy_loss_fusion, state.cross_entropy_fusion_impl, state.manual_gc) == (True, "te", True)
+    assert settings.recompute_granularity is None
+    said = {one.key: one.value for one in job.not_modelled}
+    assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
+    assert "model.bias_activation_fusion" not in said, "the recipe fuses it"
+    assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
+
+
+def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node=4 run_recipe.py --model qwen3_30b_a3b --mode lora --dataset mock"
+    job = sft(tmp_path, command)
+    assert job.required()[0].layout.expert_model_parallel_size == 4
+    assert "peft" in {one.key for one in job.not_modelled}
+
+
+def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    job = sft(tmp_path, command + "model.hf_model_id=Qwen/Qwen3-30B-A3B ")
+    (warning,) = (line for line in job.warnings if "the recipe '" in line)
+    assert "does not know the recipe 'gpt_oss_20b_pretrain_config'" in warning
+    assert "give the run_config.yaml of a checkpoint" in warning

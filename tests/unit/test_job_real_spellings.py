@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.model_restrictions import check_on_model
 from memlab.jobs.job import Job
 from memlab.jobs.model import published_architecture
 from memlab.jobs.writing import written
@@ -219,7 +220,6 @@ _MEMORY = [
     ("bridge", "model.fp32_residual_connection", "true", "more"),
     ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
     ("bridge", "model.cp_comm_type", "a2a", "either"),
-    ("bridge", "model.deallocate_pipeline_outputs", "false", "more"),
     ("bridge", "optimizer.store_param_remainders", "false", "more"),
     ("bridge", "ddp.nccl_ub", "true", "either"),
     ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),
@@ -642,12 +642,14 @@ def test_turns_that_megatron_takes_are_not_called_impossible(
     assert (job.cannot_start is None) == (turns == "3" and passes == 5)
 
 
-def test_block_recompute_of_more_layers_than_there_are_recomputes_all(tmp_path: Path) -> None:
-    recompute = ("recompute_granularity=full", "recompute_method=block", "recompute_num_layers=80")
+@pytest.mark.parametrize("method", ["block", "uniform"])
+def test_recompute_of_more_layers_than_there_are_recomputes_all(method: str, tmp_path: Path) -> None:
+    recompute = ("recompute_granularity=full", f"recompute_method={method}", "recompute_num_layers=80")
     job = _job("bridge", tmp_path, *(f"model.{key}" for key in recompute))
     scenario, settings = job.required()
     assert settings.recompute_num_layers == scenario.num_layers < 80
     assert "recompute_num_layers is 80" in " ".join(job.warnings)
+    check_on_model(settings, scenario)
 
 
 @pytest.mark.parametrize(("ddp", "overlaps"), [("{}", True), ("{overlap_grad_reduce: false}", False)])

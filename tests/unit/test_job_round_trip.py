@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
@@ -32,6 +33,8 @@ LAUNCHERS = {
     "ms-swift": "megatron sft \\\n",
     "verl": "python3 -m verl.trainer.main_ppo \\\n",
     "skyrl": "uv run -m skyrl.train.entrypoints.main_base \\\n",
+    "verl-sft": "python3 -m verl.trainer.sft_trainer_ray \\\n",
+    "skyrl-sft": "python -m skyrl.train.main_sft \\\n",
 }
 
 
@@ -148,6 +151,7 @@ STATES = {
     "cross_entropy_fusion_impl": dtype("te"),
     "attention_backend": dtype("flash", "fused", "unfused"),
     "apply_rope_fusion": dtype(True),
+    "deallocate_pipeline_outputs": dtype(True, False),
     "fp8_format": dtype("hybrid", "e4m3"),
     "fp8_recipe": dtype("blockwise", "tensorwise"),
 }
@@ -156,7 +160,9 @@ STATES = {
 def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettings) -> tuple[Scenario, MemorySettings]:
     """Returns the job with the framework's own values where the framework can say nothing else."""
     state = saying(name, scenario.state.to_dict(), TrainingState())
-    state["loss"] = FRAMEWORKS[name].fixed.get("loss", state["loss"])
+    state |= {field: value for field, value in FRAMEWORKS[name].fixed.items() if field in state}
+    if scenario.layout.pipeline_model_parallel_size == 1:
+        state["deallocate_pipeline_outputs"] = False
     unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()
     unread += UNREAD["fp8"] if state["fp8_format"] is None else ()
     unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] == "logprobs" else ()
@@ -168,8 +174,9 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
             field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *SINCE_MEGATRON_0_19)
         }
     unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
-    if unsaid.pop("overlap_param_gather", None):
-        state["overlap_param_gather"] = False
+    unsaid.pop("allocator", None)
+    own = {"overlap_param_gather": False, "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16"}
+    state |= {field: value for field, value in own.items() if unsaid.pop(field, None)}
     if unsaid:
         moved = kept["offload_parameters"]
         kept |= {"offload_gradients": moved, "offload_optimizer": moved}
@@ -180,6 +187,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     passes = scenario.num_microbatches
     if packed is not None:  # with more rows, a step needs no more memory
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
+    if name == "skyrl-sft":
+        scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)
 
@@ -209,7 +218,7 @@ def read_lines(name: str, lines: list[str], ranks: int, path: Path) -> Job:
     return Job.read(
         path,
         format_name=name,
-        version="2026-08-20" if name == "verl" else None,
+        version="2026-08-20" if name.startswith("verl") else None,
         world_size=ranks if name == "bridge" else None,
     )
 

@@ -19,6 +19,7 @@ from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, What, lar
 from memlab.fitting.measured_margin import limit_with_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
+from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction
 from memlab.lab.search_steps import stepping
 from memlab.units import GIB, KIB, MIB
@@ -42,6 +43,7 @@ def steps_of(bytes_per_token: float, fragmented_bytes: int, limit_bytes: int, se
             Prediction(
                 rank=scenario.layout.rank,
                 peak_allocated_bytes=peak,
+                peak_range=PeakRange.exactly(peak),
                 peak_reserved_bytes=peak,
                 start_bytes=0,
                 transferred_bytes=0,

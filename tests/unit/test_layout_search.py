@@ -32,6 +32,7 @@ from memlab.fitting.layouts import (
     search_layouts,
 )
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction
 from memlab.lab.communication import communicated_bytes
 from memlab.lab.search_steps import stepping
@@ -154,6 +155,7 @@ def predicted_by_size(step: Step) -> Prediction:
     return Prediction(
         rank=layout.rank,
         peak_allocated_bytes=peak,
+        peak_range=PeakRange.exactly(peak),
         peak_reserved_bytes=peak,
         start_bytes=0,
         transferred_bytes=0,

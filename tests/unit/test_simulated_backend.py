@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from memlab.allocator.simulator import CachingAllocator
 from memlab.backends import BACKEND_VARIABLE, find_backend
 from memlab.backends.fake_cuda import FakeCuda
 from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.architectures import find_architecture
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
@@ -26,7 +28,14 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbatches": 2}
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe-tiny", "phi-4-tiny"])
+QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
+OF_OTHER_PARTS = {
+    "dense Qwen3's": replace(PHI, qk_layernorm=True, share_embeddings_and_output_weights=True),
+    "Mixtral's": replace(QWEN, qk_layernorm=False, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.0),
+}
+
+
+@pytest.fixture(scope="module", params=[QWEN, PHI, *OF_OTHER_PARTS.values()], ids=["QWEN", "PHI", *OF_OTHER_PARTS])
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on both backends, the simulated one without an allocator's rounding and workspaces."""
     drawn = [MemorySettings(), FULL, recompute("layernorm", "core_attn"), offload("qkv_linear", "core_attn")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -143,6 +144,63 @@ def test_groups_on_the_host_come_back_or_are_dropped(open_lab: Callable[..., Any
         last = lab.step()
     assert not same(last, first)
     assert kept_bytes(lab) == on_host
+
+
+class _FailureError(Exception):
+    pass
+
+
+def _fail_in(module: torch.nn.Module, lab: Lab, settings: MemorySettings) -> None:
+    def fail(*_: object) -> None:
+        raise _FailureError
+
+    handle = module.register_forward_hook(fail)
+    try:
+        with suppress(_FailureError):
+            lab.step(settings)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rebuilt_lab_equals_a_new_one_whatever_was_done_before(seed: int) -> None:
+    rng = random.Random(seed)
+    states = (PLAIN, BF16_GRADIENTS, CPU_OPTIMIZER, FP8, TrainingState(overlap_grad_reduce=True))
+    before, target = rng.sample(states, 2)
+    away = MemorySettings(offload_optimizer_except_update=True)
+    options: dict[str, Any] = {**TINY, "backend": "simulated"}
+    with Lab("qwen3-moe-tiny", **options, state=target) as lab:
+        fresh = lab.step()
+        fresh_bytes = kept_bytes(lab)
+    with Lab("qwen3-moe-tiny", **options, state=before) as lab:
+        doings = [
+            lambda: lab.step(random_settings(lab, rng)),
+            lambda: lab.forward_only(recompute("layernorm")),
+            lambda: _fail_in(rng.choice(lab._stepper.live.modules()), lab, random_settings(lab, rng)),
+            lambda: lab.set_workload(seq_length=96),
+        ]
+        for do in rng.choices(doings, k=3):
+            with suppress(ValueError):  # random settings need not hold in this state
+                do()
+        with suppress(ValueError):
+            lab.step(away)  # its main parameters hold the gradient buffer
+        lab.set_workload(seq_length=TINY["seq_length"])
+        lab.set_state(target, MemorySettings())
+        record = lab.step()
+        assert not same(record, fresh)
+        assert record.peak_reserved_bytes == fresh.peak_reserved_bytes
+        assert kept_bytes(lab) == fresh_bytes
+
+
+def test_a_rebuild_frees_the_old_gradient_buffer_before_it_builds_the_new_one() -> None:
+    """After such a step the list of what is on the host has main parameters, whose gradients are views of the buffer."""
+    away = MemorySettings(offload_optimizer_except_update=True)
+    limits = TrainingState(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=100000)
+    with Lab("phi-4-tiny", backend="simulated") as lab:
+        fresh = lab.step()
+        lab.set_state(limits)
+        lab.step(away)
+        assert lab.step(MemorySettings(), state=PLAIN).peak_allocated_bytes == fresh.peak_allocated_bytes
 
 
 def fails_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:

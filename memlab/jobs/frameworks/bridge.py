@@ -12,6 +12,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, complete_provider
+from memlab.jobs.frameworks.bridge_recipes import RECIPES
+from memlab.jobs.frameworks.bridge_recipes import VERSION as RECIPES_OF
 from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -39,6 +41,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -52,8 +55,11 @@ _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
     Key("model.hf_model_id", "architecture", TEXT),
+    Key("recipe", "recipe", TEXT, None),
     Key("world_size", "world_size", WHOLE),
-    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
+    Key("nnodes", "nodes", COUNT, 1),
+    Key("nproc_per_node", "ranks_per_node", COUNT, None),
+    *under("model", (*SIZES, CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
     *under("model", ARCHITECTURE),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
@@ -118,7 +124,18 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives gradients, the padded vocabulary and the type of parameters."""
     values = reading.values
-    if values.get("hidden_size") is None:  # Megatron-Bridge writes all sizes of the model into a whole configuration
+    nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    if per_node is not None:
+        values.setdefault("world_size", nodes * per_node)
+    recipe = values.pop("recipe")
+    if recipe in RECIPES:
+        reading.warnings.append(f"recipe {recipe}: memlab has its values of Megatron-Bridge {RECIPES_OF}")
+    elif recipe is not None:
+        reading.warnings.append(
+            f"memlab does not know the recipe {shortened(recipe)}, so it takes Megatron-Bridge's defaults for what the "
+            "command does not give: give the run_config.yaml of a checkpoint, or the recipe's values with --set"
+        )
+    elif values.get("hidden_size") is None:  # Megatron-Bridge writes all sizes of the model into a whole configuration
         reading.warnings.append(
             "model.hidden_size is not in the file, so the file overrides a recipe that memlab cannot read: memlab "
             "takes Megatron's defaults for all keys that the file does not have: give the run_config.yaml of a "

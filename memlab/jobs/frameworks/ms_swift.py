@@ -14,6 +14,7 @@ from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, REPLACED
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -35,7 +36,16 @@ from memlab.jobs.frameworks.keys import (
     with_defaults,
 )
 from memlab.jobs.frameworks.lines import removal, shell_words
-from memlab.jobs.frameworks.megatron_keys import CHUNKS, COMPUTE, MISSING, OFFLOAD, RECOMPUTE, SIZES, UNUSED_GRADIENTS
+from memlab.jobs.frameworks.megatron_keys import (
+    CHUNKS,
+    COMPUTE,
+    MISSING,
+    OFFLOAD,
+    PIPELINE,
+    RECOMPUTE,
+    SIZES,
+    UNUSED_GRADIENTS,
+)
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
@@ -56,6 +66,7 @@ _RECOMPUTE = tuple(
 )
 
 _EXTRA = "megatron_extra_kwargs"
+_PASSED_ON = (*PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
 _FLASH_OF_A_VERSION = Conversion(
     lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
 )
@@ -79,7 +90,6 @@ KEYS = (
     # Of ms-swift 3.
     Key("num_layers_per_virtual_pipeline_stage", "num_layers_per_virtual_pipeline_stage", WHOLE),
     Key("num_virtual_stages_per_pipeline_rank", CHUNKS.field, WHOLE),
-    Key("no_rope_fusion", "apply_rope_fusion", NOT),
     Key("num_layers", "num_layers", WHOLE),
     Key("max_length", "max_length", COUNT, None),
     Key("seq_length", "given_seq_length", COUNT, None),
@@ -97,16 +107,16 @@ KEYS = (
         replace(key, conversion=_FLASH_OF_A_VERSION) if key.conversion is BACKEND else key
         for key in with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash")
     ),
+    Key("no_rope_fusion", "apply_rope_fusion", NOT),  # of ms-swift 3
     *_OPTIMIZER,
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
-    Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
     Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
     Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
     Key("manual_gc", "manual_gc", SWITCH, False),
     Key("offload_model", "offload_parameters", SWITCH, False),
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
-    *under(_EXTRA, (*OFFLOAD, *COMPUTE)),
+    *under(_EXTRA, _PASSED_ON),
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
@@ -124,13 +134,15 @@ _CORE_ARGUMENTS = (
 """Those of Megatron's that ms-swift has too, in 4.6.0 or in 3.12."""
 _DEFAULTS = {"moe_permute_fusion": False}
 _OF_CORE = {row.name: row for row in MISSING}
+_NOT_MODELLED = (*MISSING, *REPLACED)
+"""Fields of TransformerConfig, which ``megatron_extra_kwargs`` sets."""
 FRAMEWORK_MISSING = (
     *(
         replace(row, default=_DEFAULTS.get(row.name, ABSENT))
         for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"])
         if row.name in _CORE_ARGUMENTS
     ),
-    *missing_under(_EXTRA, MISSING),
+    *missing_under(_EXTRA, _NOT_MODELLED),
     Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
     *(
@@ -240,8 +252,7 @@ def complete(reading: Reading) -> None:
     if values.get("architecture") is None and loaded:
         values["architecture"] = loaded
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
-    if values.get("main_grads_dtype") == "bf16":
-        values["grad_reduce_in_bf16"] = True
+    values["grad_reduce_in_bf16"] = values.get("main_grads_dtype") == "bf16"
     per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
@@ -333,7 +344,7 @@ def _complete_extra(reading: Reading) -> None:
     if not isinstance(text, str) or not text.startswith("{"):
         return
     extra = parse_json(text, _EXTRA, "correct it")
-    known = {key.name: key for key in (*OFFLOAD, *COMPUTE)}
+    known = {key.name: key for key in _PASSED_ON}
     entry = reading.entries.by_key.pop(_EXTRA)
     for name, value in extra.items() if isinstance(extra, dict) else ():
         key = f"{_EXTRA}.{name}"
@@ -344,7 +355,7 @@ def _complete_extra(reading: Reading) -> None:
             except ValueError as error:
                 raise refusal(entry.place, key, value, error) from error
             reading.take(key, known[name].field, taken)
-        for row in (row for row in MISSING if row.name == name):
+        for row in (row for row in _NOT_MODELLED if row.name == name):
             reading.known.add(key)
             if row.is_on(value):
                 reading.miss(key, row.effect, row.reason)
@@ -371,10 +382,14 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what ms-swift cannot express of these settings."""
-    reason = "ms-swift offloads gradients with the optimizer state"
-    return {"offload_gradients": reason} if settings.offload_gradients != settings.offload_optimizer else {}
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what ms-swift cannot express of a job."""
+    reasons = {}
+    if settings.offload_gradients != settings.offload_optimizer:
+        reasons["offload_gradients"] = "ms-swift offloads gradients with the optimizer state"
+    if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
+        reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
+    return reasons
 
 
 def render(values: dict[str, Any]) -> list[str]:
@@ -406,7 +421,9 @@ MS_SWIFT = Framework(
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=keys_without_effect("ms_swift") | keys_without_effect("megatron_core_model", _EXTRA),
+    without_effect=keys_without_effect("ms_swift")
+    | keys_without_effect("megatron_core_model", _EXTRA)
+    | {f"{_EXTRA}.{number}" for number in NUMBERS_OF_THE_MODEL},
     complete=complete,
     compose=compose,
     cannot_write=_NEVER

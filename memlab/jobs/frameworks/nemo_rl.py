@@ -9,6 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, REPLACED
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -35,10 +36,10 @@ from memlab.jobs.frameworks.megatron_keys import (
     COMPUTE,
     ENDS,
     MISSING,
-    MISSING_DDP,
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -63,7 +64,7 @@ _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
 _PASSED = tuple(key for key in COMPUTE if key.name not in _FP8)
-_OPTIMIZER = tuple(key for key in OPTIMIZER if not key.name.startswith("pin"))
+_BUCKETS = tuple(key for key in BUCKETS if key.name != "bucket_size")
 
 _REFIT_SHARE = 0.3
 """Of the free memory, for the bucket of the weight sync, unless ``NRL_REFIT_BUFFER_MEMORY_RATIO`` says otherwise
@@ -92,7 +93,7 @@ KEYS = (
     *under(_MEGATRON, OFFLOAD[:2]),
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
-    *under(_OVERRIDES, _PASSED[:-1]),
+    *under(_OVERRIDES, (*PIPELINE, *_PASSED[:-1])),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
@@ -103,11 +104,11 @@ KEYS = (
         fp8_format="e4m3",
         fp8_recipe="blockwise",
     ),
-    *under(f"{_MEGATRON}.optimizer", _OPTIMIZER, use_precision_aware_optimizer=True),
+    *under(f"{_MEGATRON}.optimizer", OPTIMIZER, use_precision_aware_optimizer=True),
     Key(f"{_MEGATRON}.optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under(
         f"{_MEGATRON}.distributed_data_parallel_config",
-        BUCKETS,
+        _BUCKETS,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     ),
@@ -150,8 +151,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
     *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
-    *missing_under(_OVERRIDES, MISSING),
-    *missing_under(f"{_MEGATRON}.distributed_data_parallel_config", MISSING_DDP),
+    *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
     Missing(
         f"{_MEGATRON}.empty_unused_memory_level",
@@ -357,7 +357,7 @@ NEMO_RL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("nemo_rl")
     | keys_without_effect("megatron_core_model", _OVERRIDES)
-    | keys_without_effect("megatron_core_ddp", f"{_MEGATRON}.distributed_data_parallel_config")
+    | {f"{_OVERRIDES}.{number}" for number in NUMBERS_OF_THE_MODEL}
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
     check=check,
@@ -368,8 +368,7 @@ NEMO_RL = Framework(
     cannot_write={
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
-        "pin_cpu_grads": "NeMo-RL has no such key",
-        "pin_cpu_params": "NeMo-RL has no such key",
+        "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
         "loss": "NeMo-RL trains with log-probabilities",
         "logprobs_chunk_size": "in training, NeMo-RL computes log-probabilities of a whole micro-batch at once",

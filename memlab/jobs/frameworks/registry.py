@@ -9,11 +9,14 @@ from memlab.jobs.frameworks.megatron_lm import MEGATRON_LM
 from memlab.jobs.frameworks.ms_swift import MS_SWIFT
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 from memlab.jobs.frameworks.skyrl import SKYRL
+from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
 from memlab.jobs.frameworks.verl import VERL
+from memlab.jobs.frameworks.verl_sft import VERL_SFT
 
 FRAMEWORKS: dict[str, Framework] = {
-    framework.name: framework for framework in (MEGATRON_LM, BRIDGE, VERL, NEMO_RL, SKYRL, SLIME, MS_SWIFT)
+    framework.name: framework
+    for framework in (MEGATRON_LM, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
 }
 
 

@@ -9,37 +9,12 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED, complete_provider
+from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
-from memlab.jobs.frameworks.keys import (
-    COUNT,
-    NUMBER,
-    SWITCH,
-    TEXT,
-    WHOLE,
-    Key,
-    Missing,
-    is_false,
-    is_given,
-    missing_under,
-    under,
-)
+from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
-from memlab.jobs.frameworks.megatron_keys import (
-    BUCKETS,
-    CHUNKS,
-    COMPUTE,
-    ENDS,
-    MISSING,
-    MISSING_OPTIMIZER,
-    OFFLOAD,
-    OPTIMIZER,
-    RECOMPUTE,
-    SIZES,
-)
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
-    FROZEN_ROUTER,
     LORA,
     is_packed,
     longest_sequence,
@@ -49,10 +24,16 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.skyrl_megatron import (
+    CANNOT_WRITE,
+    FIXED,
+    megatron_keys,
+    megatron_missing,
+    megatron_without_effect,
+)
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "trainer.policy.megatron_config"
-_TRANSFORMER = f"{_MEGATRON}.transformer_config_kwargs"
 _ENGINE = "generator.inference_engine"
 
 KEYS = (
@@ -60,21 +41,9 @@ KEYS = (
     Key("trainer.policy.model.path", "architecture", TEXT),
     Key("trainer.placement.policy_num_nodes", "nodes", WHOLE, 1),
     Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 1),
-    *under(_MEGATRON, SIZES),
-    *under(
-        _TRANSFORMER,
-        (CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE),
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-        attention_backend=None,
-    ),
-    *under(_MEGATRON, (key for key in COMPUTE if key.name.startswith("fp8"))),  # of a branch of August 2026
-    Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
+    *megatron_keys(_MEGATRON),
     Key("trainer.flash_attn", "is_flash", SWITCH, True),
     Key("trainer.gradient_checkpointing", "is_checkpointing", SWITCH, True),
-    *under(f"{_MEGATRON}.optimizer_config_kwargs", OPTIMIZER),
-    *under(f"{_MEGATRON}.ddp_config", BUCKETS[:3], grad_reduce_in_bf16=False),
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
     Key("trainer.use_expandable_segments", "expandable_segments", SWITCH, True),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
@@ -96,11 +65,6 @@ KEYS = (
     Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
 )
-_MISSING_BESIDE = (
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype", "moe_router_load_balancing_type",
-    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_enable_routing_replay", "mtp_num_layers",
-)  # fmt: skip
-"""Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
 FRAMEWORK_MISSING = (
     Missing("trainer.policy.model.lora.rank", "less", LORA),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
@@ -114,17 +78,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
-    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
-    *missing_under(
-        _TRANSFORMER,
-        (*MISSING, *PROVIDER_MISSING, *REPLACED),
-        bias_activation_fusion=False,
-        overlap_p2p_comm=False,
-    ),
-    *missing_under(
-        _MEGATRON, (row for row in MISSING if row.name in _MISSING_BESIDE), moe_router_load_balancing_type="none"
-    ),
-    *missing_under(f"{_MEGATRON}.optimizer_config_kwargs", MISSING_OPTIMIZER),
+    *megatron_missing(_MEGATRON),
 )  # fmt: skip
 
 
@@ -209,26 +163,14 @@ SKYRL = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=keys_without_effect("skyrl")
-    | keys_without_effect("megatron_core_model", _TRANSFORMER)
-    | keys_without_effect("bridge_provider", _TRANSFORMER)
-    | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer_config_kwargs")
-    | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
+    without_effect=keys_without_effect("skyrl") | megatron_without_effect(_MEGATRON),
     complete=complete,
     complete_of_model=complete_provider,
     compose=compose,
-    fixed={"loss": "logprobs", "use_distributed_optimizer": True},
+    fixed=FIXED,
     packs=is_packed,
-    cannot_write={
-        "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
-        "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
-        "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
-        "manual_gc": "SkyRL has no such key",
-        "ddp_bucket_size": "SkyRL has no such key",
-        "loss": "SkyRL trains with log-probabilities",
-        "dtype": "SkyRL's Megatron jobs are bf16",
-        "allocator": "beside trainer.use_expandable_segments, set the environment variable PYTORCH_CUDA_ALLOC_CONF",
-    },
+    cannot_write=CANNOT_WRITE
+    | {"allocator": "beside trainer.use_expandable_segments, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
     render=plain_lines,
 )

@@ -101,12 +101,13 @@ class DeviceStorages:
                 self._allocation(num_bytes, _RESERVED, stamp),
             )
 
-    def categorise(self, categories: Mapping[int, int]) -> None:
-        """Sets the categories, by address, of what is allocated."""
+    def categorise(self, categories: Mapping[int, int], module: int | None) -> None:
+        """Sets the categories, by address, of what is allocated, and its module unless that is None."""
         for address, code in categories.items():
             allocation = self.live.get(address)
             if allocation is not None:
                 allocation.category = code
+                allocation.module = allocation.module if module is None else module
 
     def _allocation(self, num_bytes: int, pool: int, stamp: Stamp) -> Allocation:
         category = _WORKSPACE if pool == _RESERVED else stamp.category

@@ -7,6 +7,7 @@ hooks of `Labels` set it as well. `Blocks` turns the history into exact bytes.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,9 +41,10 @@ class AllocatorMeter:
         self._stamps = Stamps(labels)
         self._device = DeviceStorages(labels)
         self._host = HostStorages(labels)
-        self._pending_categories: list[tuple[int, dict[int, int]]] = []
-        """Calls of `categorise` that were not applied yet: the number of each call's stamp, and its categories by
-        address. They hold for what was allocated before the first entry with that stamp."""
+        self._pending_categories: list[tuple[int, dict[int, int], int | None]] = []
+        """Calls of `categorise` that were not applied yet: the number of each call's stamp, its categories by address,
+        and its module. They hold for what was allocated before the first entry with that stamp."""
+        self._marks: list[Event] = []
         self._opening: list[Event] = []
         self._stamps_of_events: list[int] = []
 
@@ -103,7 +105,7 @@ class AllocatorMeter:
         self._stamps.start()
         device.start()
 
-    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]], module: str | None = None) -> None:
         on_device: dict[int, int] = {}
         for name, tensors in categories.items():
             code = CATEGORIES.index(name)
@@ -115,7 +117,11 @@ class AllocatorMeter:
                 else:
                     self._host.track(tensor).category = code
         self._stamps.put()
-        self._pending_categories.append((self._stamps.last, on_device))
+        code_of_module = None if module is None else self._labels.code(module)
+        self._pending_categories.append((self._stamps.last, on_device, code_of_module))
+
+    def mark(self) -> None:
+        self._marks.append(Event.marking(time.time_ns(), self._labels.phase))
 
     def track_host_tensor(self, tensor: torch.Tensor) -> Allocation:
         return self._host.track(tensor)
@@ -164,11 +170,12 @@ class AllocatorMeter:
     def finish(self) -> Timeline:
         self._host.frees.check()
         events = self._replay()
-        events = sorted((*events, *self._host.events), key=lambda event: event.nanoseconds)
+        events = sorted((*events, *self._host.events, *self._marks), key=lambda event: event.nanoseconds)
         timeline = timeline_of(self._opening, events, self._device.started, self._labels.modules)
         self._stamps_of_events = [self._stamps.since_start(event.stamp) for event in events if event.pool == _DEVICE]
         self._opening = []
         self._host.events.clear()
+        self._marks.clear()
         return timeline
 
     def close(self) -> None:
@@ -221,7 +228,8 @@ class AllocatorMeter:
     def _apply_categories(self, *, up_to: int) -> None:
         """Applies the calls of `categorise` that were made up to a stamp, to what is allocated at this entry."""
         while self._pending_categories and self._pending_categories[0][0] <= up_to:
-            self._device.categorise(self._pending_categories.pop(0)[1])
+            _, categories, module = self._pending_categories.pop(0)
+            self._device.categorise(categories, module)
 
     def _check(self) -> None:
         """Reads the allocator's state again if something outside the lab allocated between two readings."""

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from memlab.live_objects import instances_of
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel, release_optimizer, take_apart
 from memlab.model.megatron_versions import auxiliary_losses, forget_auxiliary_losses
@@ -124,9 +125,8 @@ def _holders_of_a_model() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _empty_dispatchers() -> None:
     # The cycle runs through autograd's nodes in C++, where Python's garbage collector does not look.
-    for candidate in gc.get_objects():
-        if type(candidate) is MoEAlltoAllTokenDispatcher:  # isinstance would read `__class__` of objects that then warn
-            vars(candidate).clear()
+    for dispatcher in instances_of([MoEAlltoAllTokenDispatcher]):
+        vars(dispatcher).clear()
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
 
 

@@ -5,13 +5,13 @@ Called in the middle of a step. No saved tensor is unpacked: what an offload hoo
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
+from memlab.live_objects import instances_of, with_subclasses
 from memlab.meter.module_tracker import module_of
 from memlab.model.build import LiveModel
 from memlab.model.retention.transformer_engine_caches import caches, tensors_in
@@ -39,8 +39,7 @@ def find_holders(live: LiveModel, modules: list[str], storages: Collection[int])
 
 def _autograd_nodes(modules: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     # Every node that backward has yet to run is reached from a tensor in Python: the output that backward starts from.
-    tensors = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.Tensor)]
-    waiting = [tensor.grad_fn for tensor in tensors]
+    waiting = [tensor.grad_fn for tensor in instances_of(with_subclasses(torch.Tensor))]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()

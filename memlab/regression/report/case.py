@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from memlab.record.step_record import StepRecord
+from memlab.record.saved_records import load_record
 from memlab.record.timeline import Timeline
 from memlab.regression.case_measurements import LAB, Measured, MetricValue
 from memlab.regression.checked_json import one_line
@@ -228,7 +228,7 @@ def _breakable(name: str) -> str:
 
 def _timeline(case_folder: Path, record: str) -> Timeline | None:
     folder = case_folder / "records" / record
-    return StepRecord.load(folder).timeline if folder.is_dir() else None
+    return load_record(folder).timeline if folder.is_dir() else None
 
 
 def _number(value: MetricValue | None) -> float | None:

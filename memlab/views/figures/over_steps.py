@@ -10,6 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
+from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit
 from memlab.views.figures.frame import frame
 from memlab.views.figures.palette import series_look
@@ -29,7 +30,7 @@ _ROW_GAP = 62
 _HEAD_HEIGHT = 24
 
 
-def over_steps_figure(runs: Mapping[str, Sequence[StepRecord]]) -> go.Figure:
+def over_steps_figure(runs: Mapping[str, Sequence[StepRecord | WatchRecord]]) -> go.Figure:
     """Draws a small chart per run; each has axes of its own, and its bytes axis starts at 0.
 
     Args:

@@ -43,7 +43,15 @@ CATEGORY_LOOKS: dict[str, CategoryLook] = {
 """In the order in which they are stacked: what stays longest is at the bottom, so that the top shows the shape of a
 step."""
 
-PHASE_OPACITIES = {"load": 0.40, "forward": 0.14, "backward": 0.28, "optimizer": 0.40, "offload": 0.14, "idle": 0.05}
+PHASE_OPACITIES = {
+    "load": 0.40,
+    "forward": 0.14,
+    "backward": 0.28,
+    "optimizer": 0.40,
+    "offload": 0.14,
+    "idle": 0.05,
+    "save": 0.28,
+}
 """Of the ink that fills a phase's band along the axis, 0 to 1."""
 SHORT_PHASES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 """Used where a phase's name does not fit. *offload* has none: "off" reads as the opposite of "on"."""

@@ -13,6 +13,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
+from memlab.jobs.bounds import freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled, Taken
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
@@ -110,18 +111,18 @@ def _missing(missing: tuple[NotModelled, ...]) -> list[str]:
             f"not modelled ({len(known)}): because of these, a step needs more or less memory than memlab says"
         )
         words = {"more": "more", "less": "less", "either": "more or less"}
-        lines += [
-            f"  {one.place:9} {_named(one)}: {words[one.effect]}{_at_most(one.bound_bytes)}: {one.reason}"
-            for one in known
-        ]
+        lines += [f"  {one.place:9} {_named(one)}: {words[one.effect]}{_at_most(one)}: {one.reason}" for one in known]
     if unknown:
         lines.append(f"keys that memlab does not know ({len(unknown)})")
         lines += _wrapped(", ".join(one.key for one in unknown))
     return lines
 
 
-def _at_most(bound_bytes: int | None) -> str:
-    return "" if bound_bytes is None else f", by at most {format_bytes(bound_bytes)}"
+def _at_most(missing: NotModelled) -> str:
+    if missing.bound_bytes is None:
+        return ""
+    of_state = " of gradients and optimizer state, and in activations" if freezes_parameters(missing.key) else ""
+    return f", by at most {format_bytes(missing.bound_bytes)}{of_state}"
 
 
 def _named(missing: NotModelled) -> str:

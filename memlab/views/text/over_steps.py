@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from memlab.record.step_record import StepRecord
+from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit
 from memlab.views.text.columns import Block, Table, in_unit
 
 
-def over_steps_blocks(runs: Mapping[str, Sequence[StepRecord]]) -> list[Block]:
+def over_steps_blocks(runs: Mapping[str, Sequence[StepRecord | WatchRecord]]) -> list[Block]:
     """Describes each run by three rows, with a column per step.
 
     Args:

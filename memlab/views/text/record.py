@@ -99,7 +99,7 @@ def record_table(record: StepRecord) -> str:
         activation_peak_entry(record.activation_peak_bytes),
         ("device, residual at the step's end", record.residual_bytes),
         ("device, recomputed by backward", record.recomputed_bytes),
-        *_kept_entries(record.kept_gather_bytes),
+        *_bound_entries(record),
         *_allocator_entries(record),
         ("host, the step's peak", record.host_bytes),
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
@@ -119,8 +119,13 @@ def record_table(record: StepRecord) -> str:
     return as_text(blocks)
 
 
-def _kept_entries(num_bytes: int) -> list[tuple[str, int]]:
-    return [("device, what kept FP8 gathers may add to the peak", num_bytes)] if num_bytes else []
+def _bound_entries(record: StepRecord) -> list[tuple[str, int]]:
+    """What makes the peak a range: in the real step it may be so much higher, or lower."""
+    entries = (
+        ("device, what kept FP8 gathers may add to the peak", record.kept_gather_bytes),
+        ("device, of the peak, copies that wait for Python's gc", record.uncollected_bytes),
+    )
+    return [entry for entry in entries if entry[1]]
 
 
 def activation_peak_entry(num_bytes: int) -> tuple[str, int]:

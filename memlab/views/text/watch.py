@@ -22,6 +22,7 @@ def watch_table(record: WatchRecord) -> str:
         *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the block's start", record.static_bytes),
         activation_peak_entry(record.activation_peak_bytes),
+        *((f"device, peak in {phase}", num_bytes) for phase, num_bytes in record.peak_by_phase.items()),
         ("device, residual at the block's end", record.residual_bytes),
         ("device, recomputed by backward", record.recomputed_bytes),
         *([("host, the block's peak", record.host_bytes)] if record.host_bytes else []),

@@ -1,0 +1,94 @@
+"""SkyRL's ``MegatronConfig``: its keys, below the prefix that a program of SkyRL gives them.
+
+Names and defaults: ``skyrl/train/config/config.py`` and ``backends/skyrl_train/workers/megatron/megatron_worker.py``
+(0.3.0).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.keys import WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.frameworks.megatron_keys import (
+    BUCKETS,
+    CHUNKS,
+    COMPUTE,
+    ENDS,
+    MISSING,
+    MISSING_OPTIMIZER,
+    OFFLOAD,
+    OPTIMIZER,
+    PIPELINE,
+    RECOMPUTE,
+    SIZES,
+)
+from memlab.jobs.frameworks.reinforcement import FROZEN_ROUTER
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+
+def megatron_keys(prefix: str) -> tuple[Key, ...]:
+    """Returns the keys of the config, below its prefix."""
+    transformer = f"{prefix}.transformer_config_kwargs"
+    return (
+        *under(prefix, SIZES),
+        *under(
+            transformer,
+            (CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE),
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            attention_backend=None,
+        ),
+        *under(prefix, (key for key in COMPUTE if key.name.startswith("fp8"))),  # of a branch of August 2026
+        Key(f"{transformer}.num_layers", "num_layers", WHOLE),
+        *under(f"{prefix}.optimizer_config_kwargs", OPTIMIZER),
+        *under(f"{prefix}.ddp_config", BUCKETS[:3], grad_reduce_in_bf16=False),
+    )
+
+
+_BESIDE = (
+    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype", "moe_router_load_balancing_type",
+    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_enable_routing_replay", "mtp_num_layers",
+)  # fmt: skip
+"""Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
+
+
+def megatron_missing(prefix: str) -> tuple[Missing, ...]:
+    """Returns what of the config changes memory and is not modelled, below its prefix."""
+    return (
+        Missing(f"{prefix}.freeze_moe_router", "less", FROZEN_ROUTER),
+        *missing_under(
+            f"{prefix}.transformer_config_kwargs",
+            (*MISSING, *PROVIDER_MISSING, *REPLACED),
+            bias_activation_fusion=False,
+            overlap_p2p_comm=False,
+        ),
+        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE), moe_router_load_balancing_type="none"),
+        *missing_under(f"{prefix}.optimizer_config_kwargs", MISSING_OPTIMIZER),
+    )
+
+
+def megatron_without_effect(prefix: str) -> frozenset[str]:
+    """Returns the keys of the config that change no memory, below its prefix."""
+    transformer = f"{prefix}.transformer_config_kwargs"
+    return (
+        keys_without_effect("skyrl_megatron", prefix)
+        | keys_without_effect("megatron_core_model", transformer)
+        | keys_without_effect("bridge_provider", transformer)
+        | keys_without_effect("megatron_core_optimizer", f"{prefix}.optimizer_config_kwargs")
+        | {f"{transformer}.{key}" for key in NUMBERS_OF_THE_MODEL}
+    )
+
+
+FIXED: dict[str, Any] = {"loss": "logprobs", "use_distributed_optimizer": True}
+CANNOT_WRITE = {
+    "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
+    "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
+    "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
+    "manual_gc": "SkyRL has no such key",
+    "ddp_bucket_size": "SkyRL has no such key",
+    "loss": "SkyRL trains with log-probabilities",
+    "dtype": "SkyRL's Megatron jobs are bf16",
+}
+"""Fields that no program of SkyRL expresses, each with the reason."""

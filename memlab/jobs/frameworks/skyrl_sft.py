@@ -1,0 +1,128 @@
+"""SkyRL's trainer for supervised fine-tuning with Megatron: the overrides of ``skyrl.train.main_sft``.
+
+Names and defaults: ``skyrl/train/config/sft_config.py`` (0.3.0); `skyrl_megatron` has those of its ``MegatronConfig``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.bridge_keys import complete_provider
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing, is_false
+from memlab.jobs.frameworks.lines import plain_lines
+from memlab.jobs.frameworks.megatron_lm import common, named
+from memlab.jobs.frameworks.reinforcement import (
+    LORA,
+    is_packed,
+    longest_sequence,
+    sequences_of_a_step,
+    take_rows,
+    take_sequences,
+)
+from memlab.jobs.frameworks.skyrl_megatron import (
+    CANNOT_WRITE,
+    FIXED,
+    megatron_keys,
+    megatron_missing,
+    megatron_without_effect,
+)
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+_MEGATRON = "megatron_config"
+KEYS = (
+    Key("strategy", "strategy", TEXT, "megatron"),
+    Key("model.path", "architecture", TEXT),
+    Key("placement.num_nodes", "nodes", WHOLE, 1),
+    Key("placement.num_gpus_per_node", "ranks_per_node", WHOLE, 4),
+    *megatron_keys(_MEGATRON),
+    Key("max_length", "longest", COUNT, None),
+    Key("batch_size", "sequences", COUNT, 4),
+    Key("micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 2),
+    Key("use_sequence_packing", "is_packed", SWITCH, False),
+    Key("max_tokens_per_microbatch", "tokens", COUNT, None),
+)
+FRAMEWORK_MISSING = (
+    Missing("model.lora.rank", "less", LORA),
+    Missing("model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
+    Missing("remove_microbatch_padding", "more", "rows are padded", is_false),
+    Missing("use_sample_packing", "more", "rows are padded", is_false),
+    *megatron_missing(_MEGATRON),
+)
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload, recompute and attention, as ``build_skyrl_config_for_sft`` does."""
+    values = reading.values
+    strategy = values.pop("strategy")
+    if strategy != "megatron":
+        reading.blocked.append(f"strategy {strategy}: memlab predicts Megatron's jobs only")
+    values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
+    if not any(key.startswith(f"{_MEGATRON}.") for key in reading.entries.by_key):
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            reading.take(f"{_MEGATRON}.{name}", name, 2)  # as SFTConfig has it where no key of the section is given
+    values["attention_backend"] = values.get("attention_backend") or "flash"
+    values["expandable_segments"] = True  # TrainerConfig.use_expandable_segments, which SFT leaves as it is
+    longest, sequences, tokens = (values.pop(name) for name in ("longest", "sequences", "tokens"))
+    if longest is None:
+        reading.questions.append(
+            "max_length is not in the file, so sequences are as long as the data has them: give --set max_length=TOKENS"
+        )
+    if values.pop("is_packed") and longest:
+        key = "max_tokens_per_microbatch" if tokens else "max_length"
+        take_rows(reading, key, (tokens or longest) // (values.get("context_parallel_size") or 1), longest, sequences)
+        return
+    take_sequences(reading, longest, sequences)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    is_row = is_packed(scenario)
+    return (
+        common(scenario, settings)
+        | named(scenario)
+        | {
+            "strategy": "megatron",
+            "is_packed": is_row,
+            "tokens": scenario.seq_length if is_row else None,
+            "micro_batch_size": 2 if is_row else scenario.micro_batch_size,
+            "longest": longest_sequence(scenario),
+            "sequences": sequences_of_a_step(scenario),
+        }
+    )
+
+
+def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
+    """Names what SkyRL's SFT trainer cannot express of this job."""
+    if scenario.allocator == AllocatorSettings(expandable_segments=True):
+        return {}
+    return {"allocator": "SkyRL's SFT trainer switches expandable segments on, and nothing else"}
+
+
+_KEEPS = "SkyRL's SFT trainer keeps the model on the device between steps"
+SKYRL_SFT = Framework(
+    name="skyrl-sft",
+    title="SkyRL's SFT trainer",
+    source="0.3.0",
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=keys_without_effect("skyrl_sft") | megatron_without_effect(_MEGATRON),
+    complete=complete,
+    complete_of_model=complete_provider,
+    compose=compose,
+    fixed=FIXED | {"logprobs_chunk_size": 1024},
+    packs=is_packed,
+    cannot_write=CANNOT_WRITE
+    | {
+        "offload_parameters": _KEEPS,
+        "offload_gradients": _KEEPS,
+        "offload_optimizer": _KEEPS,
+        "logprobs_chunk_size": "SkyRL's SFT trainer takes 1024 tokens",
+    },
+    cannot_write_of=cannot_write,
+    render=plain_lines,
+)

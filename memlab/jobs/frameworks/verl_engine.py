@@ -1,0 +1,217 @@
+"""The engine of verl that runs Megatron: its keys, below the prefixes that a trainer of verl gives them.
+
+Names and defaults: ``verl/workers/config/{engine,optimizer,model}.py`` and ``verl/workers/engine/megatron/`` (0.9.1).
+On 2026-08-20 the gradients became fp32 (verl PR 7485); before, Megatron-Core's default was used, bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_DEFAULTS, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import (
+    ABSENT,
+    LONG_DTYPE,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+    missing_under,
+    under,
+)
+from memlab.jobs.frameworks.megatron_keys import (
+    BUCKETS,
+    CHUNKS,
+    COMPUTE,
+    ENDS,
+    MISSING,
+    MISSING_DDP,
+    MISSING_OPTIMIZER,
+    OFFLOAD,
+    OPTIMIZER,
+    PIPELINE,
+    RECOMPUTE,
+    SIZES,
+)
+from memlab.jobs.frameworks.reinforcement import LORA, note_replaced_values
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+RELEASE, FP32_SINCE, BEFORE = "0.9.1", "2026-08-20", "before-2026-08-20"
+VERSIONS = (RELEASE, FP32_SINCE, BEFORE)
+_OWN_OPTIMIZER = (
+    "use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer",
+    "use_layer_wise_distributed_optimizer",
+)  # fmt: skip
+"""What verl's own optimizer config has of Megatron-Core's (``workers/config/optimizer.py``, 0.9.1)."""
+
+
+def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
+    """Returns the keys of an engine, its optimizer and its model, below their prefixes."""
+    transformer, ddp = f"{engine}.override_transformer_config", f"{engine}.override_ddp_config"
+    return (
+        Key(f"{model}.path", "architecture", TEXT),
+        *under(engine, (*SIZES, CHUNKS)),
+        *under(transformer, (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+        Key(f"{transformer}.num_layers", "num_layers", WHOLE),
+        *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
+        *under(f"{optim}.override_optimizer_config", OPTIMIZER),
+        *under(optim, (key for key in OPTIMIZER if key.name in _OWN_OPTIMIZER)),
+        Key(f"{engine}.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
+        Key(f"{ddp}.use_distributed_optimizer", "use_distributed_optimizer", SWITCH),
+        Key(f"{engine}.dtype", "dtype", LONG_DTYPE, "bf16"),
+        Key(f"{engine}.param_offload", "offload_parameters", SWITCH, False),
+        Key(f"{engine}.optimizer_offload", "offload_optimizer", SWITCH, False),
+        *(Key(f"{engine}.offload.{part}.target", f"{part}_target", TEXT, None) for part in ("param", "optimizer")),
+    )
+
+
+_CHUNKS = Missing(CHUNKS.name, "either", "verl has a key of its own for it", is_given)
+_ENGINE_MISSING = (
+    Missing("entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
+    Missing("dynamic_context_parallel", "either", "the context parallel size changes from row to row"),
+    Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
+    Missing("use_remove_padding", "more", "rows are padded to the longest sequence", is_false),
+    Missing("pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
+    Missing("sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
+    Missing("qat.enable", "either", "weights are quantized in forward"),
+    Missing("router_replay.mode", "more", "the chosen experts of each token are kept, of all micro-batches",
+            lambda value: value not in (None, "disabled")),
+    *(
+        Missing(f"offload.{part}.target", "either", "memlab predicts it as offload to host memory",
+                lambda value: value == "disk")
+        for part in ("param", "optimizer")
+    ),
+)  # fmt: skip
+_MODEL_MISSING = (
+    Missing("lora.rank", "less", LORA),
+    Missing("lora_rank", "less", LORA),
+    Missing("use_fused_kernels", "less",
+            "a fused linear cross entropy computes log-probabilities without whole logits, which saves at most the "
+            "logits and their fp32 copies"),
+    Missing("mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
+)  # fmt: skip
+
+
+def engine_missing(engine: str, optim: str, model: str) -> tuple[Missing, ...]:
+    """Returns what of an engine changes memory and is not modelled, below the prefixes."""
+    return (
+        *missing_under(engine, _ENGINE_MISSING),
+        *missing_under(model, _MODEL_MISSING),
+        *missing_under(
+            f"{engine}.override_transformer_config",
+            (*MISSING, *PROVIDER_MISSING, *REPLACED, _CHUNKS),
+            **PROVIDER_DEFAULTS,
+            moe_router_load_balancing_type="none",
+        ),
+        *missing_under(f"{engine}.override_ddp_config", MISSING_DDP),
+        *missing_under(f"{optim}.override_optimizer_config", MISSING_OPTIMIZER),
+        *missing_under(optim, (row for row in MISSING_OPTIMIZER if row.name in _OWN_OPTIMIZER)),
+    )
+
+
+def engine_without_effect(engine: str, optim: str, model: str) -> frozenset[str]:
+    """Returns the keys of an engine that change no memory, below the prefixes."""
+    transformer = f"{engine}.override_transformer_config"
+    return (
+        keys_without_effect("verl_engine", engine)
+        | keys_without_effect("verl_optimizer", optim)
+        | keys_without_effect("verl_model", model)
+        | keys_without_effect("megatron_core_model", transformer)
+        | keys_without_effect("megatron_core_ddp", f"{engine}.override_ddp_config")
+        | keys_without_effect("megatron_core_optimizer", f"{optim}.override_optimizer_config")
+        | keys_without_effect("bridge_provider", transformer)
+        | {f"{transformer}.{key}" for key in NUMBERS_OF_THE_MODEL}
+    )
+
+
+def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> None:
+    """Derives gradients, and what leaves the device."""
+    note_replaced_values(reading, f"{model}.override_config")
+    _complete_optimizer(reading, optim)
+    _complete_gradients(reading, engine, optim)
+    _complete_offload(reading, engine)
+    _drop_defaults_of_bridge(reading, engine)
+
+
+def _complete_optimizer(reading: Reading, optim: str) -> None:
+    """Takes types by verl's own keys, which it reads with the precision-aware optimizer only.
+
+    What ``override_optimizer_config`` has replaces them (``init_megatron_optim_config``, utils/megatron/optimizer.py).
+    """
+    is_on = reading.get(f"{optim}.use_precision_aware_optimizer")
+    for key in OPTIMIZER:
+        own, override = f"{optim}.{key.name}", f"{optim}.override_optimizer_config.{key.name}"
+        if override in reading.entries.by_key:
+            reading.values[key.field] = key.conversion.read(reading.get(override))
+        elif key.name.endswith("_dtype") and own in reading.entries.by_key and not is_on:
+            reading.values[key.field] = key.default
+            reading.taken = [one for one in reading.taken if one.key != own]
+            reading.without_effect[own] = "verl reads it with use_precision_aware_optimizer only"
+
+
+def _complete_gradients(reading: Reading, engine: str, optim: str) -> None:
+    """Takes the type of the gradients, as ``_resolve_override_ddp_config`` of verl's engine does since June 2026."""
+    key = f"{engine}.override_ddp_config.grad_reduce_in_fp32"
+    if key in reading.entries.by_key:
+        return
+    own = f"{optim}.main_grads_dtype"
+    if reading.get(f"{optim}.use_precision_aware_optimizer") and reading.get(own) not in (None, "fp32", "float32"):
+        reading.take(own, "grad_reduce_in_bf16", True)
+        return
+    if reading.version is None:
+        reading.questions.append(
+            f"{key} is not in the file, and its default depends on the version: fp32 since {FP32_SINCE}, "
+            f"bf16 before: give --framework-version {RELEASE} or {BEFORE}, or --set {key}=true or false"
+        )
+    reading.values["grad_reduce_in_bf16"] = reading.version == BEFORE
+
+
+def _complete_offload(reading: Reading, engine: str) -> None:
+    """Takes what leaves the device: gradients with the parameters (``offload_megatron_model_to_cpu``)."""
+    values, targets = reading.values, ("cpu", "disk")
+    for name, component in (("parameters", "param"), ("optimizer", "optimizer")):
+        if values.pop(f"{component}_target") in targets:
+            reading.take(f"{engine}.offload.{component}.target", f"offload_{name}", value=True)
+    values["offload_gradients"] = values.get("offload_parameters")
+    for key in (f"{engine}.grad_offload", f"{engine}.offload.grad.target"):
+        if reading.get(key) is not None:
+            reading.without_effect[key] = (
+                "verl frees the gradients where it offloads the parameters; 0.9.1 refuses the key"
+            )
+
+
+def _drop_defaults_of_bridge(reading: Reading, engine: str) -> None:
+    """Drops what is a default of Megatron-Bridge only, where verl builds the model by mbridge (0.15.1)."""
+    if not reading.get(f"{engine}.vanilla_mbridge"):
+        return
+    # models/qwen3moe.py sets the one; Megatron-Core's default of the other is false.
+    others = {
+        f"{engine}.override_transformer_config.{key}"
+        for key in ("bias_activation_fusion", "gradient_accumulation_fusion")
+    }
+    reading.not_modelled = [one for one in reading.not_modelled if one.place != "default" or one.key not in others]
+
+
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what verl cannot express of these settings."""
+    if settings.offload_gradients == settings.offload_parameters:
+        return {}
+    return {"offload_gradients": "verl frees the gradients where it offloads the parameters"}
+
+
+# verl patches Megatron's checkpoints on every GPU (apply_patch_megatron_recomputation_backward, models/mcore/patch.py).
+FIXED: dict[str, Any] = {"loss": "logprobs", "checkpoint_input_remedy": "release_storage"}
+CANNOT_WRITE = {
+    "checkpoint_input_remedy": "verl always applies release_storage",
+    "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+    "manual_gc": "verl has no such key",
+    "loss": "verl trains with log-probabilities",
+    "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
+}
+"""Fields that no trainer of verl expresses, each with the reason."""

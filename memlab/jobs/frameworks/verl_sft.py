@@ -1,0 +1,110 @@
+"""verl's trainer for supervised fine-tuning with Megatron: overrides of ``verl.trainer.sft_trainer``, or ``.hydra/``.
+
+Names and defaults: ``verl/trainer/config/sft_trainer_engine.yaml`` (0.9.1); `verl_engine` has those of the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.bridge_keys import complete_provider
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
+from memlab.jobs.frameworks.lines import hydra_lines
+from memlab.jobs.frameworks.megatron_lm import common, named
+from memlab.jobs.frameworks.reinforcement import (
+    is_packed,
+    longest_sequence,
+    sequences_of_a_step,
+    take_rows,
+    take_sequences,
+)
+from memlab.jobs.frameworks.verl_engine import (
+    CANNOT_WRITE,
+    FIXED,
+    VERSIONS,
+    cannot_write,
+    complete_engine,
+    engine_keys,
+    engine_missing,
+    engine_without_effect,
+)
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+_PREFIXES = ("engine", "optim", "model")
+KEYS = (
+    *engine_keys(*_PREFIXES),
+    Key("engine.strategy", "engine", TEXT, "fsdp"),
+    Key("trainer.nnodes", "nodes", WHOLE, 1),
+    Key("trainer.n_gpus_per_node", "ranks_per_node", WHOLE, 1),
+    # torchrun starts the ranks; trainer's own sizes are read under Ray.
+    Key("nnodes", "nodes", COUNT),
+    Key("nproc_per_node", "ranks_per_node", COUNT),
+    Key("data.use_dynamic_bsz", "is_dynamic", SWITCH, True),
+    Key("data.max_token_len_per_gpu", "tokens_per_rank", COUNT, 8192),
+    Key("data.micro_batch_size_per_gpu", "micro_batch_size", COUNT, 4),
+    Key("data.train_batch_size", "sequences", COUNT, 256),
+    Key("data.max_length", "longest", COUNT, 1024),
+)
+FRAMEWORK_MISSING = (
+    *engine_missing(*_PREFIXES),
+    Missing(
+        "data.pad_mode", "more", "rows are padded to data.max_length", lambda value: value not in (None, "no_padding")
+    ),
+)
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload and gradients."""
+    values = reading.values
+    engine = values.pop("engine")
+    if engine != "megatron":
+        reading.blocked.append(f"engine {engine}: memlab predicts Megatron's jobs only (engine=megatron)")
+    values.setdefault("world_size", values.pop("nodes") * values.pop("ranks_per_node"))
+    complete_engine(reading, *_PREFIXES)
+    longest, sequences = values.pop("longest"), values.pop("sequences")
+    is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
+    if is_dynamic:
+        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
+    else:
+        take_sequences(reading, longest, sequences)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    is_row = is_packed(scenario)
+    return (
+        common(scenario, settings)
+        | named(scenario)
+        | {
+            "engine": "megatron",
+            "is_dynamic": is_row,
+            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else 8192,
+            "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
+            "longest": longest_sequence(scenario),
+            "sequences": sequences_of_a_step(scenario),
+        }
+    )
+
+
+VERL_SFT = Framework(
+    name="verl-sft",
+    title="verl's SFT trainer",
+    source="0.9.1",
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=keys_without_effect("verl_sft") | engine_without_effect(*_PREFIXES),
+    complete=complete,
+    complete_of_model=complete_provider,
+    compose=compose,
+    fixed=FIXED,
+    packs=is_packed,
+    cannot_write=CANNOT_WRITE | {"allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    cannot_write_of=cannot_write,
+    render=hydra_lines,
+    configurations=("sft_trainer_engine",),
+    versions=VERSIONS,
+)

@@ -1,0 +1,49 @@
+"""The command of Megatron-Bridge's ``run_recipe.py``: the name of a recipe, short options, and overrides.
+
+Names: ``scripts/training/run_recipe.py`` (August 2026).
+"""
+
+from __future__ import annotations
+
+from memlab.jobs.entries import Entries, parse_scalar
+from memlab.jobs.frameworks.bridge_recipes import RECIPES
+
+_SIZES = {
+    "tp": "model.tensor_model_parallel_size",
+    "pp": "model.pipeline_model_parallel_size",
+    "cp": "model.context_parallel_size",
+    "vp": "model.virtual_pipeline_model_parallel_size",
+    "ep": "model.expert_model_parallel_size",
+    "etp": "model.expert_tensor_parallel_size",
+    "gb": "train.global_batch_size",
+    "mb": "train.micro_batch_size",
+    "sl": "dataset.seq_length",
+}
+_OPTIONS = {f"-{short}": key for short, key in _SIZES.items()} | {
+    f"--{key.rpartition('.')[2]}": key for key in _SIZES.values()
+}
+_SELECTION = ("--recipe", "--model", "--mode")
+
+
+def read_recipe(words: list[tuple[str, int]], entries: Entries) -> None:
+    """Adds the values of the recipe that a command names, and over them what its options say.
+
+    A model and a mode stand for the recipe ``MODEL_MODE_config``.
+    """
+    given: dict[str, tuple[str, int]] = {}
+    for (word, line), (value, _) in zip(words, [*words[1:], ("", 0)], strict=True):
+        option, equals, own = word.partition("=")
+        if option in _OPTIONS or option in _SELECTION:
+            given[option] = (own if equals else value, line)
+    if "--model" in given and "--recipe" not in given:
+        model, line = given["--model"]
+        mode = given.get("--mode", ("pretrain", line))[0]
+        given["--recipe"] = (f"{model}_{'peft' if mode in ('lora', 'dora') else mode}_config", line)
+    if "--recipe" in given:
+        name, line = given["--recipe"]
+        for key, value in RECIPES.get(name, {}).items():
+            entries.add(key, value, line)
+        entries.add("recipe", name, line)
+    for option, (value, line) in given.items():
+        if option in _OPTIONS:
+            entries.add(_OPTIONS[option], parse_scalar(value), line)
