@@ -260,6 +260,8 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
         ValueError: If memlab refuses a value.
     """
     values, default = reading.values, TrainingState()
+    if layout.pipeline_model_parallel_size == 1:
+        values["deallocate_pipeline_outputs"] = False
     if not values.get("optimizer_cpu_offload"):
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
             values[name] = getattr(default, name)

@@ -496,6 +496,8 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         unread += ("fp8_recipe", "fp8_param_gather")
     if not scenario.state.cross_entropy_loss_fusion:
         unread += ("cross_entropy_fusion_impl",)
+    if layout.pipeline_model_parallel_size == 1:
+        unread += ("deallocate_pipeline_outputs",)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
         **{name: value for name, value in state.items() if name not in unread},
@@ -568,6 +570,7 @@ CANNOT_WRITE = {
     "offload_optimizer_except_update": "Megatron-LM keeps its optimizer state where it is between steps",
     "loss": "Megatron-LM trains with the language-model loss only",
     "logprobs_chunk_size": "Megatron-LM trains with the language-model loss only",
+    "deallocate_pipeline_outputs": "Megatron-LM always frees what a pipeline stage has sent",
     "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
 }
 
@@ -592,7 +595,7 @@ MEGATRON_LM = Framework(
     complete=complete,
     check=_check,
     compose=compose,
-    fixed={"loss": "cross_entropy"},
+    fixed={"loss": "cross_entropy", "deallocate_pipeline_outputs": True},
     switches=SWITCHES,
     leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,
