@@ -68,7 +68,8 @@ def bridge_provider(sources: Sources) -> dict[str, Any]:
 def verl(sources: Sources) -> dict[str, Any]:
     """Reads the composed configuration, and beneath it what Megatron-Bridge and Megatron-Core have."""
     prefixes = ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.optim")
-    return _verl_engine(sources, *prefixes) | _verl_file(sources, "_generated_ppo_megatron_trainer")
+    fsdp = _verl_file(sources, "_generated_ppo_trainer")
+    return fsdp | _verl_engine(sources, *prefixes) | _verl_file(sources, "_generated_ppo_megatron_trainer")
 
 
 def verl_sft(sources: Sources) -> dict[str, Any]:
@@ -309,6 +310,7 @@ _MEGATRON_LM = (
     dict.fromkeys(_OF_A_LOG, "set when the job starts; a log has it")
     | _headed("megatron_lm", "of the launcher")
     | _for("an argument where Kitchen is installed", "kitchen_config_file", "kitchen_recipe_number")
+    | _for("arguments of examples/multimodal", "language_model_type", "vision_model_type")
     | _for(
         _IN_CODE, "gradient_accumulation_fusion", "num_query_groups", "normalization", "add_bias_linear",
         "position_embedding_type",
@@ -351,13 +353,18 @@ def _of_verl(engine: str, optim: str, model: str) -> dict[str, str]:
     return (
         _beneath(transformer, gradients, f"{optim}.override_optimizer_config")
         | _for(_LATER, f"{engine}.grad_offload")
+        | _for(
+            "of MindSpeed on NPUs, and of Megatron-LM's arguments", "use_flash_attn", "use_fused_rmsnorm",
+            "use_fused_swiglu", "use_naive_l2norm", "swiglu", "use_distributed_optimizer", "context_parallel_algo",
+            "context_parallel_kv_cache_policy", prefix=f"{transformer}.",
+        )
         | _for("of a branch of verl", f"{engine}.offload.*")
         | _for("every job names its model", f"{model}.path")
         | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
         | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
         | _for(_OWN_KEY, f"{transformer}.bf16")
         | _for("memlab asks for the version: fp32 since 2026-08-20", f"{gradients}.grad_reduce_in_fp32")
-    )
+    )  # fmt: skip
 
 
 def _of_skyrl(prefix: str) -> dict[str, str]:
@@ -409,7 +416,13 @@ ADAPTERS = {
             "actor_rollout_ref.ref.router_replay.*", "critic.megatron.grad_offload",
         )
         | _for(_EARLIER, "actor_rollout_ref.rollout.update_weights_bucket_megabytes")
-        | _for("it chooses among verl's configurations", "model_engine")
+        | _for("it chooses among verl's configurations", "model_engine", "config_name")
+        | _for(
+            "of verl's asynchronous trainers", "async_training.*", "rollout.*",
+            "actor_rollout_ref.rollout.standalone_gpu_memory_utilization",
+            "actor_rollout_ref.actor.use_rollout_log_probs",
+        )
+        | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
         | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
     ),
     "verl-sft": Adapter(
@@ -431,12 +444,19 @@ ADAPTERS = {
         | _for(
             _EARLIER, "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
             "generator.weight_transfer_threshold_cuda_ipc_GB", "trainer.use_sample_packing",
-        ),
+            "generator.inference_engine.async_engine",
+        )
+        | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps"),
     ),
     "skyrl-sft": Adapter(
         packages=("skyrl==0.3.0", _BRIDGE, _CORE),
         read=skyrl_sft,
-        expected=_of_skyrl("megatron_config") | _for(_EARLIER, "use_sample_packing"),
+        expected=_of_skyrl("megatron_config")
+        | _for(_EARLIER, "use_sample_packing")
+        | _for(
+            _LATER, "train_dataset*", "pretokenized_dataset_paths", "eval_datasets", "eval_dataset_splits",
+            "eval_dataset_names", "eval_pretokenized_dataset_paths", "async_batch_collation",
+        ),
     ),
     "ms-swift": Adapter(
         packages=("ms-swift==4.6.0", _CORE),

@@ -2,7 +2,10 @@
 
 gloo reduces in buffers of its own, which NCCL does not have on the device. And gloo's threads let go of a collective's
 tensors some time after the collective has ended, so that a tensor would be freed a little later in one step than in
-another. Sending and receiving need no copies: they hold nothing but the caller's tensor, as long as the caller waits.
+another. Receiving needs no copy: it holds nothing but the caller's tensor, as long as the caller waits. What is sent is
+copied, because megatron-core before 0.18 frees what an interleaved stage sends before the send has ended
+(`deallocate_pipeline_outputs` in pipeline_parallel/schedules.py; Megatron-LM PR #4047 waits): gloo would read freed
+memory.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.meter.observers import EagerMode
 
-_FROM_RANK_TO_RANK = {"c10d::send", "c10d::recv_", "c10d::recv_any_source_"}
+_RECEIVING = {"c10d::recv_", "c10d::recv_any_source_"}
 _OF_LISTS = {"c10d::allgather_", "c10d::reduce_scatter_"}
 """Collectives whose parts may have different numbers of rows, which NCCL takes and gloo refuses: experts with a tensor
 size gather the tokens that were routed to each rank. The copies are as long as the longest part."""
@@ -28,8 +31,11 @@ class CollectivesOnCopies(EagerMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "c10d" or func._schema.name in _FROM_RANK_TO_RANK:
+        if func.namespace != "c10d" or func._schema.name in _RECEIVING:
             return func(*args, **(kwargs or {}))
+        if func._schema.name == "c10d::send":
+            copies = [tensor.detach().clone() for tensor in args[0]]
+            return func(copies, *args[1:], **(kwargs or {}))  # the work keeps them, and the schedule waits for it
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         num_rows = _most_rows(args) if func._schema.name in _OF_LISTS else 0
 

@@ -46,6 +46,8 @@ REBUILDS: dict[str, Rebuilt] = {
     "cross_entropy_loss_fusion": "nothing",
     "cross_entropy_fusion_impl": "nothing",
     "apply_rope_fusion": "nothing",
+    # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
+    "deallocate_pipeline_outputs": "nothing",
     # Transformer Engine reads it at each forward from the environment (memlab/model/attention_environment.py), where a
     # language model writes it when it is built.
     "attention_backend": "nothing",

@@ -118,6 +118,10 @@ class TrainingState:
     apply_rope_fusion: bool = False
     """Rotate queries and keys in one kernel."""
 
+    deallocate_pipeline_outputs: bool = False
+    """Free what a pipeline stage has sent to the next one, and keep only its graph for backward. Megatron-Core's own
+    default is False; Megatron-LM's arguments and Megatron-Bridge's providers always set it."""
+
     fp8_format: Fp8Format | None = None
     """Multiply in FP8: ``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients; None multiplies in `dtype`."""
     fp8_recipe: Fp8Recipe = "delayed"

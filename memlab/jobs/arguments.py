@@ -5,14 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Entries, lines_of, parse_scalar, parse_value
+from memlab.jobs.entries import (
+    UNKNOWN,
+    UNKNOWN_WORDS,
+    Entries,
+    is_interpolation,
+    lines_of,
+    parents_of,
+    parse_scalar,
+    parse_value,
+)
 from memlab.jobs.yaml_tree import flat, read_yaml
 
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"[+]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+)=(.*)", re.DOTALL)
 _TIGHT_COLON = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
 """Hydra takes ``{a:1}`` as a mapping, YAML only ``{a: 1}``."""
-_DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+)(=.*)?", re.DOTALL)
+_DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)*)(=.*)?", re.DOTALL)
 # A match begins where the dashes do: a search from every dash of a long line would take hours.
 _BLOCK_START = re.compile(r"(?<!-)-{6,} arguments -{6,}[ \t\r]*$", re.MULTILINE)
 _BLOCK_END = re.compile(r"(?<!-)-{6,} end of arguments -{6,}[ \t\r]*$")
@@ -85,7 +94,7 @@ def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
         elif not word.strip(UNKNOWN):
             unread.append(("", line))
         elif deletion := _DELETION.fullmatch(word):
-            entries.by_key.pop(deletion[1], None)
+            entries.remove(deletion[1])
             entries.warnings.append(
                 f"line {line}: ~{deletion[1]} deletes a key, and memlab takes the framework's default for it: give "
                 f"another value with --set {deletion[1]}=VALUE"
@@ -94,16 +103,24 @@ def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
 
 
 def add_override(entries: Entries, key: str, text: str, line: int | None) -> None:
-    """Adds what an override says; of a mapping such as ``{rank: 32}``, each of its keys.
+    """Adds what an override says: in the place of a mapping, or of a mapping such as ``{rank: 32}`` each of its keys.
 
     Raises:
         ValueError: If the mapping is none.
     """
+    for parent in parents_of(key)[1:]:  # the first may be the choice of a group, such as engine=megatron
+        if parent in entries.by_key and not is_interpolation(entries.by_key[parent].value):
+            del entries.by_key[parent]
     if UNKNOWN in text or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
+        entries.remove(key)
         entries.add(key, text if UNKNOWN in text else parse_value(text), line)
         return
     text = _TIGHT_COLON.sub(r"\1: ", text)
-    for name, entry in flat(read_yaml(text, f"the value of {key}"), key).by_key.items():
+    given = flat(read_yaml(text, f"the value of {key}"), key).by_key
+    if not all(given) and any(name.startswith(f"{key}.") for name in entries.by_key):
+        return  # an empty mapping adds nothing to another one
+    entries.by_key.pop(key, None)
+    for name, entry in given.items():
         entries.add(f"{key}.{name}" if name else key, entry.value, line)
 
 

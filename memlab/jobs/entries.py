@@ -11,7 +11,7 @@ UNKNOWN = "\0"
 """Stands for what is known only when the job runs, such as ``$(nproc)``. A text that contains it is unknown."""
 UNKNOWN_WORDS = UNKNOWN * 3
 """Stands for any number of words, also none, as of a ``$(cat options)`` that is not quoted."""
-_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}|[+-]?(?=[0-9_]{1,18}$)[0-9]+(?:_[0-9]+)+")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,18}[.]?[0-9]{0,18}|[.][0-9]{1,18})([eE][+-]?[0-9]{1,3})?")
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None, "": None}
 
@@ -48,6 +48,8 @@ class Entries:
     """What is wrong with the file itself, such as a command that ends too early: to be said before anything else."""
     warnings: list[str] = field(default_factory=list)
     """What the reader of the file did not follow, in whole sentences."""
+    program: str = ""
+    """The Python program that a script's command starts, such as ``pretrain_gpt.py``; empty where none is named."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a script sets, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
 
@@ -58,14 +60,29 @@ class Entries:
     def merge(self, other: Entries) -> None:
         """Adds the keys of another file over these, as OmegaConf merges them.
 
-        A value that is no mapping, such as null, takes the place of a whole mapping, and a mapping that of a value.
+        A value that is no mapping, such as null, takes the place of a whole mapping, and a mapping that of a value; an
+        interpolation may stand for a mapping, and stays beside its keys.
         """
-        mappings = {parent for key in other.by_key for parent in _parents(key)}
+        mappings = {parent for key in other.by_key for parent in parents_of(key)}
         values = {key for key, entry in other.by_key.items() if entry.value != {}}
         kept = {
-            key: entry for key, entry in self.by_key.items() if key not in mappings and values.isdisjoint(_parents(key))
+            key: entry
+            for key, entry in self.by_key.items()
+            if (key not in mappings or is_interpolation(entry.value)) and values.isdisjoint(parents_of(key))
         }
-        self.by_key = kept | other.by_key
+        holders = {parent for key in kept for parent in parents_of(key)}
+        added = {
+            key: entry
+            for key, entry in other.by_key.items()
+            if entry.value != {} or (key not in holders and not (key in kept and is_interpolation(kept[key].value)))
+        }
+        self.by_key = kept | added
+
+    def remove(self, key: str) -> None:
+        """Removes a key, and all keys of the mapping that it may be."""
+        self.by_key = {
+            name: entry for name, entry in self.by_key.items() if name != key and not name.startswith(f"{key}.")
+        }
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that the file gives, or the default."""
@@ -79,7 +96,12 @@ def lines_of(numbers: Iterable[int]) -> str:
     return f"line{'s' * (len(different) > 1)} {', '.join(map(str, different))}"
 
 
-def _parents(key: str) -> list[str]:
+def is_interpolation(value: Any) -> bool:
+    """Whether a value may stand for a mapping, as ``${model}`` does."""
+    return isinstance(value, str) and value.startswith("${")
+
+
+def parents_of(key: str) -> list[str]:
     """Returns the keys of the mappings that hold a key, such as ``a`` and ``a.b`` of ``a.b.c``."""
     return [key[: dot.start()] for dot in re.finditer("[.]", key)]
 

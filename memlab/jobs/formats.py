@@ -14,13 +14,15 @@ from memlab.jobs.arguments import has_argument_block, read_argument_block, read_
 from memlab.jobs.entries import UNKNOWN, Entries, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
+from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
+from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
 from memlab.jobs.recipe_command import read_recipe
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
-from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
+from memlab.jobs.yaml_tree import Node, flat, read_yaml
 
 _MOST_BYTES = 8 * 2**20
 _MOST_BYTES_OF_A_CONFIGURATION = 2 * 2**20
@@ -88,10 +90,13 @@ def read_file(
         raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
-    script = read_script(
-        text, path, variables, arguments=arguments, is_job=lambda words: _format_of_words([words]) is not None
-    )
+    script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
     return _script_format(script, path, format_name)
+
+
+def is_job(words: list[str]) -> bool:
+    """Whether the words of a command are those of a framework that memlab reads."""
+    return _format_of_words([words]) is not None
 
 
 def _file_of(path: Path) -> Path:
@@ -159,11 +164,11 @@ _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     if "MODEL_ARGS" in root.value and isinstance(root.value["MODEL_ARGS"].value, dict):
-        return format_name or "megatron-lm", model_args(root, variables)
+        return format_name or "megatron-lm", model_args(root, variables, path.name)
     if format_name == "ms-swift" or (format_name is None and is_argument_file(_plain(root))):
         return "ms-swift", arguments_of(root, path.name)
     entries = _with_defaults(root, path, [])
-    resolve(entries)
+    resolve(entries, variables)
     _collapse_targets(entries)
     found = next((name for name, start in _FIRST_KEYS.items() if _any_starts(entries, start)), None)
     if (
@@ -205,7 +210,7 @@ def _any_starts(entries: Entries, start: str) -> bool:
 
 
 def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path, ...] = ()) -> Entries:
-    """Returns the keys of a file over those of the files that its key ``defaults`` names, as NeMo-RL merges them.
+    """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
     Args:
         root: What the file contains.
@@ -218,37 +223,52 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
     """
     own = flat(root, path.name)
     defaults = root.value.get("defaults")
-    own.by_key.pop("defaults", None)
+    for key in [key for key in own.by_key if key == "defaults" or key.startswith("defaults.")]:
+        del own.by_key[key]
     if defaults is None:
         return own
     chain = (*chain, path.resolve())
-    names = defaults.value if isinstance(defaults.value, list) else [defaults]
-    merged = Entries()
-    for name in names:
-        text = name.value if isinstance(name.value, str) else None
-        base = path.parent / text if text else None
-        if base is None or base.suffix not in (".yaml", ".yml") or not _is_file(base):
-            merged.warnings.append(
-                f"line {name.line}: the defaults {shortened(text) if text else 'of a group'} are not beside the file, "
-                "so memlab takes the framework's own"
-            )
+    merged, is_placed = Entries(), False
+    for default in defaults_of(defaults):
+        if default.name == SELF:
+            merge_over(merged, own)
+            is_placed = True
             continue
-        if base.resolve() in chain:
-            raise ValueError(f"{path.name}, line {name.line}: the defaults name each other in a circle: correct them")
-        named.append(base)
-        if len(named) > _MOST_DEFAULTS:
-            raise ValueError(
-                f"{path.name}, line {name.line}: the defaults name more than {_MOST_DEFAULTS} files: give the resolved "
-                "configuration"
+        base = _file_of_default(default, path, chain[0])
+        if base is not None:
+            merge_over(merged, _of_default(default, base, path, named, chain))
+        elif not default.is_optional:
+            merged.warnings.append(
+                f"line {default.line}: the defaults {shortened(default.name)} are not beside the file, so memlab "
+                "takes the framework's own"
             )
-        content, _ = _text(base)
-        if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
-            raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-        parent = _with_defaults(read_yaml(content, base.name), base, named, chain)
-        merged.merge(parent)
-        merged.warnings += parent.warnings
-    merged.merge(own)
+    if not is_placed:
+        merge_over(merged, own)
     return merged
+
+
+def _of_default(default: Default, base: Path, path: Path, named: list[Path], chain: tuple[Path, ...]) -> Entries:
+    """Returns the keys of a file that another one names."""
+    where = f"{path.name}, line {default.line}: the defaults name"
+    if base.resolve() in chain:
+        raise ValueError(f"{where} each other in a circle: correct them")
+    named.append(base)
+    if len(named) > _MOST_DEFAULTS:
+        raise ValueError(f"{where} more than {_MOST_DEFAULTS} files: give the resolved configuration")
+    content, _ = _text(base)
+    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
+        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    found = _with_defaults(read_yaml(content, base.name), base, named, chain)
+    return placed(found, package_in(content, default))
+
+
+def _file_of_default(default: Default, path: Path, first: Path) -> Path | None:
+    """Returns the file of an entry of the key ``defaults``, if it is there."""
+    if default.file is None:
+        return None
+    folder = first.parent if default.file.startswith("/") and not Path(default.file).is_file() else path.parent
+    base = folder / (default.file.lstrip("/") if folder == first.parent else default.file)
+    return base if _is_file(base) else None
 
 
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
@@ -267,6 +287,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            programs = [word.rpartition("/")[2] for word, _ in command.words if word.endswith(".py")]
+            entries.program = programs[-1] if programs else ""
             if is_started_by_a_launcher(word for word, _ in command.words):
                 _take_file_of_a_launcher(command, path, entries)
             if found == "slime":
@@ -276,6 +298,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
                 if "rlhf_type" not in entries.by_key and is_preference_learning(words):
                     entries.add("rlhf_type", "dpo", command.line)
         else:
+            entries.environment = dict(command.variables)
             _take_overrides(words, path, framework, entries)
         entries.environment = entries.environment | command.variables
         if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
@@ -299,7 +322,7 @@ def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[
 def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
     """Takes the keys of the configuration that a command names, if it is beside the script."""
     flags = Entries()
-    read_flags([(word, line) for word, line in words if "=" not in word or word.startswith("--")], flags)
+    read_flags([one for one in words if one[0].startswith("--") or not re.match("[+~]|[^=]*=", one[0])], flags)
     for key in ("config", "config_path", "config_name"):
         entry = flags.by_key.get(key)
         if entry is None or key == "config_path":
@@ -308,6 +331,8 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         base = path.parent / str(flags.get("config_path", "") if key == "config_name" else "") / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
         if base.stem in framework.configurations:
+            if framework.knows(key):
+                entries.by_key[key] = entry
             continue
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
@@ -328,7 +353,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         read_recipe(words, entries)
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
-    resolve(entries)
+    resolve(entries, dict(entries.environment))
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
@@ -373,7 +398,7 @@ def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> 
     root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
     if root is None or "MODEL_ARGS" not in root.value:
         return
-    own = model_args(root, variables)
+    own = model_args(root, variables, file_of_a_launcher(variables))
     if (nodes := variables.get("NNODES", "")).isdigit():
         own.add("nnodes", int(nodes), command.line)
         own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)

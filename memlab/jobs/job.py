@@ -215,7 +215,15 @@ def _built(
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         _bound(reading, scenario, settings)
     except CannotStartError as error:
-        cannot_start, scenario = str(error), None
+        scenario = None
+        if reading.guessed:
+            names = ", ".join(reading.guessed)
+            not_supported = (
+                f"{names} is known only when the job runs, and with the default the framework refuses the job: give "
+                f"--set {reading.guessed[0]}=VALUE ({error})"
+            )
+        else:
+            cannot_start = str(error)
     except ValueError as error:
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:

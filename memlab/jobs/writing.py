@@ -102,7 +102,7 @@ def _rest_of_texts(
     return {
         key.name: key.conversion.write(composed[key.field])
         for key in framework.keys
-        if key.name.partition(".")[0] in flags and key.name in others - values.keys()
+        if key.name.partition(".")[0] in flags and key.name in others - values.keys() and key.field in composed
     }
 
 
@@ -163,5 +163,7 @@ def _changed(framework: Framework, scenario: Scenario, settings: MemorySettings)
     own = _fields(scenario, settings)
     usual = {"allocator": AllocatorSettings(), "dtype": "bf16"} | framework.fixed
     changed |= {name for name, value in usual.items() if own[name] != value}
+    if scenario.layout.pipeline_model_parallel_size == 1:
+        changed.discard("deallocate_pipeline_outputs")
     is_checkpointing = checkpoints_moe_layers(settings, scenario.architecture)
     return changed if is_checkpointing else changed - {"checkpoint_input_remedy"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
+from memlab.jobs.entries import Entries, parse_scalar
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_NODES = 200_000
@@ -81,6 +81,12 @@ def flat(root: Node, name: str) -> Entries:
     return entries
 
 
+def texts_of(node: Node | None) -> dict[str, str]:
+    """Returns a mapping's scalars as texts, such as variables of the environment; what is none is left out."""
+    children = node.value.items() if node is not None and isinstance(node.value, dict) else ()
+    return {key: str(child.value) for key, child in children if not isinstance(child.value, (dict, list))}
+
+
 def _merged(node: Node) -> tuple[dict[str, Node], int]:
     """Returns a mapping's keys, with those of the mappings that ``<<`` names where it has none of its own.
 
@@ -141,7 +147,7 @@ class _Composer:
             self._place(node)
             return
         if isinstance(event, yaml.ScalarEvent):
-            node = Node(parse_scalar(event.value) if event.implicit[0] else event.value, line)
+            node = Node(_scalar(event.value) if event.implicit[0] else event.value, line)
             self._place(node)
         elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             node = Node({} if isinstance(event, yaml.MappingStartEvent) else [], line)
@@ -164,75 +170,25 @@ class _Composer:
             keys.append(str(node.value) if not isinstance(node.value, (dict, list)) else "?")
 
 
-_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
-_MOST_STEPS = 200
+_INTEGER = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|(?:0|[1-9][0-9_]*))")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)"
+)
+_TRUTH = {"yes": True, "on": True, "no": False, "off": False}
+_LONGEST_NUMBER = 30
 
 
-def resolve(entries: Entries) -> None:
-    """Replaces ``${key}``, ``${oc.select:key,default}`` and ``${mul:a,b}`` in all values, as OmegaConf does.
-
-    What cannot be resolved, such as ``${oc.env:HOME}``, becomes unknown.
-    """
-    for key in list(entries.by_key):
-        entry = entries.by_key[key]
-        if isinstance(entry.value, str) and "${" in entry.value:
-            entries.add(key, UNKNOWN, entry.line)
-            entries.add(key, _resolved(entries, key, entry.value, 0), entry.line)
-        elif isinstance(entry.value, list):
-            values = [
-                _resolved(entries, key, part, 0) if isinstance(part, str) and "${" in part else part
-                for part in entry.value
-            ]
-            entries.add(key, values, entry.line)
-
-
-def _resolved(entries: Entries, key: str, text: str, depth: int) -> Any:
-    if depth > 20:
-        return UNKNOWN
-    for _ in range(_MOST_STEPS):
-        match = _INTERPOLATION.search(text)
-        if match is None:
-            return parse_scalar(text)
-        value = _looked_up(entries, key, match[1].strip(), depth)
-        if match.span() == (0, len(text)):
-            return value
-        if isinstance(value, (list, dict)) or value is None:
-            return UNKNOWN
-        text = text[: match.start()] + str(value) + text[match.end() :]
-        if len(text) > 10_000:
-            return UNKNOWN
-    return UNKNOWN
-
-
-def _looked_up(entries: Entries, key: str, body: str, depth: int) -> Any:
-    function, colon, arguments = body.partition(":")
-    parts = [part.strip() for part in arguments.split(",")]
-    if not colon:
-        return _value_of(entries, key, body, depth, UNKNOWN)
-    if function == "oc.select":
-        default = parse_scalar(parts[1]) if len(parts) > 1 else None
-        return _value_of(entries, key, parts[0], depth, default)
-    if function in ("mul", "add", "div", "int_div", "eval"):
-        numbers = [parse_scalar(part) for part in parts]
-        if len(numbers) == 2 and all(isinstance(number, (int, float)) for number in numbers):
-            one, other = numbers
-            if abs(one) < 2**60 and abs(other) < 2**60:
-                results = {"mul": one * other, "add": one + other}
-                if function in ("div", "int_div") and other:
-                    return one // other if function == "int_div" else one / other
-                return results.get(function, UNKNOWN)
-    return UNKNOWN
-
-
-def _value_of(entries: Entries, key: str, name: str, depth: int, default: Any) -> Any:
-    if name.startswith("."):
-        dots = len(name) - len(name.lstrip("."))
-        parent = key.split(".")[: -dots or None]
-        name = ".".join([*parent, name.lstrip(".")])
-    entry = entries.by_key.get(name)
-    if entry is None:
-        return default
-    if isinstance(entry.value, str) and "${" in entry.value:
-        entries.add(name, UNKNOWN, entry.line)  # what refers to itself is unknown
-        entries.add(name, _resolved(entries, name, entry.value, depth + 1), entry.line)
-    return entries.by_key[name].value
+def _scalar(text: str) -> Any:
+    """Returns what a scalar without quotes stands for in YAML 1.1, with the floats of OmegaConf 2.3's loader."""
+    if text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    if len(text) > _LONGEST_NUMBER:
+        return text
+    if _INTEGER.fullmatch(text):
+        digits = text.replace("_", "").lstrip("+-").lower()
+        base = {"0b": 2, "0x": 16}.get(digits[:2], 8 if digits[:1] == "0" else 10)
+        number = int(digits or "0", base) if digits not in ("0b", "0x") else 0
+        return -number if text[0] == "-" else number
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    return parse_scalar(text) if not text[:1].isdigit() else text

@@ -96,6 +96,7 @@ def state_fields(state: TrainingState) -> dict[str, Any]:
         "cross_entropy_fusion_impl": state.cross_entropy_fusion_impl,
         "attention_backend": AttnBackend[state.attention_backend],
         "apply_rope_fusion": state.apply_rope_fusion,
+        "deallocate_pipeline_outputs": state.deallocate_pipeline_outputs,
         "fp8": state.fp8_format,
         "fp8_recipe": state.fp8_recipe,
         "fp8_param": state.fp8_param_gather,

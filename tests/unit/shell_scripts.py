@@ -184,10 +184,10 @@ def compared(read: Script, starts: list[list[str]]) -> str:
         return "said"
     if len(words) != len(starts):
         return "wrong"
-    return "said" if all(_can_be(*pair) for pair in zip(words, starts, strict=True)) else "wrong"
+    return "said" if all(can_be(*pair) for pair in zip(words, starts, strict=True)) else "wrong"
 
 
-def _can_be(words: list[str], start: list[str]) -> bool:
+def can_be(words: list[str], start: list[str]) -> bool:
     """Whether words can become these; one of which a part is unknown can become any number of them."""
     parts = [".*" if UNKNOWN in word else re.escape(f"{word}\0") for word in words]
     return re.fullmatch("".join(parts), "".join(f"{text}\0" for text in start), re.DOTALL) is not None

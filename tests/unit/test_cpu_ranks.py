@@ -241,7 +241,10 @@ TWO = [
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY), state=TrainingState(overlap_param_gather=True)),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
-    Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    Job(
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        state=TrainingState(deallocate_pipeline_outputs=True),
+    ),
 ]
 FOUR = [
     Job({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),

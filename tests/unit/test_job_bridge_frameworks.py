@@ -255,6 +255,36 @@ def test_skyrl_s_sft_trainer_asks_for_a_length_that_it_does_not_bound(tmp_path: 
     assert "give --set max_length=TOKENS" in str(sft(tmp_path, SKYRL_SFT + _SIZES).not_supported)
 
 
+@pytest.mark.parametrize(
+    ("keys", "engine"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "dp"),
+        ("model_engine=veomni", "veomni"),
+        ("--config-name=ppo_trainer", "dp"),
+        (f"model_engine=mlite {ACTOR}.engine.tp=1", "mlite"),
+        ("model_engine=megatron", None),
+        (f"{ACTOR}.strategy=megatron", None),
+        ("--config-name='ppo_megatron_trainer.yaml'", None),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=1", None),
+    ],
+)
+def test_a_job_of_verl_is_megatron_s_only_where_it_chooses_megatron(
+    keys: str, engine: str | None, tmp_path: Path
+) -> None:
+    command = VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, "").replace("main_ppo", "main_ppo " + keys)
+    (tmp_path / "run.sh").write_text(command)
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    said = f"model_engine {engine}: memlab predicts Megatron's jobs only"
+    assert (job.scenario is not None) if engine is None else said in str(job.not_supported)
+    assert not any("no key chooses Megatron" in line for line in job.warnings)
+
+
+def test_a_job_of_verl_that_chooses_no_engine_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""))
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert any("no key chooses Megatron, and verl takes FSDP then" in line for line in job.warnings)
+
+
 def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -> None:
     keys = {f"{MODEL}.bias_activation_fusion", f"{MODEL}.gradient_accumulation_fusion"}
     assert keys <= {one.key for one in verl(tmp_path).not_modelled}

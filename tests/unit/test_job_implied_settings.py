@@ -75,10 +75,30 @@ def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("pretrain_mamba.py", "another kind"),
+        ("examples/t5/pretrain_t5.py", "another kind"),
+        ("${MEGATRON}/pretrain_vlm.py", "another kind"),
+        ("tools/run_text_generation_server.py", "does not train"),
+        ("-m tools/checkpoint/convert.py", "a checkpoint"),
+        ("pretrain_gpt.py", None),
+        ("my_pretrain.py", None),
+        ("examples/multimodal/train.py --language-model-type llama3_8b --vision-model-type radio", "vision tower"),
+    ],
+)
+def test_another_program_is_not_predicted_as_pretraining(tmp_path: Path, program: str, what: str | None) -> None:
+    job = read(tmp_path, "", f"torchrun --nproc-per-node 8 {program} {SIZES}")
+
+    assert (job.scenario is None) == (what is not None)
+    assert (what or "") in str(job.not_supported)
+
+
+@pytest.mark.parametrize(
     ("flags", "granularity"),
     [
         ("--recompute-activations", "selective"),
-        ("--recompute-activations --recompute-granularity selective", "selective"),
+        ("--recompute-activations --recompute-granularity full", "selective"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full"),
     ],
 )
@@ -202,3 +222,189 @@ def test_a_job_of_slime_without_rollout_has_no_engine(tmp_path: Path) -> None:
 
 def test_a_job_of_slime_that_only_generates_is_no_training(tmp_path: Path) -> None:
     assert read(tmp_path, "--debug-rollout-only", SLIME).scenario is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--batch-size 4", "micro_batch_size"),
+        ("--model-parallel-size 2", "tensor_model_parallel_size"),
+        ("--checkpoint-activations", "recompute_granularity"),
+        ("--warmup 0.01", "lr_warmup_fraction"),
+    ],
+)
+def test_an_argument_that_megatron_lm_no_longer_takes_is_refused(tmp_path: Path, flag: str, instead: str) -> None:
+    """``validate_args`` asserts or exits, 0.16.1 and 0.19."""
+    assert str(read(tmp_path, flag).cannot_start).endswith(f"give {instead}")
+
+
+def test_arguments_in_a_file_of_megatron_lm_are_asked_for(tmp_path: Path) -> None:
+    """``--yaml-cfg``: ``load_yaml`` takes the place of all flags."""
+    job = read(tmp_path, "--yaml-cfg gpt.yaml")
+
+    assert "yaml_cfg (line 1)" in str(job.not_supported)
+    assert Job.read(job.path, overrides=["yaml_cfg=null"]).scenario is not None
+
+
+def test_other_positions_than_rope_switch_its_fusion_off(tmp_path: Path) -> None:
+    start = "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES
+    assert read(tmp_path, "", start).required()[0].state.apply_rope_fusion
+    yarn = read(tmp_path, "", start.replace("position-embedding-type rope", "position-embedding-type yarn"))
+    assert not yarn.required()[0].state.apply_rope_fusion
+
+
+MOE = """--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --expert-model-parallel-size 8
+--expert-tensor-parallel-size 1 --attention-dropout 0 """.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("", "moe_token_dispatcher_type", "allgather"),
+        ("", "moe_grouped_gemm", False),
+        ("", "moe_permute_fusion", False),
+        ("", "moe_router_dtype", None),
+    ],
+)
+def test_defaults_of_megatron_lm_that_are_not_modelled_are_said_of_models_with_experts(
+    tmp_path: Path, flags: str, key: str, value: object
+) -> None:
+    found = missing(read(tmp_path, MOE + flags), key)
+
+    assert (found.place, found.value) == ("default", value)
+    assert key not in {one.key for one in read(tmp_path, flags).not_modelled}
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "effect"),
+    [
+        ("--moe-z-loss-coeff 1e-3", "moe_z_loss_coeff", "more"),
+        ("--moe-router-load-balancing-type seq_aux_loss", "moe_router_load_balancing_type", "either"),
+        ("--moe-router-score-function sigmoid", "moe_router_score_function", "either"),
+        ("--moe-router-enable-expert-bias", "moe_router_enable_expert_bias", "more"),
+        ("--moe-router-fusion", "moe_router_fusion", "either"),
+        ("--moe-router-force-load-balancing", "moe_router_force_load_balancing", "either"),
+        ("--moe-paged-stash", "moe_paged_stash", "either"),
+        ("--moe-enable-routing-replay", "moe_enable_routing_replay", "more"),
+        ("--ddp-num-buckets 4", "ddp_num_buckets", "either"),
+        ("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", "more"),
+        ("--use-nccl-ub", "use_nccl_ub", "either"),
+        ("--no-fp8-wgrad", "no_fp8_wgrad", "more"),
+        ("--empty-unused-memory-level 1", "empty_unused_memory_level", "less"),
+        ("--use-torch-fsdp2", "use_torch_fsdp2", "less"),
+        ("--use-checkpoint-args", "use_checkpoint_args", "either"),
+        ("--logits-load-dir /teacher", "logits_load_dir", "more"),
+    ],
+)
+def test_an_argument_that_a_pattern_called_without_effect(tmp_path: Path, flags: str, key: str, effect: str) -> None:
+    """Each was covered by a pattern such as ``moe_router_*``, or was in no list."""
+    assert missing(read(tmp_path, MOE + flags), key).effect == effect
+
+
+@pytest.mark.parametrize("flag", ["--moe-router-of-the-next-release", "--lr-of-next", "--save-activations-on-gpu"])
+def test_an_argument_in_no_list_is_unknown(tmp_path: Path, flag: str) -> None:
+    assert missing(read(tmp_path, flag), flag[2:].replace("-", "_")).effect == "unknown"
+
+
+def test_extra_arguments_of_ms_swift_are_fields_of_the_model(tmp_path: Path) -> None:
+    extra = '{"moe_z_loss_coeff": 0.001, "recompute_modules": ["mlp", "moe_act"], "softmax_scale": 0.1, "new": 1}'
+    job = read(tmp_path, f"--megatron_extra_kwargs '{extra}'", SWIFT)
+
+    assert missing(job, "megatron_extra_kwargs.moe_z_loss_coeff").effect == "more"
+    assert missing(job, "megatron_extra_kwargs.new").effect == "unknown"
+    assert "megatron_extra_kwargs.softmax_scale" in job.without_effect
+    assert job.required()[1].recompute_modules == ("mlp", "moe_act")
+
+
+def test_unfused_permutation_is_a_default_of_ms_swift(tmp_path: Path) -> None:
+    assert missing(read(tmp_path, "", SWIFT), "moe_permute_fusion").place == "default"
+    assert "moe_permute_fusion" not in {
+        one.key for one in read(tmp_path, "--moe_permute_fusion true", SWIFT).not_modelled
+    }
+
+
+def test_the_history_of_scales_concerns_fp8_alone(tmp_path: Path) -> None:
+    """``args.json`` has ``fp8_amax_history_len 1024`` in every job."""
+    key = "fp8_amax_history_len"
+    assert key not in {one.key for one in read(tmp_path, f"--{key} 1024", SWIFT).not_modelled}
+    assert missing(read(tmp_path, "--fp8_format hybrid", SWIFT), key).place == "default"
+    assert key not in {one.key for one in read(tmp_path, f"--fp8_format hybrid --{key} 1", SWIFT).not_modelled}
+
+
+NEMO = """\
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  train_micro_batch_size: 2
+  sequence_packing: {enabled: false}
+  megatron_cfg: {enabled: true, expert_model_parallel_size: 8, defer_fp32_logits: true}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+grpo: {num_prompts_per_step: 4}
+"""
+
+
+def nemo(folder: Path, *overrides: str) -> Job:
+    (folder / "config.yaml").write_text(NEMO)
+    return Job.read(folder / "config.yaml", overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "effect"),
+    [
+        ("moe_router_dtype", "fp64", "more"),
+        ("freeze_moe_router", True, "less"),
+        ("moe_router_load_balancing_type", "none", "less"),
+        ("empty_unused_memory_level", 1, "less"),
+    ],
+)
+def test_defaults_of_nemo_rl_that_are_not_modelled_are_said(
+    tmp_path: Path, key: str, value: object, effect: str
+) -> None:
+    """``examples/configs/grpo_math_1B.yaml`` at 7ea279ab."""
+    found = missing(nemo(tmp_path), f"policy.megatron_cfg.{key}")
+
+    assert (found.place, found.value, found.effect) == ("default", value, effect)
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_nemo_rl_takes_the_backend_from_its_own_key(tmp_path: Path, backend: str) -> None:
+    """``_apply_performance_config`` in nemo_rl/models/megatron/setup.py."""
+    scenario, _ = nemo(tmp_path, f"policy.megatron_cfg.attention_backend={backend}").required()
+
+    assert scenario.state.attention_backend == backend
+
+
+def test_log_probabilities_of_nemo_rl_take_the_micro_batch_of_training(tmp_path: Path) -> None:
+    rollout = nemo(tmp_path).rollout
+
+    assert rollout is not None
+    assert rollout.micro_batch_size == 2
+
+
+@pytest.mark.parametrize("key", ["bucket_size", "nccl_ub", "use_megatron_fsdp", "num_distributed_optimizer_instances"])
+def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str) -> None:
+    """It gives ``DistributedDataParallelConfig`` five values by name (``_create_megatron_config`` in setup.py)."""
+    text = NEMO.replace("defer_fp32", f"distributed_data_parallel_config: {{{key}: 2}}, defer_fp32")
+    (tmp_path / "config.yaml").write_text(text)
+    job = Job.read(tmp_path / "config.yaml")
+
+    assert missing(job, f"policy.megatron_cfg.distributed_data_parallel_config.{key}").effect == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share", "ranks"),
+    [
+        (["vllm_cfg.gpu_memory_utilization=0.7", "vllm_cfg.tensor_parallel_size=4"], 0.7, 4),
+        (["vllm_cfg.tensor_parallel_size=4", "vllm_cfg.pipeline_parallel_size=2"], 0.6, 8),
+        (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "sglang_cfg.tp_size=2"], 0.5, 2),
+        (["backend=sglang", "sglang_cfg.tp_size=8", "vllm_cfg.gpu_memory_utilization=0.7"], None, 8),
+        (["backend=megatron", "vllm_cfg.gpu_memory_utilization=0.7"], 0.0, 1),
+        (["backend=trtllm", "trtllm_cfg.tensor_parallel_size=4"], None, 4),
+    ],
+)
+def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
+    tmp_path: Path, overrides: list[str], share: float | None, ranks: int
+) -> None:
+    rollout = nemo(tmp_path, *(f"policy.generation.{one}" for one in overrides)).rollout
+
+    assert rollout is not None
+    assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)

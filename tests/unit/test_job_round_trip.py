@@ -151,6 +151,7 @@ STATES = {
     "cross_entropy_fusion_impl": dtype("te"),
     "attention_backend": dtype("flash", "fused", "unfused"),
     "apply_rope_fusion": dtype(True),
+    "deallocate_pipeline_outputs": dtype(True, False),
     "fp8_format": dtype("hybrid", "e4m3"),
     "fp8_recipe": dtype("blockwise", "tensorwise"),
 }
@@ -160,6 +161,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     """Returns the job with the framework's own values where the framework can say nothing else."""
     state = saying(name, scenario.state.to_dict(), TrainingState())
     state |= {field: value for field, value in FRAMEWORKS[name].fixed.items() if field in state}
+    if scenario.layout.pipeline_model_parallel_size == 1:
+        state["deallocate_pipeline_outputs"] = False
     unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()
     unread += UNREAD["fp8"] if state["fp8_format"] is None else ()
     unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] == "logprobs" else ()

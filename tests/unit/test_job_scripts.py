@@ -320,12 +320,54 @@ def test_what_is_not_followed_is_said(text: str, warning: str) -> None:
             "source $(cat name)\nrun",
             "line 1: which file the script sources here is known only when the job runs, so what it sets is unknown: give it with --set NAME=VALUE",
         ),
+        (
+            ': "${CHECKPOINT:?set the model}"\nrun',
+            "line 1: the script stops here unless CHECKPOINT is set: give it with --set CHECKPOINT=VALUE",
+        ),
+        (
+            "A=${B:-}\nA=${A:?}\nrun $A",
+            "line 2: the script stops here unless A is set: give it with --set A=VALUE",
+        ),
+        (
+            "$COMMAND \\\n  trainer.nnodes=1\nrun",
+            "line 1: the script starts the command that COMMAND holds, and nothing sets COMMAND: give it with --set COMMAND='PROGRAM ARGUMENTS'",
+        ),
+        (
+            '"${LAUNCH[@]}" --nnodes 2\nrun',
+            "line 1: the script starts the command that LAUNCH holds, and nothing sets LAUNCH: give it with --set LAUNCH='PROGRAM ARGUMENTS'",
+        ),
     ],
 )
 def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) -> None:
-    script = read_script(text, Path("run.sh"))
+    script = read_script(text, Path("run.sh"), is_job=lambda words: "run" in words)
     assert script.causes == [cause]
-    assert all(one.words[0][0] == "run" for one in script.commands)
+    assert {one.words[0][0] for one in script.commands} <= {"run", UNKNOWN_WORDS}
+    assert not script.warnings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'A=x\n: "${A:?}" "${A?}"\nrun',
+        'B=${A:-4}\n: "${B:?}"\nrun',
+        "nvidia-smi || : ${A:?}\nrun",
+        "source models/x.sh 2> /dev/null\n: ${A:?}\nrun",
+        "COMMAND='run --a 1'\n$COMMAND --b 2",
+        "$PREFIX run --b 2",
+        "$WRAPPER",
+    ],
+)
+def test_what_may_be_set_stops_no_script(text: str) -> None:
+    script = read_script(text, Path("run.sh"), is_job=lambda words: "run" in words)
+    assert not any("unless" in cause or "holds" in cause for cause in script.causes)
+
+
+@pytest.mark.parametrize("start", [0, -1, -2])
+def test_counting_does_not_end_a_script_after_set_e(start: int) -> None:
+    text = f"set -e\nfor ((i = {start}; i < 2; i++)); do :; done\necho $i"
+    assert subprocess.run(["/bin/bash", "-c", text], capture_output=True, text=True, check=True).stdout == "2\n"
+    script = read_script(text.replace("echo", "run"), Path("run.sh"))
+    assert [word for word, _ in script.commands[-1].words] == ["run", "2"]
     assert not script.warnings
 
 
@@ -338,6 +380,7 @@ def test_values_that_the_script_is_started_with_are_asked_for_and_taken() -> Non
     script = read_script(text, Path("run.sh"), arguments=["2", "", "a b"])
     assert [word for word, _ in script.commands[-1].words] == ["run", "2", "4", "a", "b", "", "a b"]
     assert not script.lacks_arguments
+    assert "($1)" in read_script("TP=${1:?the size}\nrun $TP", Path("run.sh")).lacks_arguments
 
 
 def test_a_variable_of_a_missing_file_is_unknown_and_a_file_of_the_machine_sets_none() -> None:

@@ -109,6 +109,9 @@ _SWITCHES = {
     "manual_gc": "collect Python's garbage before the first step; this frees memory only with --optimizer-cpu-offload",
     "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
     "apply_rope_fusion": "apply the rotary embedding to queries and keys in one kernel",
+    "deallocate_pipeline_outputs": (
+        "free what a pipeline stage has sent to the next one, as Megatron-LM and Megatron-Bridge always do"
+    ),
     "fp8_param_gather": "store the weight matrices in FP8",
 }
 _CHOICE_HELP = {

@@ -41,6 +41,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -58,7 +59,7 @@ KEYS = (
     Key("world_size", "world_size", WHOLE),
     Key("nnodes", "nodes", COUNT, 1),
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
-    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
+    *under("model", (*SIZES, CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
     *under("model", ARCHITECTURE),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),

@@ -15,7 +15,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
-from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, Effect, Key, Missing, refusal
+from memlab.jobs.frameworks.keys import ABSENT, COUNT, NOT, SWITCH, WHOLE, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
 
 Style = Literal["flags", "overrides"]
@@ -74,6 +74,8 @@ class Reading:
     """What a job of reinforcement learning does between training steps."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
+    guessed: list[str] = field(default_factory=list)
+    """Keys of sizes that are known only when the job runs, for which memlab takes the defaults."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood."""
@@ -164,6 +166,8 @@ class Framework:
                 entry = replace(entry, value=_known_end(entry.value))
             if entry.is_unknown:
                 reading.warn_of_unknown(entry, "the default")
+                if key.conversion in (WHOLE, COUNT):
+                    reading.guessed.append(key.name)
                 continue
             try:
                 value = key.conversion.read(entry.value)

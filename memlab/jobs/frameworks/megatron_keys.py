@@ -41,6 +41,10 @@ RECOMPUTE = (
     Key("recompute_modules", "recompute_modules", WORDS, None),
     Key("moe_layer_recompute", "moe_layer_recompute", SWITCH, False),
 )
+PIPELINE = (Key("deallocate_pipeline_outputs", "deallocate_pipeline_outputs", SWITCH, True),)
+"""With the default of those who build models from Megatron-Core's configs: the providers of Megatron-Bridge
+(``models/gpt_provider.py``, 0.6.2) and mcore-bridge (1.6.5). Megatron-LM has no argument for it: its
+``core_transformer_config_from_args`` always sets True."""
 OFFLOAD = (
     Key("fine_grained_activation_offloading", "fine_grained_activation_offloading", SWITCH, False),
     Key("offload_modules", "offload_modules", WORDS, None),
@@ -162,9 +166,6 @@ MISSING = (
     Missing("first_last_layers_bf16", "more", "under FP8, the first and last layers stay in bf16"),
     Missing("disable_parameter_transpose_cache", "less", "FP8 parameters are transposed again in each backward"),
     Missing("defer_embedding_wgrad_compute", "more", "inputs of the output layer stay until the pipeline is empty"),
-    Missing(
-        "deallocate_pipeline_outputs", "more", "a stage keeps what it sent to the next one until backward", is_false
-    ),
     Missing(
         "clone_scatter_output_in_embedding", "more", "the embedding of whole sequences stays until backward", is_false
     ),

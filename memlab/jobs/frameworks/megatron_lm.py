@@ -170,6 +170,10 @@ FLAGS_MISSING = (
         Missing(name, "either", "layers of another kind are another model", blocks=True)
         for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")
     ),
+    *(
+        Missing(name, "more", "memlab has no vision tower (examples/multimodal)", is_given, blocks=True)
+        for name in ("language_model_type", "vision_model_type")
+    ),
     Missing("decoder_num_layers", "either", "an encoder with a decoder is another model", is_given, blocks=True),
     Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order, but are of the same kinds"),
     Missing("use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
@@ -287,8 +291,36 @@ def complete_state(reading: Reading) -> None:
         )
 
 
+_OTHER_PROGRAMS = {
+    "trains a model of another kind": (
+        "pretrain_bert.py", "pretrain_hybrid.py", "pretrain_hybrid_flex.py", "pretrain_ict.py", "pretrain_mamba.py",
+        "pretrain_mimo.py", "pretrain_retro.py", "pretrain_t5.py", "pretrain_vision_classify.py",
+        "pretrain_vision_dino.py", "pretrain_vision_inpaint.py", "pretrain_vlm.py",
+    ),
+    "generates and does not train": (
+        "generate.py", "generate_samples_gpt.py", "gpt_dynamic_inference.py",
+        "gpt_dynamic_inference_with_coordinator.py", "gpt_static_inference.py", "launch_inference_server.py",
+        "offline_inference.py", "run_dynamic_text_generation_server.py", "run_inference_performance_test.py",
+        "run_mamba_text_generation_server.py", "run_mamba_text_generation_server_completions.py",
+        "run_text_generation.py", "run_text_generation_server.py", "run_vlm_text_generation.py",
+        "simple_t5_batch_inference.py",
+    ),
+    "converts or examines a checkpoint": (
+        "checkpoint_inspector.py", "convert.py", "convert_model.py", "export.py", "mmlu.py", "prepare_cache.py",
+        "prune.py", "quantize.py", "report_theoretical_memory.py", "validate.py",
+    ),
+}  # fmt: skip
+"""Programs of Megatron-LM's repository that take its arguments, in core 0.16.1 and main of August 2026."""
+
+
 def _ask_for_the_program(reading: Reading) -> None:
     """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
+    program = reading.entries.program
+    if (what := next((what for what, names in _OTHER_PROGRAMS.items() if program in names), None)) is not None:
+        reading.questions.append(
+            f"the script starts {program}, which {what}; memlab predicts the step of pretrain_gpt.py: give a job that "
+            "starts it, or the log of one"
+        )
     if (file := reading.get("yaml_cfg")) is not None:
         reading.questions.append(
             f"yaml_cfg ({reading.entries.by_key['yaml_cfg'].place}) names {shortened(file)}, and Megatron-LM takes all "
@@ -464,6 +496,8 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         unread += ("fp8_recipe", "fp8_param_gather")
     if not scenario.state.cross_entropy_loss_fusion:
         unread += ("cross_entropy_fusion_impl",)
+    if layout.pipeline_model_parallel_size == 1:
+        unread += ("deallocate_pipeline_outputs",)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
         **{name: value for name, value in state.items() if name not in unread},
@@ -536,6 +570,7 @@ CANNOT_WRITE = {
     "offload_optimizer_except_update": "Megatron-LM keeps its optimizer state where it is between steps",
     "loss": "Megatron-LM trains with the language-model loss only",
     "logprobs_chunk_size": "Megatron-LM trains with the language-model loss only",
+    "deallocate_pipeline_outputs": "Megatron-LM always frees what a pipeline stage has sent",
     "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
 }
 
@@ -560,7 +595,7 @@ MEGATRON_LM = Framework(
     complete=complete,
     check=_check,
     compose=compose,
-    fixed={"loss": "cross_entropy"},
+    fixed={"loss": "cross_entropy", "deallocate_pipeline_outputs": True},
     switches=SWITCHES,
     leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,

@@ -41,6 +41,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     COMPUTE,
     MISSING,
     OFFLOAD,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
     UNUSED_GRADIENTS,
@@ -65,7 +66,7 @@ _RECOMPUTE = tuple(
 )
 
 _EXTRA = "megatron_extra_kwargs"
-_PASSED_ON = (*OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
+_PASSED_ON = (*PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
 _FLASH_OF_A_VERSION = Conversion(
     lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
 )

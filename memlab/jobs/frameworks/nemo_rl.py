@@ -39,6 +39,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -92,7 +93,7 @@ KEYS = (
     *under(_MEGATRON, OFFLOAD[:2]),
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
-    *under(_OVERRIDES, _PASSED[:-1]),
+    *under(_OVERRIDES, (*PIPELINE, *_PASSED[:-1])),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),

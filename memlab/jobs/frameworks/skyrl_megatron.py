@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -33,7 +34,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
         *under(prefix, SIZES),
         *under(
             transformer,
-            (CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE),
+            (CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE),
             recompute_granularity="full",
             recompute_method="uniform",
             recompute_num_layers=1,

@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
-from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, WHOLE, Key, Missing, is_given, under
+from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
@@ -40,6 +40,7 @@ _PREFIXES = (f"{_ACTOR}.megatron", f"{_ACTOR}.optim", "actor_rollout_ref.model")
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 KEYS = (
+    Key("model_engine", "model_engine", TEXT, None),
     Key("trainer.nnodes", "nodes", WHOLE, 1),
     Key("trainer.n_gpus_per_node", "ranks_per_node", WHOLE, 8),
     *engine_keys(*_PREFIXES),
@@ -96,6 +97,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
+    _check_engine(reading)
     _note_critic(reading)
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
@@ -122,6 +124,24 @@ def complete(reading: Reading) -> None:
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
     take_sequences(reading, longest, sequences)
+
+
+def _check_engine(reading: Reading) -> None:
+    """Refuses a job of another engine: verl takes FSDP without ``model_engine=megatron`` or a configuration with it."""
+    engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
+    keys, configuration = reading.entries.by_key, reading.get("config_name")
+    if engine is None and "megatron" not in str(configuration):
+        if any(key.startswith((f"{_ACTOR}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config.")) for key in keys):
+            engine = "dp"
+        engine = "dp" if configuration else engine
+        if any(key.startswith((f"{_ACTOR}.megatron.", "actor_rollout_ref.ref.megatron.")) for key in keys):
+            engine = "megatron"
+        elif engine is None:
+            reading.warnings.append(
+                "no key chooses Megatron, and verl takes FSDP then: memlab predicts the job with model_engine=megatron"
+            )
+    if engine not in (None, "megatron"):
+        reading.blocked.append(f"model_engine {engine}: memlab predicts Megatron's jobs only (model_engine=megatron)")
 
 
 def _note_critic(reading: Reading) -> None:
@@ -160,6 +180,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         values
         | named(scenario)
         | {
+            "model_engine": "megatron",
             "is_dynamic": is_row,
             "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
             "micro_batch_size": None if is_row else scenario.micro_batch_size,
@@ -187,6 +208,6 @@ VERL = Framework(
     cannot_write=CANNOT_WRITE,
     cannot_write_of=cannot_write,
     render=hydra_lines,
-    configurations=("ppo_megatron_trainer",),
+    configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),
     versions=VERSIONS,
 )

@@ -35,6 +35,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    PIPELINE,
     RECOMPUTE,
     SIZES,
 )
@@ -56,7 +57,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     return (
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
-        *under(transformer, (*ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+        *under(transformer, (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
         *under(f"{optim}.override_optimizer_config", OPTIMIZER),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.config.validation import shortened
-from memlab.jobs.entries import UNKNOWN
+from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
@@ -45,6 +45,7 @@ _PRINTING = {"pushd", "popd", "pwd", "date", "ulimit", "umask", "alias", "module
 """Those of them that may print something."""
 _STARTING = {"env", "nohup", "exec", "command", "builtin"}
 """Commands that start the command after them."""
+_ONLY_A_VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?"?')
 _ARGUMENT = re.compile(r"--?[A-Za-z].*|[+~]{0,2}[A-Za-z_]\w*([.][\w-]+)+=.*", re.DOTALL)
 """A word that is no command's name: a flag, or an override such as ``trainer.nnodes=1``."""
 _OF_THE_MACHINE = {
@@ -152,6 +153,8 @@ class _Reader(Builtins):
         self.doubts: list[_LeaveError] = []
         """Ends of a function or a loop that memlab could not decide: what follows there may not run."""
         self.parsed: dict[str, syntax.Node] = {}
+        self.program = ""
+        """The first word of the running command, as the script has it."""
         self.printed_code: str | None = None
         """The exit code of the last ``$(...)`` of the running command."""
         self.at_exit = ""
@@ -312,13 +315,13 @@ class _Reader(Builtins):
 
     def _while(self, node: syntax.While) -> bool | None:
         if node.start is not None:
-            self._run(node.start)
+            self._shielded(node.start)
         is_first = True
 
         def begins() -> bool | None:
             nonlocal is_first
             if not is_first and node.step is not None:
-                self._run(node.step)
+                self._shielded(node.step)
             is_first = False
             return self._shielded(node.condition)
 
@@ -562,6 +565,7 @@ class _Reader(Builtins):
             if word.elements is None
             for text in self.words(word)
         ]
+        self.program = words[0].raw
         return self._start(expanded, environment)
 
     def _coded(self, status: bool | None, code: str | None = None) -> bool | None:
@@ -608,20 +612,27 @@ class _Reader(Builtins):
             with self._temporarily({"IFS": environment["IFS"]} if "IFS" in environment else {}):
                 return self._coded(builtin(self, arguments))
         if _ARGUMENT.fullmatch(name):
-            self._orphaned(words)
+            if not self._lacks_program(words[0][1]):
+                self._orphaned(words)
             return self._coded(False, "127")
         if name in _SUCCEEDING:
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
+        return self._launched(words, environment | _set_by_wrappers(words))
+
+    def _launched(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
+        """Keeps a command of another program, or follows the text that it gives to a shell."""
         self.print_out(UNKNOWN)
         self.code = UNKNOWN
-        environment = environment | _set_by_wrappers(words)
         for place, ((shell, _), (option, _)) in enumerate(pairwise(words[:-1])):
             if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
                 return self._shell([text for text, _ in words[place + 2 :]], environment)
+        name, *arguments = (text for text, _ in words)
         command = Command(self.line, words, is_certain=self.is_certain)
-        is_job = self.is_job([text for text, _ in words])
+        is_job = self.is_job([name, *arguments])
         self.has_job = self.has_job or is_job
+        if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
+            self._lacks_program(words[0][1])
         if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
             given = {name: text for name, text in self.given.items() if name in self.used}
             own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
@@ -650,6 +661,23 @@ class _Reader(Builtins):
             f"line {line}: {shortened(name)} is an argument without a command, since line {before} {why}, so the job "
             f"runs without the {number} from here on: correct line {before}"
         ] = None
+
+    def _lacks_program(self, line: int) -> bool:
+        """Names the variable that should hold the command, where arguments alone are left because nothing sets it."""
+        variable = _ONLY_A_VARIABLE.fullmatch(self.program)
+        if variable is None or variable[1] in self.variables:
+            return False
+        self.missing[
+            f"line {line}: the script starts the command that {variable[1]} holds, and nothing sets {variable[1]}: "
+            f"give it with --set {variable[1]}='PROGRAM ARGUMENTS'"
+        ] = None
+        return True
+
+    def stops_without(self, name: str) -> None:
+        if self.is_certain and not self.shells and not self.lacks_files:
+            self.missing[
+                f"line {self.line}: the script stops here unless {name} is set: give it with --set {name}=VALUE"
+            ] = None
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
         """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""

@@ -210,6 +210,10 @@ class Variables:
         """Adds a warning, once, about a line; None takes the line of the running command."""
         self.warnings[f"line {self.line if line is None else line}: {text}"] = None
 
+    def stops_without(self, name: str) -> None:
+        """Notes that ``${NAME:?}`` ends the script here, because nobody sets the variable."""
+        raise NotImplementedError
+
     @contextmanager
     def testing(self) -> Iterator[None]:
         """Makes what nobody sets empty, as in a test."""
@@ -646,6 +650,8 @@ class Variables:
             return texts
         if is_open and operator[-1] == "+":
             return UNKNOWN if isinstance(texts, str) or is_quoted else UNKNOWN_WORDS
+        if operator[-1] == "?" and not is_set:
+            self._note_stop(asked.name)
         if operator[-1] == "?" or (is_set and operator[-1] != "+"):
             result = texts if texts is not None and is_set else UNKNOWN
             return self._fields(asked, result) if isinstance(result, list) else result
@@ -659,6 +665,13 @@ class Variables:
         text = self.one(default)
         self.set(asked.name, text)
         return text
+
+    def _note_stop(self, name: str) -> None:
+        """Notes that the script ends here unless a variable or one of its own arguments is given."""
+        if name.isdigit() and self.arguments is None:
+            self.places_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
+        elif NAME_ONLY.fullmatch(name):
+            self.stops_without(name)
 
     def _slice(self, asked: Parameter, value: Value) -> Value:
         first, second = split_at(asked.operand, ":")
@@ -721,7 +734,7 @@ class Variables:
         old, new = split_at(rest[len(at) :], "/")
         word = self._operand(new or "", is_quoted=is_quoted)
         # Bash 5.2 puts what was matched in the place of an ampersand, earlier versions do not.
-        unclear = "&" in (new or "") or (is_quoted and "'" in (new or "")) or (is_quoted and '"' in (new or ""))
+        unclear = "&" in (new or "") or (is_quoted and re.search(r"[\"'\\]", new or "") is not None)
         text_of_new = UNKNOWN if unclear else self.one(word)
         pattern = self._compiled(self._operand(old, is_quoted=False))
 

@@ -32,6 +32,7 @@ _GROUPS = {
     "CPU optimizer": "optimizer_cpu_offload",
     "Loss": "loss",
     "Attention": "attention_backend",
+    "Pipeline": "deallocate_pipeline_outputs",
     "FP8": "fp8_format",
     "torch's allocator": "expandable_segments",
 }

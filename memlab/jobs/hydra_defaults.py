@@ -1,0 +1,98 @@
+"""Reads the entries of a configuration's key ``defaults``: files whose keys lie below those of the file itself.
+
+The rules are those of Hydra 1.3 ("The Defaults List"), and for names that end in ``.yaml`` those of NeMo-RL
+(`nemo_rl/utils/config.py`), which takes the files as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from memlab.jobs.entries import Entries
+from memlab.jobs.yaml_tree import Node
+
+SELF = "_self_"
+"""Stands for the keys of the file itself; without it, they lie over all others."""
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """One entry of the list."""
+
+    name: str
+    """As the file writes it, for messages."""
+    line: int
+    file: str | None = None
+    """Relative to the folder of the file, or with a slash in front to that of the first file; None if it is unknown."""
+    package: str = ""
+    """The mapping that gets the keys; nothing for the top."""
+    is_optional: bool = False
+
+
+def defaults_of(node: Node) -> list[Default]:
+    """Returns the entries of a list of defaults, or of a single one."""
+    return [each for one in (node.value if isinstance(node.value, list) else [node]) for each in _entries(one)]
+
+
+def _entries(node: Node) -> list[Default]:
+    if isinstance(node.value, str):
+        name, _, package = node.value.partition("@")
+        is_file = name.endswith((".yaml", ".yml"))
+        group = "" if is_file else name.rpartition("/")[0]
+        return [Default(name, node.line, name if is_file else f"{name}.yaml", package or _package_of(group))]
+    if not isinstance(node.value, dict) or len(node.value) != 1:
+        return [Default("of a group", node.line)]
+    ((key, option),) = node.value.items()
+    *words, group = key.split()
+    group, _, package = group.partition("@")
+    if option.value is None:
+        return []
+    options: list[Any] = [one.value for one in option.value] if isinstance(option.value, list) else [option.value]
+    is_known = "override" not in words and all(isinstance(one, str) and "${" not in one for one in options)
+    if not is_known:
+        return [Default(f"of the group {group}", node.line)]
+    return [
+        Default(f"{group}/{one}", node.line, f"{group}/{one}.yaml", _named(package, group), "optional" in words)
+        for one in options
+    ]
+
+
+def _named(package: str, group: str) -> str:
+    return "" if package == "_global_" else package or _package_of(group)
+
+
+def _package_of(group: str) -> str:
+    return group.strip("/").replace("/", ".")
+
+
+def package_in(text: str, default: Default) -> str:
+    """Returns the mapping that gets the keys of a file, which its first lines may name."""
+    match = _PACKAGE.search(text[:1000])
+    if match is None or match[1] == "_group_" or "@" in default.name:
+        return default.package
+    return "" if match[1] == "_global_" else match[1]
+
+
+def placed(entries: Entries, package: str) -> Entries:
+    """Returns the keys of a file as those of a mapping."""
+    if not package:
+        return entries
+    moved = Entries(warnings=entries.warnings, environment=entries.environment)
+    for key, entry in entries.by_key.items():
+        moved.add(f"{package}.{key}" if key else package, entry.value, entry.line)
+    return moved
+
+
+def merge_over(below: Entries, own: Entries) -> None:
+    """Merges the keys of a file over others, as NeMo-RL does.
+
+    A mapping of the top with ``_override_: true`` takes the place of the one below, without a merge.
+    """
+    for key in [key for key in own.by_key if key.count(".") == 1 and key.endswith("._override_")]:
+        if own.by_key.pop(key).value:
+            below.remove(key.partition(".")[0])
+    below.merge(own)
+    below.warnings += own.warnings
