@@ -45,7 +45,7 @@ from memlab.model.build import LiveModel, build, build_model, build_optimizer, r
 from memlab.model.change_state import check_configs, set_in_place
 from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from memlab.model.microbatch_replay import MicrobatchReplay
-from memlab.model.recover_failed_step import recover, release_tensors
+from memlab.model.recover_failed_step import forget_discarded_outputs, recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
 from memlab.model.residency.residency import groups_on_host
@@ -106,6 +106,8 @@ class Stepper:
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
         """Whether MoE layers may still keep the graphs of a step with full recompute."""
+        self._has_discarded_outputs = False
+        """Whether modules may keep checkpoints of a forward-only pass, after which no backward has used them up."""
         self._pinned_host_memory = True
         self.live: LiveModel
         self.transfers: Transfers
@@ -330,6 +332,10 @@ class Stepper:
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
+        if self._has_discarded_outputs:  # only the next checkpoint of the same module would replace them
+            for module in self.live.modules():
+                forget_discarded_outputs(module)
+            self._has_discarded_outputs = False
         apply_settings.apply(self.live, settings)
         self._forget_passes(settings)
         self.settings = settings
@@ -619,6 +625,7 @@ class Stepper:
         replaying = self._replaying(forward_only)
         with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), replaying:
             if forward_only:
+                self._has_discarded_outputs = self.settings.recompute_granularity == "selective"
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
