@@ -1,6 +1,6 @@
 # memlab: everything here works in a fresh clone with nothing but Python 3.11 or 3.12 and pip. Start with `make run`.
 .DEFAULT_GOAL := help
-.PHONY: help run test lab docs hooks clean
+.PHONY: help run test test-versions lab docs hooks clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile --editable
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PIP_EXTRA_INDEX_URL=<index of CPU wheels> make run  fetches a smaller torch on Linux without a GPU"
 
 run: $(VENV)/.installed ## Run the quickstart lab headless and say where its notebook and page are
@@ -28,6 +28,10 @@ test: $(VENV)/.installed-dev ## Lint, check types and the import order of the pa
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/pytest -n 3 --dist worksteal
+
+# Another Python beside it: make PYTHON=python3.12 VENV=.venv-3.12 test-versions
+test-versions: $(VENV)/.installed-dev ## Run only the tests that depend on the versions of torch and megatron-core
+	@$(BIN)/pytest -m versions -n 3 --dist worksteal
 
 lab: $(VENV)/.installed ## Open JupyterLab on labs/
 	@$(BIN)/memlab lab
@@ -48,7 +52,7 @@ hooks: $(VENV)/.installed-dev ## Check every commit with pre-commit
 	@$(BIN)/pre-commit install
 
 clean: ## Remove the virtual environment and caches; runs stay
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) .venv-3.* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "memlab needs Python 3.11 or 3.12: put one on the PATH, or name it: make PYTHON=/path/to/python3.12"; exit 1; }

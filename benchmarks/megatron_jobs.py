@@ -1,12 +1,13 @@
-"""Jobs of four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings and state.
+"""Jobs of two and four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
 
-Each job steps the first layers of Qwen3-30B-A3B, phi-4 or Phi-4-mini, on one sequence of 4,096 tokens per micro-batch.
+Each job steps the first layers of a published model, on one sequence of 4,096 tokens per micro-batch.
 Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
 machine's time can end before the list does.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,34 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_channels": 128,
         "layernorm_epsilon": 1e-5,
     },
+    # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+    },
+    # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 12288,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "ffn_hidden_size": 9728,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -73,6 +102,9 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.75,
         "share_embeddings_and_output_weights": True,
     },
+    "llama-3.1-8b": {"vocab_size": 128256, "rotary_base": 500000},
+    "qwen3-8b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "qwen3-4b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -112,6 +144,12 @@ class Job:
         words = re.findall(r"([A-Z]+)(\d+)", self.layout)
         return {f"{_GROUPS[word]}_parallel_size": int(size) for word, size in words if word in _GROUPS}
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole job."""
+        words = dict(re.findall(r"([A-Z]+)(\d+)", self.layout))
+        return math.prod(int(words.get(word, 1)) for word in ("TP", "CP", "PP", "DP"))
+
     def tiny(self) -> Job:
         """Returns the job at sizes that a CPU steps in seconds."""
         is_moe = "num_moe_experts" in MODELS[self.model]
@@ -124,7 +162,7 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, QWEN_4B = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -153,6 +191,8 @@ def recompute(*modules: str) -> dict[str, Any]:
 
 DEALLOCATE = {"deallocate_pipeline_outputs": True}
 """Megatron-Core's default is False. Megatron-LM's ``core_transformer_config_from_args`` and Megatron-Bridge set it."""
+ONE_GROUP = {"num_query_groups": 1}
+"""Fewer query groups than tensor parallel ranks: each rank has a part of a group's key and value."""
 EXPERTS = offload("expert_fc1", "moe_act")
 ATTENTION = offload("core_attn", "attn_proj")
 
@@ -195,3 +235,17 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
+    # Two ranks.
+    yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
+    yield from of(PHI, 4, "PP2", num_microbatches=4)
+    yield from of(QWEN, 4, "PP2", {}, recompute("moe"), num_microbatches=4, config=DEALLOCATE)
+    yield from of(QWEN_4B, 4, "PP2", num_microbatches=4, config=DEALLOCATE)
+    yield from of(PHI, 4, "PP2 VP2", num_microbatches=4)
+    yield from of(PHI, 4, "PP2 VP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
+    yield from of(LLAMA, 4, "TP2", {}, FULL, recompute("layernorm", "mlp"), ATTENTION)
+    yield from of(QWEN_8B, 4, "TP2", {}, FULL, recompute("layernorm", "core_attn"), ATTENTION)
+    yield from of(PHI, 4, "TP2", {}, FULL, ATTENTION, config=ONE_GROUP)
+    yield from of(QWEN, 4, "TP2 EP2 ETP1", {}, recompute("moe_act"), config=ONE_GROUP)
+    yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
+    yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL)

@@ -1,6 +1,6 @@
 """Every rank of jobs in plain Megatron-Core and Transformer Engine, measured; and how near memlab's predictions come.
 
-    python -m benchmarks.plain_megatron measure FOLDER [--seconds 480]        a machine with 4 GPUs
+    python -m benchmarks.plain_megatron measure FOLDER [--seconds 480]        a machine with 2 or 4 GPUs
     python -m benchmarks.plain_megatron measure FOLDER --only "TP2 CP2"       jobs whose name has these words
     python -m benchmarks.plain_megatron measure FOLDER                        without GPUs: a rehearsal at tiny sizes
     python -m benchmarks.plain_megatron predict FOLDER/ranks.jsonl            anywhere
@@ -50,7 +50,6 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "4",
 }
-NUM_RANKS = 4
 JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
@@ -59,8 +58,15 @@ MOST_LEFT_BYTES = 8 * 2**20
 GIB, MIB = 2**30, 2**20
 
 
-def measure(folder: Path, only: str, seconds: float) -> int:
-    """Takes the jobs, and appends a line for each; returns how many failed or were left out."""
+def measure(folder: Path, num_ranks: int | None, only: str, seconds: float) -> int:
+    """Takes the jobs of so many ranks, and appends a line for each; returns how many failed or were left out.
+
+    Args:
+        folder: For the results.
+        num_ranks: None takes as many as there are GPUs, and 4 without any.
+        only: Words that a job's name has.
+        seconds: After these no job is begun any more.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     started = time.monotonic()
@@ -69,11 +75,12 @@ def measure(folder: Path, only: str, seconds: float) -> int:
 
     run_rank = importlib.import_module("benchmarks.megatron_rank").run_rank
     on_gpus = torch.cuda.device_count() > 0
+    num_ranks = num_ranks or torch.cuda.device_count() or 4
     context = multiprocessing.get_context("fork" if not on_gpus or forked_processes_can_use_gpus() else "spawn")
     print(f"{time.monotonic() - started:.0f} s: imported; processes start by {context.get_start_method()}", flush=True)
     file = folder / "ranks.jsonl"
     done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
-    wanted = [job if on_gpus else job.tiny() for job in jobs() if only in job.name]
+    wanted = [job if on_gpus else job.tiny() for job in jobs() if only in job.name and job.num_ranks == num_ranks]
     left = [(number, job) for number, job in enumerate(wanted) if job.name not in done]
     failed = 0
     # A store in a file: one that this process serves has a thread, whose locks forked processes would find closed.
@@ -84,8 +91,8 @@ def measure(folder: Path, only: str, seconds: float) -> int:
             _, of_layout = next(groupby(left, key=lambda numbered: numbered[1].layout))
             group = list(of_layout)
             ranks = [
-                context.Process(target=run_rank, args=(rank, NUM_RANKS, path, group, folder / f"rank-{rank}.log"))
-                for rank in range(NUM_RANKS)
+                context.Process(target=run_rank, args=(rank, num_ranks, path, group, folder / f"rank-{rank}.log"))
+                for rank in range(num_ranks)
             ]
             for process in ranks:
                 process.start()
@@ -235,7 +242,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         seq_length=job["seq_length"],
         num_microbatches=job["num_microbatches"],
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
-        state=TrainingState(**job["state"]),
+        state=TrainingState(**job["state"], deallocate_pipeline_outputs="deallocate_pipeline_outputs" in job["config"]),
         routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.is_moe else Routing(),
         backend="simulated",
     ) as lab:
@@ -270,6 +277,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("folder", type=Path)
+    measuring.add_argument("--ranks", type=int, help="take the jobs of so many ranks (default: as many as GPUs, or 4)")
     measuring.add_argument("--only", default="", help="words that a job's name has (default: all jobs)")
     measuring.add_argument("--seconds", type=float, default=480, help="when no job is begun any more (default: 480)")
     predicting = commands.add_parser("predict")
@@ -277,7 +285,7 @@ def main() -> int:
     predicting.add_argument("--at-once", type=int, default=1, help="processes (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        return 1 if measure(arguments.folder, arguments.only, arguments.seconds) else 0
+        return 1 if measure(arguments.folder, arguments.ranks, arguments.only, arguments.seconds) else 0
     predict(arguments.measured, arguments.at_once)
     return 0
 

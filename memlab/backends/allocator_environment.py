@@ -1,6 +1,7 @@
 """The options of torch's allocator that a process was started with: torch reads them once, from the environment.
 
-It reads either of two variables (``c10/core/AllocatorConfig.h`` and ``c10/cuda/CUDAAllocatorConfig.h``, torch 2.13).
+It reads one of two variables: the older name wherever it is set, even to nothing, else the newer one
+(``c10/core/AllocatorConfig.h`` and ``c10/cuda/CUDAAllocatorConfig.h``, torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,19 +14,16 @@ from memlab.config.allocator_settings import AllocatorSettings
 
 Number = TypeVar("Number", int, float)
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def allocator_of_process() -> AllocatorSettings:
     """Returns the options in the environment. Those that `AllocatorSettings` lacks are left out.
 
     Raises:
-        ValueError: If a value breaks its rule, or two variables differ.
+        ValueError: If a value breaks its rule.
     """
-    texts = {os.environ[name] for name in _VARIABLES if name in os.environ}
-    if len(texts) > 1:
-        raise ValueError(f"{' and '.join(_VARIABLES)} differ in the environment, must be equal: unset one of them")
-    text = texts.pop() if texts else ""
+    text = os.environ.get(_variable(), "")
     values: dict[str, Any] = {}
     for option in re.sub(r"\[[^]]*\]|\s", "", text).split(","):
         name, _, value = option.partition(":")
@@ -62,7 +60,7 @@ def start_with(requested: AllocatorSettings) -> AllocatorSettings:
     if any(name in os.environ for name in _VARIABLES):
         return allocator_of_process() if requested == AllocatorSettings() else requested
     if requested != AllocatorSettings():
-        os.environ[_VARIABLES[-1]] = str(requested)
+        os.environ[_VARIABLES[0]] = str(requested)
     return requested
 
 
@@ -76,4 +74,4 @@ def _number(name: str, text: str, kind: type[Number]) -> Number:
 
 
 def _variable() -> str:
-    return next((name for name in _VARIABLES if name in os.environ), _VARIABLES[-1])
+    return next((name for name in _VARIABLES if name in os.environ), _VARIABLES[0])

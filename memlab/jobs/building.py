@@ -380,7 +380,8 @@ def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables of the environment that torch reads, in any job; the last one counts."""
+"""Variables of the environment that torch reads, in any job. The older name, here the first, counts as a whole wherever
+it is set, even to nothing (run with torch 2.13 to 2.15; ``c10/core/AllocatorConfig.h`` of 2.13)."""
 _ALLOCATOR_OPTIONS = {"expandable_segments": SWITCH, "garbage_collection_threshold": NUMBER, "max_split_size_mb": WHOLE}
 _ALLOCATOR_MISSING = {
     "backend": Missing("", "either", "CUDA's own pool in place of torch's", lambda value: value != "native"),
@@ -394,10 +395,10 @@ _NOT_OF_DEVICE_MEMORY = ("pinned_", "release_lock_", "throw_on_", "graph_capture
 
 def _allocator_variable(reading: Reading) -> tuple[str, str]:
     """Returns the variable that counts and its text; the text is empty where it is not set, or not known."""
-    variable, text = ALLOCATOR_VARIABLES[0], reading.values.get("allocator") or ""
-    for name in ALLOCATOR_VARIABLES:
-        if name in reading.entries.environment:
-            variable, text = name, reading.entries.environment[name]
+    given: dict[str, Any] = {key.rpartition(".")[2]: entry.value for key, entry in reading.entries.by_key.items()}
+    given |= reading.entries.environment
+    variable = next((name for name in ALLOCATOR_VARIABLES if name in given), ALLOCATOR_VARIABLES[0])
+    text = str(given.get(variable, reading.values.get("allocator")) or "")
     if UNKNOWN not in text:
         return variable, text
     reading.warnings.append(

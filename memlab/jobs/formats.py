@@ -164,7 +164,7 @@ _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     if "MODEL_ARGS" in root.value and isinstance(root.value["MODEL_ARGS"].value, dict):
-        return format_name or "megatron-lm", model_args(root, variables)
+        return format_name or "megatron-lm", model_args(root, variables, path.name)
     if format_name == "ms-swift" or (format_name is None and is_argument_file(_plain(root))):
         return "ms-swift", arguments_of(root, path.name)
     entries = _with_defaults(root, path, [])
@@ -398,7 +398,7 @@ def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> 
     root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
     if root is None or "MODEL_ARGS" not in root.value:
         return
-    own = model_args(root, variables)
+    own = model_args(root, variables, file_of_a_launcher(variables))
     if (nodes := variables.get("NNODES", "")).isdigit():
         own.add("nnodes", int(nodes), command.line)
         own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)

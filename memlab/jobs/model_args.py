@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
-from memlab.jobs.yaml_tree import Node
+from memlab.jobs.yaml_tree import Node, texts_of
 
 LAUNCHERS = ("sbatch_benchmarking.sh", "interactive_benchmarking.sh")
 """MoE Model Zoo's, which a job starts with the variables in its environment and more flags as arguments."""
@@ -21,17 +21,24 @@ _BRACKETS = re.compile(r"\[[\w ]*\]")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
 
 
-def model_args(root: Node, variables: dict[str, str]) -> Entries:
+def model_args(root: Node, variables: dict[str, str], file: str) -> Entries:
     """Returns the flags of ``MODEL_ARGS`` and the variables of ``ENV_VARS``.
 
     Args:
         root: Of the file.
         variables: Of the environment in which the launcher runs. A value with another variable is unknown.
+        file: Its name, for messages.
+
+    Raises:
+        ValueError: If a flag has more than a value or a list of values.
     """
     entries = Entries()
     for key, node in root.value["MODEL_ARGS"].value.items():
         name = key.lstrip("-").replace("-", "_")
-        value = [child.value for child in node.value] if isinstance(node.value, list) else node.value
+        parts = [child.value for child in node.value[:1000]] if isinstance(node.value, list) else [node.value]
+        if any(isinstance(part, (dict, list)) for part in parts):
+            raise ValueError(f"{file}, line {node.line}: {key} has keys or lists below it, must be a value: correct it")
+        value = parts if isinstance(node.value, list) else node.value
         if isinstance(value, str):
             names = [one or other for one, other in _VARIABLE.findall(value)]
             entries.environment |= {one: variables.get(one, UNKNOWN) for one in names}
@@ -40,9 +47,7 @@ def model_args(root: Node, variables: dict[str, str]) -> Entries:
         if value is False:
             continue
         entries.add(name, _words(value), node.line)
-    own = root.value.get("ENV_VARS")
-    if own is not None and isinstance(own.value, dict):
-        entries.environment |= {key: str(node.value) for key, node in own.value.items()}
+    entries.environment |= texts_of(root.value.get("ENV_VARS"))
     return entries
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from memlab.jobs.entries import Entries
-from memlab.jobs.yaml_tree import Node, flat
+from memlab.jobs.yaml_tree import Node, flat, texts_of
 
 COMMANDS = ("sft", "pt", "rlhf")
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -65,9 +65,7 @@ def arguments_of(root: Node, name: str) -> Entries:
     groups = {group: root.value[group] for group in _GROUPS if group in root.value}
     shared = {key: node for key, node in root.value.items() if key not in (*groups, "ENV", "colocate_groups")}
     entries = flat(Node(shared, root.line), name)
-    variables = root.value.get("ENV")
-    if variables is not None and isinstance(variables.value, dict):
-        entries.environment = {key: str(node.value) for key, node in variables.value.items()}
+    entries.environment = texts_of(root.value.get("ENV"))
     if not groups:
         return entries
     for group, node in groups.items():
@@ -87,7 +85,7 @@ def _are_together(root: Node) -> bool:
     """Whether training and inference engine have the same GPUs."""
     together = root.value.get("colocate_groups")
     for group in together.value if together is not None and isinstance(together.value, list) else ():
-        members = {member.value for member in group.value} if isinstance(group.value, list) else set()
-        if {"train", "rollout"} <= members:
+        members = [member.value for member in group.value] if isinstance(group.value, list) else []
+        if "train" in members and "rollout" in members:
             return True
     return False

@@ -81,6 +81,12 @@ def flat(root: Node, name: str) -> Entries:
     return entries
 
 
+def texts_of(node: Node | None) -> dict[str, str]:
+    """Returns a mapping's scalars as texts, such as variables of the environment; what is none is left out."""
+    children = node.value.items() if node is not None and isinstance(node.value, dict) else ()
+    return {key: str(child.value) for key, child in children if not isinstance(child.value, (dict, list))}
+
+
 def _merged(node: Node) -> tuple[dict[str, Node], int]:
     """Returns a mapping's keys, with those of the mappings that ``<<`` names where it has none of its own.
 

@@ -45,7 +45,7 @@ from memlab.model.build import LiveModel, build, build_model, build_optimizer, r
 from memlab.model.change_state import check_configs, set_in_place
 from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from memlab.model.microbatch_replay import MicrobatchReplay
-from memlab.model.recover_failed_step import recover, release_tensors
+from memlab.model.recover_failed_step import forget_discarded_outputs, recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
 from memlab.model.residency.residency import groups_on_host
@@ -106,6 +106,8 @@ class Stepper:
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
         """Whether MoE layers may still keep the graphs of a step with full recompute."""
+        self._has_discarded_outputs = False
+        """Whether modules may keep checkpoints of a forward-only pass, after which no backward has used them up."""
         self._pinned_host_memory = True
         self.live: LiveModel
         self.transfers: Transfers
@@ -330,6 +332,10 @@ class Stepper:
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
+        if self._has_discarded_outputs:  # only the next checkpoint of the same module would replace them
+            for module in self.live.modules():
+                forget_discarded_outputs(module)
+            self._has_discarded_outputs = False
         apply_settings.apply(self.live, settings)
         self._forget_passes(settings)
         self.settings = settings
@@ -619,6 +625,7 @@ class Stepper:
         replaying = self._replaying(forward_only)
         with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), replaying:
             if forward_only:
+                self._has_discarded_outputs = self.settings.recompute_granularity == "selective"
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
@@ -693,29 +700,39 @@ class Stepper:
 
     def _needs_real_passes(self) -> bool:
         """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
+        return self._needs_real_microbatches() or self._overlaps
+
+    def _needs_real_microbatches(self) -> bool:
+        """Whether micro-batches differ between the first and the last, or something looks at real tensors."""
         return (
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
             (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or self.scenario.rows_vary
             or self.is_tapped
-            or self._needs_real_update()
+            or self._keeps_state_or_looks
         )
 
     def _needs_real_update(self) -> bool:
         """Whether an update may do more than the one before, or something looks at real tensors."""
-        state = self.scenario.state
-        return (
-            state.fp8_format is not None
-            or state.overlap_grad_reduce
-            or state.overlap_param_gather
-            or self.transfers.has_fault
-            or getattr(self.meter, "looks", False)
-        )
+        return self._keeps_state_or_looks or self._overlaps
+
+    @property
+    def _keeps_state_or_looks(self) -> bool:
+        has_fp8 = self.scenario.state.fp8_format is not None
+        return has_fp8 or self.transfers.has_fault or getattr(self.meter, "looks", False)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether data-parallel communication begins in forward or backward: of the first and the last micro-batch.
+
+        Those between run under DDP's ``no_sync``, and only gather parameters that have been gathered already.
+        """
+        return self.scenario.state.overlap_grad_reduce or self.scenario.state.overlap_param_gather
 
     def _microbatches(self) -> MicrobatchReplay | None:
         """Returns what inserts micro-batches in the step; None if all are stepped."""
         layout, meter = self.scenario.layout, self.meter
-        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_passes():
+        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_microbatches():
             return None
         if self.settings.offload_modules or not meter.may_repeat:  # a group has been offloaded before the passes
             return None

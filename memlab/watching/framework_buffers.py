@@ -31,9 +31,9 @@ def framework_buffers() -> Iterator[Buffers]:
     for parallel in _instances(_DDP, "DistributedDataParallel"):
         category = "gradients" if parallel.gradient_as_bucket_view else "workspace"
         yield Buffers(owner="DistributedDataParallel's buckets", category=category, tensors=_buckets(parallel))
-    for module, name in ((_FLAT_PARAM, "FlatParameter"), (_FSDP_PARAM, "FSDPParam")):
-        unsharded = [buffer for each in _instances(module, name) for buffer in _unsharded(each)]
-        yield Buffers(owner="FSDP's unsharded parameters", category="workspace", tensors=unsharded)
+    flat = [handle.flat_param for handle in _instances(_FLAT_PARAM, "FlatParamHandle")]
+    unsharded = [buffer for each in (*flat, *_instances(_FSDP_PARAM, "FSDPParam")) for buffer in _unsharded(each)]
+    yield Buffers(owner="FSDP's unsharded parameters", category="workspace", tensors=unsharded)
 
 
 def rank_maps() -> Iterator[torch.Tensor]:

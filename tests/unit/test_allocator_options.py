@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import random
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from memlab.allocator.request_log import RequestLog
 from memlab.allocator.simulator import CachingAllocator
 from memlab.backends.allocator_environment import allocator_of_process, check_allocator, start_with
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.units import GIB, MIB
 from tests.unit import caching_allocator as reference
@@ -296,12 +299,57 @@ def test_a_process_has_the_options_that_it_was_started_with(monkeypatch: pytest.
     check_allocator(EXPANDABLE)
     assert start_with(AllocatorSettings()) == EXPANDABLE, "what the environment says counts where nothing is asked for"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
-    with pytest.raises(ValueError, match="differ in the environment, must be equal: unset one"):
-        allocator_of_process()
+    assert allocator_of_process() == EXPANDABLE
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    assert allocator_of_process() == AllocatorSettings()
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert allocator_of_process() == AllocatorSettings(max_split_size_mb=128)
     options = "roundup_power2_divisions:[256:1,max_split_size_mb:64], garbage_collection_threshold:0.6"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
     assert allocator_of_process() == AllocatorSettings(garbage_collection_threshold=0.6)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:")
     with pytest.raises(ValueError, match="max_split_size_mb is '' in PYTORCH_ALLOC_CONF, must be a number"):
         allocator_of_process()
+
+
+REFUSED, TAKEN = "max_split_size_mb:5", "max_split_size_mb:100"
+needs_torch_s_parser = pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="torch shows its parser from version 2.10 on"
+)
+
+
+@needs_torch_s_parser
+@pytest.mark.parametrize(
+    ("older", "newer", "counts"),
+    [(None, REFUSED, "newer"), (REFUSED, None, "older"), (TAKEN, REFUSED, "older"), (REFUSED, TAKEN, "older"), ("", REFUSED, "older")],
+)  # fmt: skip
+def test_the_older_of_two_variables_counts_as_in_torch_and_in_a_job(
+    older: str | None, newer: str | None, counts: str, tmp_path: Path
+) -> None:
+    given = {"PYTORCH_CUDA_ALLOC_CONF": older, "PYTORCH_ALLOC_CONF": newer}
+    variables = {name: text for name, text in given.items() if text is not None}
+    # torch reads them with the first setting, and refuses a size below 20.
+    code = "import torch; torch._C._accelerator_setAllocatorSettings('garbage_collection_threshold:0.5')"
+    environment = {name: text for name, text in os.environ.items() if name not in given}
+    torch_ = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=environment | variables)
+    assert (torch_.returncode != 0) == (REFUSED in {"older": [older], "newer": [newer]}[counts])
+    lines = [f"export {name}={text.replace('5', '50')}" for name, text in variables.items()]
+    for order in (lines, lines[::-1]):
+        script = "\n".join([*order, "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --max_length 4096"])
+        (tmp_path / "run.sh").write_text(script)
+        scenario, _ = Job.read(tmp_path / "run.sh").required()
+        text = {"older": older, "newer": newer}[counts]
+        assert scenario.allocator.max_split_size_mb == {REFUSED: 50, TAKEN: 100}.get(text or "")
+
+
+@needs_torch_s_parser
+def test_the_smallest_split_size_is_torch_s() -> None:
+    code = "import sys, torch; torch._C._accelerator_setAllocatorSettings(f'max_split_size_mb:{sys.argv[1]}')"
+    for size, is_taken in ((19, False), (20, True)):
+        found = subprocess.run([sys.executable, "-c", code, str(size)], check=False, capture_output=True)
+        assert (found.returncode == 0) == is_taken
+        if is_taken:
+            assert AllocatorSettings(max_split_size_mb=size).max_split_size_mb == size
+        else:
+            with pytest.raises(ValueError, match="must be a whole number of at least 20"):
+                AllocatorSettings(max_split_size_mb=size)

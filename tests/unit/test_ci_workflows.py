@@ -78,3 +78,41 @@ def test_the_nightly_runs_every_suite_that_needs_no_gpu() -> None:
 def test_only_the_workflow_of_newest_releases_may_fail() -> None:
     assert {path.stem for path in WORKFLOWS} == {"tests", "nightly", "newest", "book"}
     assert [path.stem for path in WORKFLOWS if "continue-on-error: true" in path.read_text()] == ["newest"]
+
+
+def run_ci(folder: Path, make: str, *, has_other: bool) -> subprocess.CompletedProcess[str]:
+    """Runs .ci/run on a copy of nothing but itself, where `make` is a line of bash and the installed Python is 3.11."""
+    programs = {"bin/make": make, ".venv/bin/python": "echo Python 3.11.9"}
+    if has_other:
+        programs |= {"pyenv/versions/3.12.4/bin/python": "true"}
+    for name, line in programs.items():
+        program = folder / name
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/bash\n{line}\n")
+        program.chmod(0o755)
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", folder / ".ci")
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYENV_ROOT": str(folder / "pyenv")}
+    return subprocess.run([folder / ".ci" / "run"], env=environment, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(Path("/usr/bin/python3.12").exists(), reason="this machine's own Python 3.12 is taken first")
+def test_ci_runs_all_tests_and_on_the_other_python_those_that_depend_on_versions(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, "echo ${*: -1}; echo $* >&2", has_other=True)
+    assert (done.returncode, done.stdout) == (0, "test\ntest-versions\n")
+    other = tmp_path / "pyenv" / "versions" / "3.12.4" / "bin" / "python"
+    assert done.stderr.splitlines()[-1] == f"--no-print-directory PYTHON={other} VENV=.venv-3.12 test-versions"
+
+
+@pytest.mark.skipif(Path("/usr/bin/python3.12").exists(), reason="this machine has the other Python")
+def test_ci_says_what_it_has_not_run_where_there_is_no_other_python(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, "echo ${*: -1}", has_other=False)
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        ["test", "not run: the tests that depend on versions, because this machine has no Python 3.12"],
+    )
+
+
+def test_ci_ends_with_the_first_run_that_fails(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, "echo 3 failed; exit 1", has_other=True)
+    assert (done.returncode, done.stdout) == (1, "3 failed\n")

@@ -19,7 +19,7 @@ from memlab.lab import stepper
 from memlab.lab.lab import Lab
 from memlab.lab.session import Session
 from memlab.vocabulary import PHASES
-from tests.unit.live import FULL, offload
+from tests.unit.live import FULL, offload, recompute
 
 THREE = offload("qkv_linear", "core_attn", "attn_proj")
 RESETS_AFTER_FORWARD_ONLY = not megatron.core.__version__.startswith("0.16")
@@ -42,6 +42,17 @@ def test_a_forward_only_pass_has_the_loss_and_keeps_nothing(
     assert lab.records == [trained, record]
     assert lab._stepper.live.chunk.training
     assert "forward only" in str(record)
+
+
+def test_a_pass_under_selective_recompute_leaves_no_random_states_on_the_host(open_lab: Callable[..., Lab]) -> None:
+    """Backward would have used them up. Each is the 5,056 bytes of ``torch.get_rng_state``; each layer's two norms have one."""
+    lab = open_lab("qwen3-moe-tiny", seq_length=64)
+    before = lab.step().host_bytes
+    meter = lab._stepper.meter
+    without = meter.live_bytes("host")
+    lab.forward_only(recompute("layernorm"))
+    assert meter.live_bytes("host") == without + 2 * lab.scenario.num_layers * 5056
+    assert lab.step(MemorySettings()).host_bytes == before
 
 
 def test_a_warm_pass_equals_all_that_follow_as_the_first_of_a_model_does_not(open_lab: Callable[..., Lab]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -306,3 +307,23 @@ def test_json_of_other_programs_is_no_job_of_ms_swift(tmp_path: Path, text: str)
 
     with pytest.raises(ValueError, match="is of no format"):
         Job.read(path)
+
+
+_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _BOMB + "ENV: {A: *a39, NPROC_PER_NODE: 8}\n" + ARGUMENTS,
+        ARGUMENTS + "colocate_groups: [[{a: 1}, train], 7, [[rollout]]]\ntrain: 8\n",
+        ARGUMENTS + "ENV: 8\n",
+        _BOMB + "MODEL_ARGS: {--num-layers: *a39}\n",
+        _BOMB + "MODEL_ARGS: {--num-layers: [1, *a39]}\nENV_VARS: {A: *a39}\n",
+    ],
+)
+def test_a_file_of_arguments_of_any_shape_is_read_or_refused_at_once(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with suppress(ValueError):
+        assert len(str(Job.read(path).to_dict())) < 1_000_000

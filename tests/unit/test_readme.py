@@ -91,6 +91,13 @@ def test_make_targets_names_and_keys_exist() -> None:
     assert [name for name in ARCHITECTURES if f"`{name}`" not in (BOOK / "commands.md").read_text()] == []
 
 
+def test_the_top_block_says_of_three_commands_what_they_do_and_how_long_they_take() -> None:
+    (block,) = re.findall(r"```\n(make .*?)```", README.partition("\n## ")[0], re.DOTALL)
+    told = dict(re.findall(r"^make (\w+) +# (.*)$", block, re.MULTILINE))
+    assert list(told) == ["run", "lab", "test"] and block.count("\n") == 3
+    assert all(re.search(r"\w+; .*\b(seconds|minutes?)\b", text) for text in told.values())
+
+
 def test_the_examples_run() -> None:
     live, offload = ((BOOK / name).read_text() for name in ("live_model.md", "offload_frees_nothing.md"))
     blocks = [

@@ -10,6 +10,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -29,7 +31,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import memlab
 from memlab import MemorySettings
 from memlab.meter.labels import is_labelling
-from memlab.views.figures.resample import phase_spans
 from memlab.vocabulary import PHASES
 
 WIDTH, BATCH = 32, 16
@@ -522,6 +523,8 @@ def test_an_error_leaves_nothing_behind(error: type[BaseException]) -> None:
 def test_a_checkpoint_save_is_a_phase(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as distributed_checkpoint
 
+    from memlab.views.figures.resample import phase_spans
+
     program = plain()
     state = {"model": program.model.state_dict()}
 
@@ -606,3 +609,51 @@ def test_sharded_parameters_are_counted_once_by_their_local_shards() -> None:
             assert run.residual_bytes == 0
             last = run.timeline.breakdown(len(run.timeline) - 1)
             assert last == opening
+
+
+_RANK = """
+import os, sys, torch, memlab
+from tests.unit.test_watch_programs import known_bytes, mlp, training, x
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+store = torch.distributed.FileStore(sys.argv[2], 2)
+torch.distributed.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2, store=store)
+results = []
+for wrap in (fully_shard, lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+             torch.nn.parallel.DistributedDataParallel):
+    losses = []
+    for is_watched in (True, False):
+        torch.manual_seed(0)
+        model = mlp()
+        model = wrap(model) or model
+        program = training(model, lambda model: model(x()).square().mean())
+        program.step()
+        if not is_watched:
+            losses.append(program.step().item())
+            continue
+        with memlab.watch(model, program.optimizer) as run:
+            losses.append(program.step().item())
+        opening = run.timeline.breakdown(run.timeline.num_opening_events - 1)
+        held = [value for state in program.optimizer.state.values() for value in state.values()]
+        assert opening["parameters"] == known_bytes(*model.parameters()), opening
+        assert opening["optimizer state"] == known_bytes(*held), opening
+        assert run.residual_bytes == 0
+        names = {run.timeline.modules[code] for code in run.timeline.module}
+        assert names & {"FSDP's unsharded parameters", "DistributedDataParallel's buckets"}, names
+    assert losses[0] == losses[1]
+    results.append(opening["parameters"])
+print(results)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_count_their_own_shards(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    of_all = sum(each.nbytes for each in mlp().parameters())
+    # 64 x 32 + 64 + 32 x 64 + 32 parameters are split evenly.
+    assert printed == [f"{[of_all // 2, of_all // 2, of_all]}\n"] * 2

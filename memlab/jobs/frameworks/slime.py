@@ -184,12 +184,12 @@ def _take_allocator(reading: Reading) -> None:
     for key in ("runtime_env_json", "train_env_vars"):
         entry = reading.entries.by_key.get(key)
         # Other variables of the text may be known only when the job runs.
-        found = _ALLOCATOR.search(str(entry.value)) if entry is not None else None
+        found = dict(_ALLOCATOR.findall(str(entry.value))) if entry is not None else {}
         if found:
-            reading.take(key, "allocator", found[1])
+            reading.take(key, "allocator", found.get("CUDA_", found.get("")))
 
 
-_ALLOCATOR = re.compile(r'"PYTORCH_(?:CUDA_)?ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
+_ALLOCATOR = re.compile(r'"PYTORCH_(CUDA_|)ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
 def _longest_sequence(reading: Reading) -> int | None:
