@@ -34,7 +34,7 @@ from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit
+from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit, judge_phases
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
@@ -138,11 +138,13 @@ class _Predicted:
             return EXIT_CODES["does not fit"]
         verdicts: list[Verdict] = [] if self.fit is None else [self.fit.verdict]
         if self.phases is not None and self.phases.gpu_memory_bytes is not None:
-            verdicts.append(_OF_PHASES[self.phases.fits])
+            verdicts.append(judge_phases(self.phases, self.judged_range))
         return EXIT_CODES[max(verdicts, key=VERDICTS.index, default="fits")]
 
-
-_OF_PHASES: dict[bool | None, Verdict] = {True: "fits", None: "may fit", False: "does not fit"}
+    @property
+    def judged_range(self) -> PeakRange:
+        """Both ends of the peak of the worst rank."""
+        return self.ranges[self.records.index(self.judged)]
 
 
 def _predict(
@@ -307,7 +309,7 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
 
     lines = [] if fit is None else [*_verdict(found, fit), ""]
     lines += [record_table(records[0]) if len(records) == 1 else ranks_table(records)]
-    ends = [] if not found.ranges else range_lines(found.ranges[records.index(judged)])
+    ends = [] if not found.ranges else range_lines(found.judged_range)
     lines += ["", *ends] if ends else []
     if 1 < len(records) < layout.world_size:
         lines.append(
@@ -317,7 +319,7 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
     elif len(records) == 1 and len(judged.scenario.ranks_of_every_kind) > 1:
         lines.append(other_ranks_line(layout))
     if phases is not None:
-        lines += ["", phases_table(phases)]
+        lines += ["", phases_table(phases, found.judged_range)]
     return "\n".join([*lines, "", str(estimate_outside_torch(layout))])
 
 

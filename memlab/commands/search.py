@@ -36,12 +36,14 @@ from memlab.fitting.does_it_fit import VERDICTS
 from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
+from memlab.fitting.peak_range import with_lower_end
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
 from memlab.jobs.writing import writable
 from memlab.views.text.job import lines_for
 
 if TYPE_CHECKING:
+    from memlab.jobs.frameworks.framework import NotModelled
     from memlab.jobs.job import Job
     from memlab.lab.search_workers import Workers
 
@@ -312,7 +314,9 @@ def _find_largest(
     try:
         with (
             stdout_reserved_for_result(),
-            _workers(arguments.engines, most_engines, replay=arguments.replay, source=source) as workers,
+            _workers(
+                arguments.engines, most_engines, replay=arguments.replay, source=source, is_endless=True
+            ) as workers,
         ):
             outside_torch_bytes = arguments.gpu_memory - limit_bytes
             found = largest_of(
@@ -349,7 +353,7 @@ def _find_along_front(
     try:
         with (
             stdout_reserved_for_result(),
-            _workers(arguments.engines, replay=arguments.replay, source=source) as workers,
+            _workers(arguments.engines, replay=arguments.replay, source=source, is_endless=True) as workers,
         ):
 
             def find(settings: MemorySettings) -> Largest:
@@ -408,14 +412,42 @@ def _most_engines(scenarios: list[Scenario], num_settings: int) -> int:
     return num_steps // _STEPS_PER_ENGINE
 
 
+def _with_lower_end(source: Job) -> tuple[NotModelled, ...]:
+    """Returns what the job does so that every effect has a lower end, and says what is left out for that."""
+    known = with_lower_end(source.not_modelled, *source.required())
+    changed = [old.key for old, new in zip(source.not_modelled, known, strict=True) if old != new]
+    if changed:
+        print(
+            f"{source.path.name}: larger workloads may fit too, because memlab does not know how many bytes these keys "
+            f"take away: {', '.join(changed)}",
+            file=sys.stderr,
+        )
+    return known
+
+
 @contextmanager
 def _workers(
-    engines: int | str | None, at_most: int = sys.maxsize, *, replay: bool, source: Job | None = None
+    engines: int | str | None,
+    at_most: int = sys.maxsize,
+    *,
+    replay: bool,
+    source: Job | None = None,
+    is_endless: bool = False,
 ) -> Iterator[Workers]:
-    """Opens processes of this machine, by default at most so many, or connects to the engines of a profile."""
+    """Opens processes of this machine, by default at most so many, or connects to the engines of a profile.
+
+    Args:
+        engines: As the flag of this name.
+        at_most: Of this machine.
+        replay: As for a `Lab`.
+        source: The job, if it was read from a file.
+        is_endless: Whether the search goes on to larger workloads until one does not fit.
+    """
     from memlab.lab.search_workers import open_workers
 
     not_modelled = () if source is None else source.not_modelled
+    if is_endless and source is not None:
+        not_modelled = _with_lower_end(source)
     if not isinstance(engines, str):
         with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled) as workers:
             yield workers

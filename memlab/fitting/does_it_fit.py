@@ -19,6 +19,7 @@ from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.record.job_phases import JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -299,6 +300,21 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     # Without what causes take, blocks are others than in the predicted step: only the lower end itself is certain.
     fits_lower = peak.lower_bytes <= limit_bytes if peak.less_bytes else fits(record, steps, limit_bytes)
     return "may fit" if fits_lower else "does not fit"
+
+
+def judge_phases(phases: JobPhases, peak: PeakRange) -> Verdict:
+    """Returns the verdict on the phases of a job, whose bytes are known as well as the peak of its training step.
+
+    Args:
+        phases: On a GPU of known size.
+        peak: Both ends of the peak of the training step.
+    """
+    left = [phase.left_for_engine_bytes if phase.left_bytes is None else phase.left_bytes for phase in phases.phases]
+    least_left = min((num_bytes for num_bytes in left if num_bytes is not None), default=0)
+    if least_left < 0:
+        return "may fit" if peak.may_be_lower or least_left + peak.less_bytes >= 0 else "does not fit"
+    is_certain = phases.fits is True and not peak.may_be_higher and least_left >= peak.more_bytes
+    return "fits" if is_certain else "may fit"
 
 
 def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:

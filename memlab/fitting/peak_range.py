@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.fitting.measured_margin import measured_margin
 from memlab.jobs.bounds import bound_bytes, categories_it_can_take, freezes_parameters, is_of_inference_engine
 from memlab.jobs.frameworks.framework import NotModelled
@@ -136,6 +138,26 @@ class PeakRange:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
         return asdict(self) | {"may_be_higher": self.may_be_higher, "may_be_lower": self.may_be_lower}
+
+
+def with_lower_end(
+    not_modelled: Iterable[NotModelled], scenario: Scenario, settings: MemorySettings
+) -> tuple[NotModelled, ...]:
+    """Returns what a job does so that every effect has a lower end: where that is not known, it only adds.
+
+    The largest workload that may fit is found with it. With bytes of unknown size taken away, there is no largest one.
+    """
+    return tuple(
+        replace(one, effect="more") if _has_no_lower_end(one, scenario, settings) else one for one in not_modelled
+    )
+
+
+def _has_no_lower_end(one: NotModelled, scenario: Scenario, settings: MemorySettings) -> bool:
+    if one.effect == "more" or is_of_inference_engine(one.key):
+        return False
+    if one.effect == "less" and categories_it_can_take(one.key):
+        return False
+    return one.effect == "unknown" or bound_bytes(one.key, scenario, settings) is None
 
 
 def _causes(record: StepRecord, not_modelled: Iterable[NotModelled]) -> Iterator[Cause]:

@@ -700,29 +700,39 @@ class Stepper:
 
     def _needs_real_passes(self) -> bool:
         """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
+        return self._needs_real_microbatches() or self._overlaps
+
+    def _needs_real_microbatches(self) -> bool:
+        """Whether micro-batches differ between the first and the last, or something looks at real tensors."""
         return (
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
             (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or self.scenario.rows_vary
             or self.is_tapped
-            or self._needs_real_update()
+            or self._keeps_state_or_looks
         )
 
     def _needs_real_update(self) -> bool:
         """Whether an update may do more than the one before, or something looks at real tensors."""
-        state = self.scenario.state
-        return (
-            state.fp8_format is not None
-            or state.overlap_grad_reduce
-            or state.overlap_param_gather
-            or self.transfers.has_fault
-            or getattr(self.meter, "looks", False)
-        )
+        return self._keeps_state_or_looks or self._overlaps
+
+    @property
+    def _keeps_state_or_looks(self) -> bool:
+        has_fp8 = self.scenario.state.fp8_format is not None
+        return has_fp8 or self.transfers.has_fault or getattr(self.meter, "looks", False)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether data-parallel communication begins in forward or backward: of the first and the last micro-batch.
+
+        Those between run under DDP's ``no_sync``, and only gather parameters that have been gathered already.
+        """
+        return self.scenario.state.overlap_grad_reduce or self.scenario.state.overlap_param_gather
 
     def _microbatches(self) -> MicrobatchReplay | None:
         """Returns what inserts micro-batches in the step; None if all are stepped."""
         layout, meter = self.scenario.layout, self.meter
-        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_passes():
+        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_microbatches():
             return None
         if self.settings.offload_modules or not meter.may_repeat:  # a group has been offloaded before the passes
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from memlab.model import data_parallel_overlap
 from memlab.record.transfer import GROUPS
 from memlab.vocabulary import PHASES
 from tests.unit.live import FULL, offload, recompute
+from tests.unit.replayed import Case, require_identical, take
 
 WITHOUT = TrainingState(use_distributed_optimizer=False)
 OVERLAP = TrainingState(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20_000)
@@ -234,3 +236,18 @@ def test_nothing_is_connected_without_overlap() -> None:
         lab.step(NONE)
         assert not data_parallel_overlap.gathers_in_forward(live)
         assert (live.config.no_sync_func, live.config.grad_sync_func, live.config.param_sync_func) == (None,) * 3
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-moe-tiny", "phi-4-tiny"])
+@pytest.mark.parametrize("layout", [TWO_COPIES, Layout(pipeline_model_parallel_size=2, data_parallel_size=2)], ids=str)
+def test_micro_batches_between_the_first_and_the_last_repeat_although_communication_overlaps(
+    architecture: str, layout: Layout
+) -> None:
+    arguments: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 9}
+    arguments |= {"layout": layout, "state": replace(OVERLAP, ddp_bucket_size=None)}
+    case = Case(architecture=architecture, arguments=arguments, settings=[NONE, FULL, ALL_AWAY])
+    stepped, _ = take(case, replay=False)
+    replayed, num_repeated = take(case, replay=True)
+    assert num_repeated > 0
+    for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)

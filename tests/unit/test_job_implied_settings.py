@@ -36,6 +36,23 @@ def test_attention_that_keeps_scores_is_predicted_as_such(tmp_path: Path, flags:
     assert missing(job, "attention_dropout").bound_bytes == 32 * 1536 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("recompute", "layers"),
+    [
+        ("", 32),
+        ("--recompute-granularity selective --recompute-modules core_attn", 1),
+        ("--recompute-granularity selective --recompute-modules mlp", 32),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", 4),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 12", 21),
+    ],
+)
+def test_dropped_scores_are_counted_where_they_are_kept(tmp_path: Path, recompute: str, layers: int) -> None:
+    """A recomputed layer keeps them while its own backward runs: 12 of 32 layers leave 20, and one at a time."""
+    job = read(tmp_path, f"--transformer-impl local --attention-dropout 0.1 {recompute}")
+
+    assert missing(job, "attention_dropout").bound_bytes == layers * 1536 * 2**20
+
+
 def test_dropout_of_fused_attention_keeps_its_random_state_only(tmp_path: Path) -> None:
     bound = missing(read(tmp_path, "--attention-dropout 0.1"), "attention_dropout").bound_bytes
 
@@ -393,6 +410,7 @@ def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str)
 @pytest.mark.parametrize(
     ("overrides", "share", "ranks"),
     [
+        (["vllm_cfg.tensor_parallel_size=4", "vllm_cfg.expert_parallel_size=4"], 0.6, 4),
         (["vllm_cfg.gpu_memory_utilization=0.7", "vllm_cfg.tensor_parallel_size=4"], 0.7, 4),
         (["vllm_cfg.tensor_parallel_size=4", "vllm_cfg.pipeline_parallel_size=2"], 0.6, 8),
         (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "sglang_cfg.tp_size=2"], 0.5, 2),
@@ -408,3 +426,34 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
 
     assert rollout is not None
     assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)
+
+
+@pytest.mark.parametrize(("tensor", "experts", "copies"), [(4, 8, 2), (2, 8, 4), (4, 4, 1), (8, 1, 1)])
+def test_the_engine_of_nemo_rl_spreads_experts_over_its_copies(
+    tmp_path: Path, tensor: int, experts: int, copies: int
+) -> None:
+    """``expert_parallel_size`` is a multiple of ``tensor_parallel_size`` (vllm_generation.py at 7ea279ab)."""
+    engine = "policy.generation.vllm_cfg"
+    overrides = (f"{engine}.tensor_parallel_size={tensor}", f"{engine}.expert_parallel_size={experts}")
+    rollout = nemo(tmp_path, *overrides).rollout
+
+    assert rollout is not None
+    assert (rollout.engine_ranks, rollout.engine_data_ranks) == (tensor, copies)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_fused_loss", "is_fused_rope"),
+    [
+        ("", True, False),
+        ("--train_type full", False, True),
+        ("--save out --max_epochs 1", False, True),
+        ("--train_type full --cross_entropy_loss_fusion true", True, True),
+        ("--no_rope_fusion true", False, False),
+    ],
+)
+def test_an_argument_of_ms_swift_3_brings_its_defaults(
+    tmp_path: Path, flags: str, is_fused_loss: bool, is_fused_rope: bool
+) -> None:
+    state = read(tmp_path, flags, SWIFT).required()[0].state
+
+    assert (state.cross_entropy_loss_fusion, state.apply_rope_fusion) == (is_fused_loss, is_fused_rope)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from memlab.fitting.peak_range import PeakRange
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.units import GIB, format_bytes
 
 
-def phases_table(job: JobPhases) -> str:
-    """Returns a row for each phase, and what the host holds."""
+def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
+    """Returns a row for each phase, and what the host holds.
+
+    Args:
+        job: The phases.
+        peak: Both ends of the peak of the training step; None if nothing is known only as a bound.
+    """
     gpu = "" if job.gpu_memory_bytes is None else f" of {format_bytes(job.gpu_memory_bytes)}"
     header = _row("", "training", "left for engine", "engine", "left")
     lines = [f"phases of the job on rank {job.rank}{gpu}, GiB", header, *(_phase(phase) for phase in job.phases)]
@@ -23,9 +29,11 @@ def phases_table(job: JobPhases) -> str:
         lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
     if job.reference_bytes:
         lines.append(f"the reference model takes {format_bytes(job.reference_bytes)}, which is counted above")
-    lines += [
-        f"{phase.name} does not fit: short by {format_bytes(_short(phase))}" for phase in job.phases if _short(phase)
-    ]
+    for phase in job.phases:
+        short = _short(phase)
+        is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)
+        if short:
+            lines.append(f"{phase.name} {'does not' if is_certain else 'may not'} fit: short by {format_bytes(short)}")
     node, rank = format_bytes(job.host_bytes_of_node), format_bytes(job.host_bytes_of_rank)
     lines.append(f"host memory of a node: {node} ({job.ranks_per_node} ranks x {rank}, if all are like this rank)")
     return "\n".join(lines)
