@@ -393,6 +393,7 @@ def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str)
 @pytest.mark.parametrize(
     ("overrides", "share", "ranks"),
     [
+        (["vllm_cfg.tensor_parallel_size=4", "vllm_cfg.expert_parallel_size=4"], 0.6, 4),
         (["vllm_cfg.gpu_memory_utilization=0.7", "vllm_cfg.tensor_parallel_size=4"], 0.7, 4),
         (["vllm_cfg.tensor_parallel_size=4", "vllm_cfg.pipeline_parallel_size=2"], 0.6, 8),
         (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "sglang_cfg.tp_size=2"], 0.5, 2),
@@ -408,3 +409,34 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
 
     assert rollout is not None
     assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)
+
+
+@pytest.mark.parametrize(("tensor", "experts", "copies"), [(4, 8, 2), (2, 8, 4), (4, 4, 1), (8, 1, 1)])
+def test_the_engine_of_nemo_rl_spreads_experts_over_its_copies(
+    tmp_path: Path, tensor: int, experts: int, copies: int
+) -> None:
+    """``expert_parallel_size`` is a multiple of ``tensor_parallel_size`` (vllm_generation.py at 7ea279ab)."""
+    engine = "policy.generation.vllm_cfg"
+    overrides = (f"{engine}.tensor_parallel_size={tensor}", f"{engine}.expert_parallel_size={experts}")
+    rollout = nemo(tmp_path, *overrides).rollout
+
+    assert rollout is not None
+    assert (rollout.engine_ranks, rollout.engine_data_ranks) == (tensor, copies)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_fused_loss", "is_fused_rope"),
+    [
+        ("", True, False),
+        ("--train_type full", False, True),
+        ("--save out --max_epochs 1", False, True),
+        ("--train_type full --cross_entropy_loss_fusion true", True, True),
+        ("--no_rope_fusion true", False, False),
+    ],
+)
+def test_an_argument_of_ms_swift_3_brings_its_defaults(
+    tmp_path: Path, flags: str, is_fused_loss: bool, is_fused_rope: bool
+) -> None:
+    state = read(tmp_path, flags, SWIFT).required()[0].state
+
+    assert (state.cross_entropy_loss_fusion, state.apply_rope_fusion) == (is_fused_loss, is_fused_rope)

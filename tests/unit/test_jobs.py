@@ -205,7 +205,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "ms-swift", "run.sh", "PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=4 megatron pt --load Qwen3-30B-A3B-mcore --tensor_model_parallel_size 2 --sequence_parallel true --recompute_granularity none --cross_entropy_loss_fusion false --max_length 4096 --micro_batch_size 2 --global_batch_size 8",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "micro_batch_size": 2, "num_microbatches": 2, "attention_backend": "flash", "expandable_segments": True},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "micro_batch_size": 2, "num_microbatches": 2, "apply_rope_fusion": True, "attention_backend": "flash", "expandable_segments": True},
     ),
     (
         "ms-swift", "args.json", json.dumps({"model": "microsoft/phi-4", "world_size": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True, "max_length": 4096, "micro_batch_size": 1, "global_batch_size": 4, "recompute_granularity": "selective", "recompute_modules": ["core_attn"], "use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "cross_entropy_fusion_impl": "te", "optimizer_cpu_offload": True, "tuner_type": "full"}, indent=1),

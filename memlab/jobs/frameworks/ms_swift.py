@@ -245,9 +245,34 @@ def _note_fusion(reading: Reading) -> None:
         )
 
 
+_OF_VERSION_3 = (
+    "train_type", "load", "save", "ref_load", "adapter_load", "max_epochs", "save_interval", "log_interval",
+    "eval_interval", "num_workers", "no_bias_dropout_fusion", "no_rope_fusion", "initialize_embedding",
+    "load_safetensors",
+)  # fmt: skip
+"""Arguments that ms-swift 4 renamed or left out, and refuses."""
+_DEFAULTS_OF_VERSION_3 = {"cross_entropy_loss_fusion": False, "apply_rope_fusion": True}
+"""Where they are others than in 4.0.0 to 4.6.0 (swift/megatron/argument/megatron_args.py, 3.12.0)."""
+
+
+def _complete_version(reading: Reading) -> None:
+    """Takes the defaults of ms-swift 3 where the job has an argument of it."""
+    found = [key for key in _OF_VERSION_3 if key in reading.entries.by_key]
+    if not found:
+        return
+    given = {one.field for one in reading.taken if one.place != "default"}
+    for name, value in _DEFAULTS_OF_VERSION_3.items():
+        if name not in given:
+            reading.take(name, name, value)
+    reading.warnings.append(
+        f"{found[0]} is an argument of ms-swift 3, so memlab takes the defaults of 3.12 where they are others"
+    )
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, loss and gradients."""
     values = reading.values
+    _complete_version(reading)
     loaded = values.pop("loaded", None)
     if values.get("architecture") is None and loaded:
         values["architecture"] = loaded
