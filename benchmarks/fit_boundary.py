@@ -147,6 +147,22 @@ CASES |= {
 }
 """Of one rank, with several micro-batches of one or two sequences."""
 CASES |= {
+    "qwen3 three layers, 1 x 2 sequences, moe recomputed": (QWEN, several(1, 2, num_layers=3), recompute("moe")),
+    "qwen3 1 x 3 sequences, full recompute": (QWEN, several(1, 3), full(1)),
+    "qwen3 three layers, 2 x 2 sequences, full recompute": (QWEN, several(2, 2, num_layers=3), full(1)),
+    "qwen3 2 x 3 sequences, moe and layernorm recomputed": (QWEN, several(2, 3), recompute("moe", "layernorm")),
+    "qwen3 2 x 2 sequences, low precision, moe recomputed": (
+        QWEN,
+        several(2, 2) | {"state": TrainingState(**LOW_PRECISION)},
+        recompute("moe"),
+    ),
+    "phi-4 3 x 2 sequences": (PHI, several(3, 2), MemorySettings()),
+    "phi-4 3 x 2 sequences, mlp recomputed": (PHI, several(3, 2), recompute("mlp")),
+    "phi-4 2 x 2 sequences, full recompute": (PHI, several(2, 2), full(1)),
+    "llama-3.1-8b 3 x 2 sequences, layernorm recomputed": ("llama-3.1-8b", several(3, 2), recompute("layernorm")),
+}
+"""Limits that no margin was derived from: they test what memlab says of the others."""
+CASES |= {
     f"{name}, expandable segments": (CASES[name][0], CASES[name][1] | EXPANDABLE, CASES[name][2])
     for name in (
         "qwen3 16384 tokens",

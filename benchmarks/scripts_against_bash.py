@@ -48,12 +48,11 @@ shopt -s extglob
 cd() { builtin cd "$@" 2> /dev/null; return 0; }
 exec() { if (($#)); then "$@"; exit; fi; }
 exit() {
-  local code=${1:-$?} text=
-  [[ -s /out/started ]] && IFS= read -r -d '' text < <(tr_zero)
+  local code=${1:-$?} text= part
+  [[ -s /out/started ]] && while IFS= read -r -d '' part; do text+="$part "; done < /out/started
   [[ $text == *--*--* || $text == *=*=*=* || $BASH_SUBSHELL -gt 0 ]] && builtin exit "$code"
   return "$code"
 }
-tr_zero() { local part; while IFS= read -r -d '' part; do printf '%s ' "$part"; done < /out/started; printf '\0'; }
 nohup() { "$@"; }
 env() {
   while [[ $1 == -* || $1 == *=* ]]; do [[ $1 == @(-u|-C) ]] && shift; shift; done
@@ -120,8 +119,9 @@ def _fill(root: Path) -> None:
         copy = root / ("bin/bash" if library == bash else str(library).lstrip("/"))
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, copy)
-    for name in ("out", "tmp", "dev", "scripts"):
+    for name in ("out", "tmp", "dev", "proc", "scripts"):
         (root / name).mkdir(exist_ok=True)
+    (root / "dev" / "fd").symlink_to("/proc/self/fd")  # which <(...) needs
     (root / "dev" / "null").write_text("")
     (root / "prelude").write_text(_PRELUDE)
 
@@ -159,6 +159,7 @@ def _starts(script: str, root: Path, limit_s: float) -> list[list[str]]:
     found.write_bytes(b"")
     command = 'ulimit -t 5 -f 20000 -v 2000000; exec /bin/bash "$0"'
     apart = [_path_of("unshare"), "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child"]
+    apart.append(f"--mount-proc={root / 'proc'}")
     with contextlib.suppress(subprocess.TimeoutExpired):  # what a script started until then is compared
         subprocess.run(
             [*apart, _path_of("chroot"), str(root), "/bin/bash", "-c", command, script],

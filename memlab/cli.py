@@ -140,7 +140,8 @@ def _refused(message: object, exit_code: int = 2) -> int:
 def one_line(message: str) -> str:
     """Returns a message as one line of at most 1000 characters: line ends are escaped, and long values shortened."""
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in message)
-    long_value = rf"'[^']{{{_LONGEST_VALUE},}}'|\S{{{_LONGEST_VALUE + 1},}}"
+    # A quote that opens stands behind a blank or a bracket; one that closes does not.
+    long_value = rf"(?<![^\s(\[{{=])'[^']{{{_LONGEST_VALUE},}}'|\S{{{_LONGEST_VALUE + 1},}}"
     text = re.sub(long_value, lambda value: f"{value[0][:60]}... ({len(value[0])} characters)", text)
     if len(text) <= _LONGEST_LINE:
         return text

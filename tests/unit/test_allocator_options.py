@@ -318,38 +318,58 @@ needs_torch_s_parser = pytest.mark.skipif(
 )
 
 
+OLDER, NEWER = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+ASKS_TORCH = """
+import json, os, sys, torch
+taken = []
+for variables in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        os.environ.update(variables)
+        try:
+            torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.5")
+        except ValueError:
+            os._exit(1)
+        os._exit(0)
+    taken.append(os.waitpid(child, 0)[1] == 0)
+print(json.dumps(taken))
+"""
+"""For each environment, whether torch takes it: it reads the variables with the first setting."""
+
+
+def taken_by_torch(environments: list[dict[str, str]]) -> list[bool]:
+    environment = {name: text for name, text in os.environ.items() if name not in (OLDER, NEWER)}
+    command = [sys.executable, "-c", ASKS_TORCH, json.dumps(environments)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    taken: list[bool] = json.loads(found.stdout)
+    return taken
+
+
 @needs_torch_s_parser
-@pytest.mark.parametrize(
-    ("older", "newer", "counts"),
-    [(None, REFUSED, "newer"), (REFUSED, None, "older"), (TAKEN, REFUSED, "older"), (REFUSED, TAKEN, "older"), ("", REFUSED, "older")],
-)  # fmt: skip
-def test_the_older_of_two_variables_counts_as_in_torch_and_in_a_job(
-    older: str | None, newer: str | None, counts: str, tmp_path: Path
-) -> None:
-    given = {"PYTORCH_CUDA_ALLOC_CONF": older, "PYTORCH_ALLOC_CONF": newer}
-    variables = {name: text for name, text in given.items() if text is not None}
-    # torch reads them with the first setting, and refuses a size below 20.
-    code = "import torch; torch._C._accelerator_setAllocatorSettings('garbage_collection_threshold:0.5')"
-    environment = {name: text for name, text in os.environ.items() if name not in given}
-    torch_ = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=environment | variables)
-    assert (torch_.returncode != 0) == (REFUSED in {"older": [older], "newer": [newer]}[counts])
-    lines = [f"export {name}={text.replace('5', '50')}" for name, text in variables.items()]
-    for order in (lines, lines[::-1]):
-        script = "\n".join([*order, "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --max_length 4096"])
-        (tmp_path / "run.sh").write_text(script)
-        scenario, _ = Job.read(tmp_path / "run.sh").required()
-        text = {"older": older, "newer": newer}[counts]
-        assert scenario.allocator.max_split_size_mb == {REFUSED: 50, TAKEN: 100}.get(text or "")
+def test_the_older_of_two_variables_counts_as_in_torch_and_in_a_job(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, str], str]] = [
+        ({NEWER: REFUSED}, REFUSED),
+        ({OLDER: REFUSED}, REFUSED),
+        ({OLDER: TAKEN, NEWER: REFUSED}, TAKEN),
+        ({OLDER: REFUSED, NEWER: TAKEN}, REFUSED),
+        ({OLDER: "", NEWER: REFUSED}, ""),
+    ]
+    assert taken_by_torch([variables for variables, _ in cases]) == [counts != REFUSED for _, counts in cases]
+    for variables, counts in cases:
+        lines = [f"export {name}={text.replace(':5', ':50')}" for name, text in variables.items()]
+        for order in (lines, lines[::-1]):
+            script = "\n".join([*order, "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --max_length 4096"])
+            (tmp_path / "run.sh").write_text(script)
+            scenario, _ = Job.read(tmp_path / "run.sh").required()
+            assert scenario.allocator.max_split_size_mb == {REFUSED: 50, TAKEN: 100, "": None}[counts]
 
 
 @needs_torch_s_parser
 def test_the_smallest_split_size_is_torch_s() -> None:
-    code = "import sys, torch; torch._C._accelerator_setAllocatorSettings(f'max_split_size_mb:{sys.argv[1]}')"
-    for size, is_taken in ((19, False), (20, True)):
-        found = subprocess.run([sys.executable, "-c", code, str(size)], check=False, capture_output=True)
-        assert (found.returncode == 0) == is_taken
-        if is_taken:
-            assert AllocatorSettings(max_split_size_mb=size).max_split_size_mb == size
-        else:
-            with pytest.raises(ValueError, match="must be a whole number of at least 20"):
-                AllocatorSettings(max_split_size_mb=size)
+    sizes = (19, 20)
+    assert taken_by_torch([{NEWER: f"max_split_size_mb:{size}"} for size in sizes]) == [False, True]
+    assert AllocatorSettings(max_split_size_mb=20).max_split_size_mb == 20
+    with pytest.raises(
+        ValueError, match="max_split_size_mb is 19, must be a whole number of at least 20: give another"
+    ):
+        AllocatorSettings(max_split_size_mb=19)

@@ -302,6 +302,14 @@ def _lines() -> Iterator[str]:  # noqa: C901, PLR0915  # a table
         "compare /dev/null /dev/null",
         "compare '' ''",
     )
+    yield from (
+        "predict phi-4-tiny -- 2 8",
+        "search phi-4-tiny --gpu-memory 79GiB --",
+        "job {suite.yaml} -- 2",
+        "predict --job {suite.yaml} --gpu-memory 79GiB -- 2",
+        "job -- 2 8",
+        "job none.sh -- 2 8",
+    )
     yield from (f"results {{{name}}}" for name in FILES if name.endswith(".jsonl"))
     yield from (
         f"results labs/results/h200_settings.jsonl --steps {{{name}}}" for name in ("list.jsonl", "binary.jsonl")

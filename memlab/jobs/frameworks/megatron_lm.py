@@ -281,6 +281,10 @@ def complete_state(reading: Reading) -> None:
     if values.pop("recompute_activations", False):  # whatever recompute_granularity says
         reading.take("recompute_activations", "recompute_granularity", "selective")
     _complete_attention(reading)
+    if reading.entries.get("use_megatron_fsdp") and "data_parallel_sharding_strategy" in reading.entries.by_key:
+        reading.without_effect["data_parallel_sharding_strategy"] = (
+            "the bound of use_megatron_fsdp covers each strategy"
+        )
     # Without --accumulate-allreduce-grads-in-fp32, bf16 main gradients are reduced in bf16 (validate_args).
     if values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
@@ -320,6 +324,12 @@ def _ask_for_the_program(reading: Reading) -> None:
         reading.questions.append(
             f"the script starts {program}, which {what}; memlab predicts the step of pretrain_gpt.py: give a job that "
             "starts it, or the log of one"
+        )
+    elif program and program != "pretrain_gpt.py":
+        notes = reading.warnings if "num_layers" in reading.entries.by_key else reading.entries.causes
+        notes.append(
+            f"the script starts {program}, a program that memlab does not know: memlab takes it for Megatron-LM's "
+            "pretrain_gpt.py, with its arguments, defaults and loss"
         )
     if (file := reading.get("yaml_cfg")) is not None:
         reading.questions.append(

@@ -171,12 +171,13 @@ class Builtins(Variables):
         """Follows ``set``: the options, then the new arguments."""
         while arguments and re.fullmatch("[-+][A-Za-z]+", arguments[0]):
             switches = self.options.add if arguments[0][0] == "-" else self.options.discard
-            for letter in arguments[0][1:]:
-                switches(_OPTIONS_OF_SET.get(letter, letter))
-            if arguments[0][-1] == "o":
-                switches(arguments[1] if len(arguments) > 1 else "")
-                arguments = arguments[1:]
-            arguments = arguments[1:]
+            letters, arguments = arguments[0][1:], arguments[1:]
+            for letter in letters:
+                if letter == "o" and arguments:
+                    switches(arguments[0])
+                    arguments = arguments[1:]
+                else:
+                    switches(_OPTIONS_OF_SET.get(letter, letter))
         if arguments:
             self.arguments = arguments[arguments[0] in ("--", "-") :]
         return True

@@ -1,0 +1,102 @@
+"""What is wrong with a job's file itself is the first line of every answer, not a warning below it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memlab.cli import main, one_line
+from memlab.jobs.formats import LOOKED_FOR
+from memlab.jobs.job import Job
+
+SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B"
+CAUSES = {
+    "cut by an empty line": (
+        (
+            "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B \\\n\n"
+            "  actor_rollout_ref.actor.megatron.param_offload=True trainer.n_gpus_per_node=8\n"
+        ),
+        "line 3: 'actor_rollout_ref.actor.megatron.param_offload=True' is an argument without a command, since line 2 is empty",
+    ),
+    "cut by a comment": (
+        f"{SWIFT} \\\n  # --packing true \\\n  --max_length 8192\n",
+        "line 3: '--max_length' is an argument without a command, since line 2 is a comment, which ends the command",
+    ),
+    "a missing sourced file": (
+        (
+            "source /root/models/m.sh\nray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 "
+            "${MODEL_ARGS[@]} --hf-checkpoint /root/My-Model --tensor-model-parallel-size 2 --max-tokens-per-gpu 8192\n"
+        ),
+        "line 1: the sourced file m.sh does not exist",
+    ),
+    "values that are not given": (
+        f"TP=$1; LEN=$2\n{SWIFT} --tensor_model_parallel_size $TP --max_length $LEN\n",
+        (
+            "line 1: the script is started with values that memlab does not know ($1 $2): give them in order behind the "
+            "file, as in run.sh -- 2 8"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "cause"), CAUSES.values(), ids=CAUSES)
+def test_a_cause_is_the_first_line(text: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    main(["job", str(path)])
+    assert capsys.readouterr().out.startswith(f"run.sh, {cause}")
+    main(["job", str(path), "--json"])
+    assert json.loads(capsys.readouterr().out)["causes"][0].startswith(cause)
+    job = Job.read(path)
+    if job.scenario is None:
+        with pytest.raises(ValueError) as error:
+            job.required()
+        assert str(error.value).startswith(f"run.sh: {cause}")
+
+
+def test_values_behind_two_dashes_are_the_script_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(CAUSES["values that are not given"][0])
+    assert main(["job", str(path), "--json", "--", "2", "8192"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["causes"]
+    assert (found["scenario"]["layout"]["tensor_model_parallel_size"], found["scenario"]["seq_length"]) == (2, 8192)
+    assert Job.read(path, arguments=["4", "1024"]).required()[0].layout.tensor_model_parallel_size == 4
+    assert main(["predict", "--job", str(path), "--num-layers", "1", "--json", "--", "2", "64"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["seq_length"] == 64
+
+
+def test_an_unused_value_is_no_cause(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"LOG=$1\n{SWIFT} --max_length ${{2:-4096}}\n")
+    assert not Job.read(tmp_path / "run.sh").causes
+
+
+def test_a_file_of_no_known_format_is_told_all_formats(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    for text in ("echo hello\n", "source /root/a_long_name_of_a_file_that_is_not_there.sh\nrun $1 --x\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError) as error:
+            Job.read(path)
+        assert LOOKED_FOR in one_line(str(error.value))
+    long = " ".join(["word"] * 400)
+    first, last = one_line(long).split(" ... ")
+    assert set(f"{first} {last}".split()) == {"word"}, "no word is cut"
+
+
+@pytest.mark.parametrize("nnodes", ["$NNODES", "'${oc.env:NNODES}'", "$(nproc)"])
+def test_a_guessed_size_refuses_no_job(nnodes: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=16 "
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 data.max_prompt_length=1024 "
+        f"data.max_response_length=7168 trainer.n_gpus_per_node=8 trainer.nnodes={nnodes}\n"
+    )
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert job.cannot_start is None
+    assert (job.not_supported or "").startswith("trainer.nnodes is known only when the job runs, and with the default")
+    assert (
+        Job.read(tmp_path / "run.sh", version="0.9.1", overrides=["trainer.nnodes=4"]).required()[0].layout.world_size
+        == 32
+    )
