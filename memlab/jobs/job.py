@@ -228,6 +228,7 @@ def _built(
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
+    _note_accelerator(reading)
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
@@ -260,6 +261,23 @@ def _built(
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+_OTHER_ACCELERATORS = {
+    "ASCEND_RT_VISIBLE_DEVICES": "Ascend's NPUs",
+    "HIP_VISIBLE_DEVICES": "AMD's GPUs",
+    "ROCR_VISIBLE_DEVICES": "AMD's GPUs",
+}
+"""Variables with which a job chooses devices of another maker, as ``CUDA_VISIBLE_DEVICES`` chooses NVIDIA's."""
+
+
+def _note_accelerator(reading: Reading) -> None:
+    for name, devices in _OTHER_ACCELERATORS.items():
+        if reading.entries.environment.get(name):
+            reading.warnings.append(
+                f"{name} is set, so the job runs on {devices}; memlab predicts it on NVIDIA's GPUs, with Transformer "
+                "Engine"
+            )
 
 
 def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:

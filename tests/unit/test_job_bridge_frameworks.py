@@ -260,6 +260,9 @@ def test_skyrl_s_sft_trainer_asks_for_a_length_that_it_does_not_bound(tmp_path: 
     [
         ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "dp"),
         ("model_engine=veomni", "veomni"),
+        (f"actor@{ACTOR}=veomni_actor", "veomni"),
+        (f"+actor@{ACTOR}=dp_actor model_engine=megatron", "dp"),
+        (f"actor@{ACTOR}=megatron_actor", None),
         ("--config-name=ppo_trainer", "dp"),
         (f"model_engine=mlite {ACTOR}.engine.tp=1", "mlite"),
         ("model_engine=megatron", None),

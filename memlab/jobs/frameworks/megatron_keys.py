@@ -254,7 +254,7 @@ MISSING = (
         "moe_router_load_balancing_type",
         "less",
         "memlab's router has the loss aux_loss, which keeps one number per token and expert",
-        lambda value: value == "none",
+        lambda value: value in (None, "none"),  # the router looks for the losses that it has
     ),
     Missing(
         "moe_router_load_balancing_type",
@@ -335,6 +335,7 @@ MISSING_DDP = (
     Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
     Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
     Missing("reuse_grad_buf_for_mxfp8_param_ag", "less", "parameters are gathered in the gradients' buffer"),
+    Missing("fsdp_double_buffer", "more", "Megatron-FSDP keeps buffers of two layers, between steps too"),
     Missing("num_buckets", "either", "it decides how large the buckets are", is_given),
     Missing("pad_buckets_for_high_nccl_busbw", "more", "buckets are padded to a multiple of 2**16 elements"),
     Missing("fp4_param_gather", "either", "parameters are FP4"),

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import Architecture
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -217,13 +218,20 @@ def _complete_trained(reading: Reading) -> None:
     if adapters and _tuner(reading) != reading.entries.get("tuner_type", reading.entries.get("train_type")):
         reading.miss("tuner_type", "less", f"{adapters[0]} sets it to lora: {LORA}")
     for key in _OF_MULTIMODAL_MODELS:
-        if key in reading.entries.by_key:
-            reading.without_effect[key] = "only multimodal models have parts that it can freeze"
-            reading.known.add(key)
+        if reading.get(key):
+            reading.miss(key, "less", "the frozen parts of a multimodal model have no gradients and no optimizer state")
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
     if reading.get("padding_free", default=True) is False and not reading.get("packing"):
         reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
+
+
+def complete_of_model(reading: Reading, _: Architecture) -> None:
+    """Drops what concerns multimodal models alone: memlab has none of them."""
+    reading.not_modelled = [one for one in reading.not_modelled if one.key not in _OF_MULTIMODAL_MODELS]
+    for key in _OF_MULTIMODAL_MODELS:
+        if key in reading.entries.by_key:
+            reading.without_effect[key] = "only multimodal models have parts that it can freeze"
 
 
 def _note_history(reading: Reading) -> None:
@@ -450,6 +458,7 @@ MS_SWIFT = Framework(
     | keys_without_effect("megatron_core_model", _EXTRA)
     | {f"{_EXTRA}.{number}" for number in NUMBERS_OF_THE_MODEL},
     complete=complete,
+    complete_of_model=complete_of_model,
     compose=compose,
     cannot_write=_NEVER
     | {

@@ -121,6 +121,8 @@ KEYS = (
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
+    Key("policy.logprob_chunk_size", "logprobs_chunk_size", COUNT, None),
+    Key(f"{_MEGATRON}.defer_fp32_logits", "is_deferred", SWITCH, False),
     Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
     Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", COUNT),
     Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
@@ -163,6 +165,11 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     Missing(f"{_GENERATION}.vllm_kwargs.kv_cache_memory_bytes", "either",
             "the engine takes its weights and these bytes in place of its share of the memory", is_given),
+    *(
+        Missing(f"{_GENERATION}.vllm_kwargs.speculative_config{end}", "more",
+                "the inference engine has a draft model too", is_given)
+        for end in ("", ".method", ".model")
+    ),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
@@ -191,7 +198,7 @@ def complete(reading: Reading) -> None:
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
         values[name] = values["is_colocated"] and generates
     is_colocated = values.pop("is_colocated")
-    if not reading.get(f"{_MEGATRON}.defer_fp32_logits"):
+    if not values.pop("is_deferred"):
         reading.miss(
             f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
         )
@@ -309,6 +316,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
             "is_checkpointing": settings.recompute_granularity is not None,
             "is_fp8": scenario.state.fp8_format is not None,
+            "is_deferred": True,
             "is_packed": is_row,
             "is_dynamic": False,
             "packed_tokens": scenario.seq_length if is_row else None,
@@ -321,7 +329,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def check(reading: Reading) -> None:
-    """Checks a rule of ``nemo_rl/models/megatron/setup.py`` (main of August 2026).
+    """Checks rules of ``nemo_rl/models/megatron/setup.py`` (main of August 2026).
 
     Raises:
         CannotStartError: If it refuses the job.
@@ -331,6 +339,12 @@ def check(reading: Reading) -> None:
         raise CannotStartError(
             f"{fused} is on with overlap_param_gather, which NeMo-RL refuses: set {_MEGATRON}."
             "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out"
+        )
+    deferred = f"{_MEGATRON}.defer_fp32_logits"
+    if reading.values.get("logprobs_chunk_size") and not reading.entries.get(deferred):
+        raise CannotStartError(
+            f"policy.logprob_chunk_size is {reading.values['logprobs_chunk_size']} without {deferred}, which NeMo-RL "
+            f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out"
         )
 
 
@@ -371,7 +385,6 @@ NEMO_RL = Framework(
         "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
         "loss": "NeMo-RL trains with log-probabilities",
-        "logprobs_chunk_size": "in training, NeMo-RL computes log-probabilities of a whole micro-batch at once",
     },
     cannot_write_of=cannot_write,
     render=yaml_lines,

@@ -86,6 +86,9 @@ FRAMEWORK_MISSING = (
         for name in ("freeze_params_name_list", "only_train_params_name_list")
     ),
     Missing("use_stateless_adam", "less", "Adam's moments are made anew in each update"),
+    Missing("sglang_enable_dp_attention", "more", "each of the engine's ranks has the whole attention"),
+    Missing("sglang_speculative_algorithm", "more", "the inference engine has a draft model too", is_given),
+    Missing("sglang_quantization", "less", "the inference engine's weights are quantized", is_given),
     Missing("use_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("use_rollout_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("release_train", "less", "the ranks of the training end before generation, so they keep nothing then"),

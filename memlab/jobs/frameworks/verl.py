@@ -83,6 +83,13 @@ FRAMEWORK_MISSING = (
         Missing(f"{one}.enable", "more", "a reward model's engine may be on the same GPUs")
         for one in ("reward.reward_model", "reward_model")
     ),
+    *(
+        Missing(f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config{end}", "more",
+                "the inference engine has a draft model too", is_given)
+        for end in ("", ".method", ".model")
+    ),
+    Missing("trainer.device", "either", "memlab predicts the job on NVIDIA's GPUs",
+            lambda value: value not in (None, "cuda")),
     Missing(f"{_ROLLOUT}.quantization", "less", "the inference engine's weights are quantized", is_given),
     Missing(f"{_ROLLOUT}.quantization_config_file", "less", "the inference engine's weights are quantized", is_given),
     Missing(f"{_ROLLOUT}.dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
@@ -128,7 +135,9 @@ def complete(reading: Reading) -> None:
 
 def _check_engine(reading: Reading) -> None:
     """Refuses a job of another engine: verl takes FSDP without ``model_engine=megatron`` or a configuration with it."""
+    chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
+    engine = engine if chosen is None else str(chosen).removesuffix("_actor")
     keys, configuration = reading.entries.by_key, reading.get("config_name")
     if engine is None and "megatron" not in str(configuration):
         if any(key.startswith((f"{_ACTOR}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config.")) for key in keys):

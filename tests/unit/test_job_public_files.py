@@ -1,0 +1,150 @@
+"""What public job files showed: keys that a framework reads, and that memlab took for others or for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.job import Job
+
+NEMO_RL = """\
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  logprob_chunk_size: {chunk}
+  megatron_cfg: {{enabled: true, expert_model_parallel_size: 8, defer_fp32_logits: {deferred}}}
+  generation: {{vllm_kwargs: {{speculative_config: {speculative}}}}}
+cluster: {{gpus_per_node: 8, num_nodes: 1}}
+grpo: {{num_prompts_per_step: 4}}
+"""
+SWIFT = "NPROC_PER_NODE=8 megatron sft --model {model} --tensor_model_parallel_size 2 --max_length 2048 "
+SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint /root/Qwen3-30B-A3B "
+SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B "
+    "trainer.placement.policy_num_gpus_per_node=8 "
+)
+VERL = (
+    "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+    "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True "
+)
+SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 32 --swiglu
+--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
+--vocab-size 32064 --bf16 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8 """.replace("\n", " ")
+
+
+def script(folder: Path, text: str) -> Job:
+    (folder / "run.sh").write_text(text)
+    return Job.read(folder / "run.sh")
+
+
+def nemo_rl(folder: Path, chunk: str = "null", deferred: str = "true", speculative: str = "null") -> Job:
+    (folder / "job.yaml").write_text(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative))
+    return Job.read(folder / "job.yaml")
+
+
+def effects(job: Job) -> dict[str, NotModelled]:
+    return {one.key: one for one in job.not_modelled}
+
+
+@pytest.mark.parametrize(("text", "chunk"), [("1024", 1024), ("2048", 2048), ("null", None)])
+def test_nemo_rl_computes_log_probabilities_in_chunks_when_it_trains_too(
+    text: str, chunk: int | None, tmp_path: Path
+) -> None:
+    """``LossPostProcessor`` in nemo_rl/models/megatron/train.py at 7ea279ab gives the loss the same chunks."""
+    assert nemo_rl(tmp_path, text).required()[0].state.logprobs_chunk_size == chunk
+
+
+def test_nemo_rl_refuses_chunks_of_logits_that_are_copied_whole(tmp_path: Path) -> None:
+    """``_validate_chunking_config`` in nemo_rl/models/megatron/setup.py."""
+    job = nemo_rl(tmp_path, "1024", deferred="false")
+    assert job.cannot_start is not None
+    assert job.cannot_start.startswith(
+        "policy.logprob_chunk_size is 1024 without policy.megatron_cfg.defer_fp32_logits"
+    )
+    assert nemo_rl(tmp_path, "null", deferred="false").cannot_start is None
+
+
+def test_an_engine_of_nemo_rl_with_a_draft_model_needs_more(tmp_path: Path) -> None:
+    key = "policy.generation.vllm_kwargs.speculative_config.method"
+    job = nemo_rl(tmp_path, speculative="{method: deepseek_mtp, num_speculative_tokens: 1}")
+    assert effects(job)[key].effect == "more"
+    assert not any("speculative" in one for one in effects(nemo_rl(tmp_path)))
+
+
+def test_an_engine_of_verl_with_a_draft_model_needs_more(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method"
+    assert effects(script(tmp_path, f"{VERL} +{key}=mtp"))[key].effect == "more"
+
+
+@pytest.mark.parametrize(
+    ("flag", "effect"),
+    [
+        ("sglang_enable_dp_attention", "more"),
+        ("sglang_speculative_algorithm EAGLE", "more"),
+        ("sglang_quantization fp8", "less"),
+        ("sglang_max_running_requests 512", None),
+    ],
+)
+def test_keys_of_slime_s_engine_that_change_its_weights(flag: str, effect: str | None, tmp_path: Path) -> None:
+    """With attention that is data parallel, SGLang keeps the whole attention on each of the engine's GPUs."""
+    found = effects(script(tmp_path, f"{SLIME} --{flag.replace('_', '-')}")).get(flag.partition(" ")[0])
+    assert (found and found.effect) == effect
+
+
+@pytest.mark.parametrize("value", ["none", "null"])
+def test_a_written_default_says_what_the_default_says(value: str, tmp_path: Path) -> None:
+    key = "trainer.policy.megatron_config.moe_router_load_balancing_type"
+    written, left_out = script(tmp_path, f"{SKYRL} {key}={value}"), script(tmp_path, SKYRL)
+    assert (effects(written)[key].effect, effects(written)[key].bound_bytes) == (
+        effects(left_out)[key].effect,
+        effects(left_out)[key].bound_bytes,
+    )
+
+
+@pytest.mark.parametrize("key", ["freeze_vit", "freeze_aligner", "freeze_llm"])
+def test_parts_of_a_model_that_memlab_does_not_know_may_be_frozen(key: str, tmp_path: Path) -> None:
+    of_images = script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen2.5-VL-7B-Instruct')} --{key} true")
+    assert effects(of_images)[key].effect == "less"
+    of_text = script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen3-8B')} --{key} true")
+    assert key not in effects(of_text)
+    assert "only multimodal models" in of_text.without_effect[key]
+
+
+@pytest.mark.parametrize(
+    ("before", "devices"),
+    [
+        ("ASCEND_RT_VISIBLE_DEVICES=0,1 ", "Ascend's NPUs"),
+        ("export ASCEND_RT_VISIBLE_DEVICES=0,1\n", "Ascend's NPUs"),
+        ("export HIP_VISIBLE_DEVICES=${HIP_VISIBLE_DEVICES:-0,1}\n", "AMD's GPUs"),
+        ("CUDA_VISIBLE_DEVICES=0,1 ", None),
+    ],
+)
+def test_a_job_for_devices_of_another_maker_is_warned_of(before: str, devices: str | None, tmp_path: Path) -> None:
+    job = script(tmp_path, before + SWIFT.format(model="Qwen/Qwen3-8B"))
+    said = [line for line in job.warnings if "is set, so the job runs on" in line]
+    assert len(said) == (devices is not None)
+    assert devices is None or devices in said[0]
+
+
+def test_verl_on_another_device_is_named(tmp_path: Path) -> None:
+    assert "NVIDIA" in effects(script(tmp_path, f"{VERL} trainer.device=npu"))["trainer.device"].reason
+    assert "trainer.device" not in effects(script(tmp_path, f"{VERL} trainer.device=cuda"))
+
+
+def test_two_buffers_of_megatron_fsdp_need_more_and_its_bound_covers_each_strategy(tmp_path: Path) -> None:
+    """``fsdp_double_buffer`` in megatron/core/distributed/distributed_data_parallel_config.py."""
+    flags = "--use-megatron-fsdp --fsdp-double-buffer --data-parallel-sharding-strategy optim"
+    job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}")
+    assert effects(job)["fsdp_double_buffer"].effect == "more"
+    assert "use_megatron_fsdp" in job.without_effect["data_parallel_sharding_strategy"]
+
+
+@pytest.mark.parametrize(("program", "is_named"), [("pretrain_gpt.py", False), ("examples/mimo/train_llava.py", True)])
+def test_a_program_that_memlab_does_not_know_is_named(program: str, is_named: bool, tmp_path: Path) -> None:
+    said = f"the script starts {Path(program).name}, a program that memlab does not know"
+    of_a_model = script(tmp_path, f"torchrun --nproc-per-node 8 {program} {SIZES}")
+    assert any(line.startswith(said) for line in of_a_model.warnings) == is_named
+    assert not of_a_model.causes
+    without_sizes = script(tmp_path, f"torchrun --nproc-per-node 8 {program} --micro-batch-size 1")
+    assert any(line.startswith(said) for line in without_sizes.causes) == is_named
