@@ -77,6 +77,8 @@ class SearchResult:
     """Settings without a step: they are estimated not to be on the front."""
     num_left: int = 0
     """Settings that might be on the front and were not tried, because the search was cut short."""
+    may_offload_optimizer: bool = True
+    """Whether the optimizer state may be proposed to be on the host except while the optimizer updates."""
     backend: str = "simulated"
     """Name of the backend whose steps were predicted: ``cpu``, or else a GPU's."""
 

@@ -94,6 +94,7 @@ def search(
             num_candidates=frontier.num_candidates,
             num_pruned=frontier.num_candidates - len(frontier.points) - len(frontier.pending),
             num_left=len(frontier.pending),
+            may_offload_optimizer=is_allowed(replace(base, offload_optimizer_except_update=True)),
         )
 
     def likely_settings() -> Iterator[MemorySettings]:

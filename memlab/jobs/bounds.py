@@ -68,13 +68,13 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
     return _logits(scenario) * (2 + 4 * 4) + _logits(scenario) * 2
 
 
-def _dropout_bytes(scenario: Scenario) -> int:
+def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
     """Returns a mask of 1 byte and a copy of 2 bytes for each element of both residuals of each layer in flight."""
     elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
-    return 2 * 3 * elements * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    return 2 * 3 * elements * _layers_that_keep(scenario, settings, set())
 
 
-def _dropped_scores_bytes(scenario: Scenario) -> int:
+def _dropped_scores_bytes(scenario: Scenario, settings: MemorySettings) -> int:
     """Returns what dropout of attention keeps for each layer in flight: of fused kernels, their random state.
 
     Unfused attention keeps a mask of 1 byte and the dropped probabilities in 2 bytes per score of every head, as the
@@ -85,7 +85,7 @@ def _dropped_scores_bytes(scenario: Scenario) -> int:
     if scenario.state.attention_backend == "unfused":
         heads = scenario.architecture.num_attention_heads // layout.tensor_model_parallel_size
         of_layer = 3 * scenario.micro_batch_size * heads * scenario.seq_length**2
-    return of_layer * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    return of_layer * _layers_that_keep(scenario, settings, {"core_attn"})
 
 
 _SMALLEST_BLOCK = 512
@@ -153,22 +153,26 @@ def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> i
     """
     model, tokens = scenario.architecture, scenario.tokens_of_rank
     in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
-    layers = _layers_that_keep_the_activation(scenario, settings)
+    layers = _layers_that_keep(scenario, settings, {"moe", "moe_act"} if model.is_moe else {"mlp"})
     if not model.is_moe:
         return 4 * layers * tokens * model.ffn_hidden_size
     rows = tokens * model.moe_router_topk
     return 6 * layers * rows * model.moe_ffn_hidden_size + 4 * in_flight * rows
 
 
-def _layers_that_keep_the_activation(scenario: Scenario, settings: MemorySettings) -> int:
-    """Returns in how many layers at once an MLP's activation is kept, counted once for each pass in flight."""
+def _layers_that_keep(scenario: Scenario, settings: MemorySettings, modules: set[str]) -> int:
+    """Returns in how many layers at once a tensor is kept, counted once for each pass in flight.
+
+    Args:
+        scenario: Of one rank.
+        settings: Of its steps.
+        modules: Those that recompute the tensor if one of them is recomputed.
+    """
     layers, passes = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
     if settings.recompute_granularity == "full":
         count = min(settings.recompute_num_layers or 1, layers)
         return count if settings.recompute_method == "uniform" else (layers - count) * passes + 1
-    modules = set(settings.recompute_modules or ())
-    is_recomputed = modules & ({"moe", "moe_act"} if scenario.architecture.is_moe else {"mlp"})
-    return 1 if is_recomputed else layers * passes
+    return 1 if modules.intersection(settings.recompute_modules or ()) else layers * passes
 
 
 def _router_rows_bytes(scenario: Scenario) -> int:
@@ -233,8 +237,6 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
     "create_attention_mask_in_dataloader": _mask_bytes,
-    "attention_dropout": _dropped_scores_bytes,
-    "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
@@ -245,6 +247,8 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
 
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
+    "attention_dropout": _dropped_scores_bytes,
+    "hidden_dropout": _dropout_bytes,
     **dict.fromkeys(
         ("bias_activation_fusion", "bias_swiglu_fusion", "no_bias_swiglu_fusion"), _unfused_activation_bytes
     ),

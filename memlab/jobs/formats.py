@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, lines_of
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
@@ -291,8 +291,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
-            programs = [word.rpartition("/")[2] for word, _ in command.words if word.endswith(".py")]
-            entries.program = programs[-1] if programs else ""
+            programs = [Entry("", word.rpartition("/")[2], at) for word, at in command.words if word.endswith(".py")]
+            entries.program = programs[-1] if programs else None
             if is_started_by_a_launcher(word for word, _ in command.words):
                 _take_file_of_a_launcher(command, path, entries)
             if found == "slime":

@@ -172,10 +172,21 @@ def tensors_with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             if isinstance(part, torch.Tensor):  # a `DTensor` names its mesh too
                 yield from tensors_with_memory(part)
     elif tensor.layout is torch.strided:
-        yield tensor
+        if not _is_opaque_wrapper(tensor):
+            yield tensor
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+def _is_opaque_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a program's own class has a storage without memory, and does not say what its parts are."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        return not tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch's answer for such a storage
+        return True

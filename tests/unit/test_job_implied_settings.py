@@ -36,6 +36,23 @@ def test_attention_that_keeps_scores_is_predicted_as_such(tmp_path: Path, flags:
     assert missing(job, "attention_dropout").bound_bytes == 32 * 1536 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("recompute", "layers"),
+    [
+        ("", 32),
+        ("--recompute-granularity selective --recompute-modules core_attn", 1),
+        ("--recompute-granularity selective --recompute-modules mlp", 32),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", 4),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 12", 21),
+    ],
+)
+def test_dropped_scores_are_counted_where_they_are_kept(tmp_path: Path, recompute: str, layers: int) -> None:
+    """A recomputed layer keeps them while its own backward runs: 12 of 32 layers leave 20, and one at a time."""
+    job = read(tmp_path, f"--transformer-impl local --attention-dropout 0.1 {recompute}")
+
+    assert missing(job, "attention_dropout").bound_bytes == layers * 1536 * 2**20
+
+
 def test_dropout_of_fused_attention_keeps_its_random_state_only(tmp_path: Path) -> None:
     bound = missing(read(tmp_path, "--attention-dropout 0.1"), "attention_dropout").bound_bytes
 
@@ -70,7 +87,8 @@ def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
     job = read(tmp_path, "", start)
 
     assert job.scenario is None
-    assert "perform_rl_step (line 1)" in str(job.not_supported)
+    assert "line 1: perform_rl_step makes this a job of GRPO" in job.causes[0]
+    assert "--set perform_rl_step=false" in str(job.not_supported)
     assert Job.read(job.path, overrides=["perform_rl_step=false"]).scenario is not None
 
 
@@ -91,7 +109,7 @@ def test_another_program_is_not_predicted_as_pretraining(tmp_path: Path, program
     job = read(tmp_path, "", f"torchrun --nproc-per-node 8 {program} {SIZES}")
 
     assert (job.scenario is None) == (what is not None)
-    assert (what or "") in str(job.not_supported)
+    assert (what or "") in f"{job.causes} {job.not_supported}"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +260,8 @@ def test_arguments_in_a_file_of_megatron_lm_are_asked_for(tmp_path: Path) -> Non
     """``--yaml-cfg``: ``load_yaml`` takes the place of all flags."""
     job = read(tmp_path, "--yaml-cfg gpt.yaml")
 
-    assert "yaml_cfg (line 1)" in str(job.not_supported)
+    assert "from yaml_cfg 'gpt.yaml'" in job.causes[0]
+    assert "--set yaml_cfg=null" in str(job.not_supported)
     assert Job.read(job.path, overrides=["yaml_cfg=null"]).scenario is not None
 
 

@@ -24,6 +24,8 @@ from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict, judge, judge_phases
 from memlab.fitting.measured_margin import MARGIN_WITHOUT_EXPERTS
 from memlab.fitting.peak_range import KEPT_GATHERS, UNCOLLECTED, PeakRange, with_lower_end
+from memlab.fitting.prediction import Prediction
+from memlab.fitting.search import search
 from memlab.jobs.bounds import bound_bytes
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.keys import Effect
@@ -42,6 +44,7 @@ from memlab.views.text.job import job_table
 from memlab.views.text.job_phases import phases_table
 from memlab.views.text.peak_range import range_lines
 from memlab.views.text.record import record_table
+from memlab.views.text.search import nothing_fits_line
 from tests.unit.builders import AnsweredSteps, record_of
 from tests.unit.live import FULL
 
@@ -326,3 +329,16 @@ def test_the_bound_of_an_unfused_permutation_holds_for_megatron_s_own(monkeypatc
     bound = bound_bytes("moe_permute_fusion", Scenario.of("qwen3-moe-tiny", **job), MemorySettings())
     for settings in (MemorySettings(), FULL):
         assert bound is not None and 0 < abs(peaks[False, settings] - peaks[True, settings]) <= bound
+
+
+def test_no_advice_names_what_the_framework_cannot_express() -> None:
+    job = Scenario.of("phi-4-tiny", num_layers=2, seq_length=64)
+
+    def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
+        return Prediction.of(step_record(scenario=scenario, settings=settings), ALWAYS, MIB)
+
+    for name, is_advised in ((None, True), ("bridge", False), ("nemo-rl", False), ("verl", False)):
+        found = search(MemorySettings(), [job], predict, MIB, is_allowed=writable(name, job, MemorySettings()))
+        assert ("optimizer on host except update" in nothing_fits_line(found)) is is_advised, name
+        proposed = [point for point in found.points if point.settings.offload_optimizer_except_update]
+        assert bool(proposed) is is_advised, name

@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,7 +50,8 @@ def held_bytes() -> int:
         if tensor.layout is torch.sparse_coo:
             waiting += [tensor._indices(), tensor._values()]
         elif (storage := tensor.untyped_storage()).device.type == "cpu":  # a fake tensor's is on meta
-            found[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # of a wrapper
+                found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return sum(found.values())
 
@@ -164,6 +167,38 @@ def checkpointed_segments() -> Program:
     return training(
         model, lambda model: checkpoint_sequential(model, 2, x().requires_grad_(), use_reentrant=False).square().mean()
     )
+
+
+class Wrapper(torch.Tensor):
+    """Has a storage without memory, as large as its part's, and does not name its part."""
+
+    @staticmethod
+    def __new__(cls: Any, part: torch.Tensor) -> Any:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.device)  # type: ignore[attr-defined]
+        wrapper.part = part
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapper, lambda wrapper: wrapper.part, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Wrapper, func(*args, **kwargs))
+
+
+def wrapped() -> Program:
+    model = mlp()
+    model[0].weight = nn.Parameter(Wrapper(model[0].weight.detach()))
+    kept: list[torch.Tensor] = []
+
+    def step() -> torch.Tensor:
+        kept.append(model(x()).sum())
+        return kept[-1].part.detach().clone()  # type: ignore[attr-defined]
+
+    return Program(model, step, kept=kept)
+
+
+def jagged() -> Program:
+    rows = torch.nested.nested_tensor([torch.ones(3, WIDTH), torch.ones(5, WIDTH)], layout=torch.jagged)
+    return training(mlp(), lambda model: sum(part.sum() for part in model(rows).unbind()))
 
 
 class Cubed(torch.autograd.Function):
@@ -349,7 +384,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     for each in (
         *(plain, momentum, lbfgs, tied, attention, convolution, recurrent, sparse, mixed_precision),
         *(checkpointed_segments, own_function, parametrized, weight_norm, functional, ensemble, hooked, averaged),
-        *(copied, saved, scripted, threaded, asynchronous, deep, changed_in_place, higher_order),
+        *(wrapped, jagged, copied, saved, scripted, threaded, asynchronous, deep, changed_in_place, higher_order),
     )
 }
 PROGRAMS |= {

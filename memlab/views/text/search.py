@@ -159,7 +159,7 @@ def nothing_fits_line(found: SearchResult) -> str:
     why = f"is short by {format_bytes(short_by)}" if short_by > 0 else fragmented
     what = "nothing that was tried fits" if found.num_left else "nothing fits"
     more = "predict more settings; " if found.num_left else ""
-    if not found.base.offload_optimizer_except_update:
+    if found.may_offload_optimizer and not found.base.offload_optimizer_except_update:
         more += "search again with 'optimizer on host except update'; "
     return (
         f"{what}: of the front, '{least.settings}' has the lowest peak, "
