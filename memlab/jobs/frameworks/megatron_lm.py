@@ -317,22 +317,20 @@ _OTHER_PROGRAMS = {
 """Programs of Megatron-LM's repository that take its arguments, in core 0.16.1 and main of August 2026."""
 
 
-_KNOWN_PROGRAMS = {"pretrain_gpt.py", "train_rl.py", *(name for names in _OTHER_PROGRAMS.values() for name in names)}
-
-
 def _ask_for_the_program(reading: Reading) -> None:
     """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
     predicted = "memlab predicts the step of pretrain_gpt.py"
     program, causes = reading.entries.program, reading.entries.causes
-    for what, names in _OTHER_PROGRAMS.items():
-        if program is not None and program.value in names:
-            causes.append(f"{program.place}: the job is {program.value}, which {what}")
-            reading.questions.append(f"{predicted}, not of {program.value}: give a job that starts it, or its log")
-    if program is not None and program.value not in _KNOWN_PROGRAMS:
+    name = "pretrain_gpt.py" if program is None else program.value
+    what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
+    if program is not None and what is not None:
+        causes.append(f"{program.place}: the job is {name}, which {what}")
+        reading.questions.append(f"{predicted}, not of {name}: give a job that starts it, or its log")
+    elif name != "pretrain_gpt.py" and not reading.get("perform_rl_step"):
         notes = reading.warnings if "num_layers" in reading.entries.by_key else causes
         notes.append(
-            f"{program.place}: memlab does not know the program {program.value}, and takes it for pretrain_gpt.py of "
-            "Megatron-LM, with its arguments, defaults and loss"
+            f"the script starts {name}, a program that memlab does not know: memlab takes it for Megatron-LM's "
+            "pretrain_gpt.py, with its arguments, defaults and loss"
         )
     if (file := reading.get("yaml_cfg")) is not None:
         place = reading.entries.by_key["yaml_cfg"].place
