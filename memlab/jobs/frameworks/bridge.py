@@ -126,6 +126,10 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+_PACKED = ("dataset.packed_sequence_specs.packed_sequence_size", "dataset.offline_packing_specs.packed_sequence_size")
+"""The tokens of a row of packed sequences, in 0.6.2 and in main of August 2026."""
+
+
 def complete(reading: Reading) -> None:
     """Derives gradients, the padded vocabulary and the type of parameters."""
     values = reading.values
@@ -136,11 +140,13 @@ def complete(reading: Reading) -> None:
     if recipe in RECIPES:
         reading.warnings.append(f"recipe {recipe}: memlab has its values of Megatron-Bridge {RECIPES_OF}")
     elif recipe is not None:
+        reading.unread = f"the recipe {shortened(recipe)}"
         reading.warnings.append(
             f"memlab does not know the recipe {shortened(recipe)}, so it takes Megatron-Bridge's defaults for what the "
             "command does not give: give the run_config.yaml of a checkpoint, or the recipe's values with --set"
         )
     elif values.get("hidden_size") is None:  # Megatron-Bridge writes all sizes of the model into a whole configuration
+        reading.unread = "the recipe below the file"
         reading.warnings.append(
             "model.hidden_size is not in the file, so the file overrides a recipe that memlab cannot read: memlab "
             "takes Megatron's defaults for all keys that the file does not have: give the run_config.yaml of a "
@@ -148,10 +154,10 @@ def complete(reading: Reading) -> None:
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
-    packed = "dataset.packed_sequence_specs.packed_sequence_size"
-    tokens = reading.get(packed)
-    if isinstance(tokens, int) and tokens > 0:
-        reading.take(packed, "seq_length", tokens)
+    for packed in _PACKED:
+        tokens = reading.get(packed)
+        if isinstance(tokens, int) and tokens > 0:
+            reading.take(packed, "seq_length", tokens)
     tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
     if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
         reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
