@@ -48,8 +48,8 @@ class Entries:
     """What is wrong with the file itself, such as a command that ends too early: to be said before anything else."""
     warnings: list[str] = field(default_factory=list)
     """What the reader of the file did not follow, in whole sentences."""
-    program: str = ""
-    """The Python program that a script's command starts, such as ``pretrain_gpt.py``; empty where none is named."""
+    program: Entry | None = None
+    """The Python program that a script's command starts, such as ``pretrain_gpt.py``; None where none is named."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a script sets, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, lines_of
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
@@ -21,6 +21,7 @@ from memlab.jobs.recipe_command import read_recipe
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
+from memlab.jobs.slurm import take_ranks
 from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.yaml_tree import Node, flat, read_yaml
 
@@ -91,7 +92,10 @@ def read_file(
     if path.suffix == ".toml":
         raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
     script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
-    return _script_format(script, path, format_name)
+    found, entries = _script_format(script, path, format_name)
+    if framework_named(found).knows("nproc_per_node"):
+        take_ranks(text, entries)
+    return found, entries
 
 
 def is_job(words: list[str]) -> bool:
@@ -287,8 +291,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
-            programs = [word.rpartition("/")[2] for word, _ in command.words if word.endswith(".py")]
-            entries.program = programs[-1] if programs else ""
+            programs = [Entry("", word.rpartition("/")[2], at) for word, at in command.words if word.endswith(".py")]
+            entries.program = programs[-1] if programs else None
             if is_started_by_a_launcher(word for word, _ in command.words):
                 _take_file_of_a_launcher(command, path, entries)
             if found == "slime":

@@ -87,7 +87,8 @@ def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
     job = read(tmp_path, "", start)
 
     assert job.scenario is None
-    assert "perform_rl_step (line 1)" in str(job.not_supported)
+    assert "line 1: perform_rl_step makes this a job of GRPO" in job.causes[0]
+    assert "--set perform_rl_step=false" in str(job.not_supported)
     assert Job.read(job.path, overrides=["perform_rl_step=false"]).scenario is not None
 
 
@@ -108,7 +109,7 @@ def test_another_program_is_not_predicted_as_pretraining(tmp_path: Path, program
     job = read(tmp_path, "", f"torchrun --nproc-per-node 8 {program} {SIZES}")
 
     assert (job.scenario is None) == (what is not None)
-    assert (what or "") in str(job.not_supported)
+    assert (what or "") in f"{job.causes} {job.not_supported}"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,8 @@ def test_arguments_in_a_file_of_megatron_lm_are_asked_for(tmp_path: Path) -> Non
     """``--yaml-cfg``: ``load_yaml`` takes the place of all flags."""
     job = read(tmp_path, "--yaml-cfg gpt.yaml")
 
-    assert "yaml_cfg (line 1)" in str(job.not_supported)
+    assert "from yaml_cfg 'gpt.yaml'" in job.causes[0]
+    assert "--set yaml_cfg=null" in str(job.not_supported)
     assert Job.read(job.path, overrides=["yaml_cfg=null"]).scenario is not None
 
 

@@ -42,6 +42,20 @@ def test_a_matrix_makes_a_case_of_every_combination_with_a_name_that_says_which(
     assert suite.select(None) == suite.cases
 
 
+def test_a_case_can_merge_the_keys_of_others(tmp_path: Path) -> None:
+    first = "backend: cpu\ncases:\n  - &a {lab: small, name: one, parameters: &p {rate: 0.5, count: 2}}\n"
+    second = "  - &b {<<: *a, name: two, timeout_seconds: 7}\n  - {parameters: {count: 3, <<: [{rate: 2}, *p]}, <<: [*b, *a], name: three}\n"
+    cases = read_suite(write_suite(tmp_path, first + second)).cases
+    assert [(case.name, case.parameters, case.timeout_seconds) for case in cases] == [
+        ("one", {"rate": 0.5, "count": 2}, 1800.0),
+        ("two", {"rate": 0.5, "count": 2}, 7.0),
+        ("three", {"rate": 2.0, "count": 3}, 7.0),
+    ]
+    for cases_ in ("[{<<: text}]", "[{<<: [1]}]", "&x {<<: *x}"):
+        with pytest.raises(ValueError, match=r"<< stands for no mapping|nested more than 8 deep"):
+            read_suite(write_suite(tmp_path, f"backend: cpu\ncases: {cases_}\n"))
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [

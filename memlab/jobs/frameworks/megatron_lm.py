@@ -319,30 +319,32 @@ _OTHER_PROGRAMS = {
 
 def _ask_for_the_program(reading: Reading) -> None:
     """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
-    program = reading.entries.program
-    if (what := next((what for what, names in _OTHER_PROGRAMS.items() if program in names), None)) is not None:
-        reading.questions.append(
-            f"the script starts {program}, which {what}; memlab predicts the step of pretrain_gpt.py: give a job that "
-            "starts it, or the log of one"
-        )
-    elif program and program != "pretrain_gpt.py":
-        notes = reading.warnings if "num_layers" in reading.entries.by_key else reading.entries.causes
+    predicted = "memlab predicts the step of pretrain_gpt.py"
+    program, causes = reading.entries.program, reading.entries.causes
+    name = "pretrain_gpt.py" if program is None else program.value
+    what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
+    if program is not None and what is not None:
+        causes.append(f"{program.place}: the job is {name}, which {what}")
+        reading.questions.append(f"{predicted}, not of {name}: give a job that starts it, or its log")
+    elif name != "pretrain_gpt.py" and not reading.get("perform_rl_step"):
+        notes = reading.warnings if "num_layers" in reading.entries.by_key else causes
         notes.append(
-            f"the script starts {program}, a program that memlab does not know: memlab takes it for Megatron-LM's "
+            f"the script starts {name}, a program that memlab does not know: memlab takes it for Megatron-LM's "
             "pretrain_gpt.py, with its arguments, defaults and loss"
         )
     if (file := reading.get("yaml_cfg")) is not None:
+        place = reading.entries.by_key["yaml_cfg"].place
+        causes.append(f"{place}: Megatron-LM takes all arguments from yaml_cfg {shortened(file)}, and none from flags")
         reading.questions.append(
-            f"yaml_cfg ({reading.entries.by_key['yaml_cfg'].place}) names {shortened(file)}, and Megatron-LM takes all "
-            "arguments from it, none from the flags; memlab does not read it: give the log of a run, or --set "
-            "yaml_cfg=null to predict what the flags say"
+            "memlab does not read the file of yaml_cfg: give the log of a run, or --set yaml_cfg=null to predict what "
+            "the flags say"
         )
-    entry = reading.entries.by_key.get("perform_rl_step")
-    if entry is not None and reading.get("perform_rl_step"):
+    if reading.get("perform_rl_step"):
+        place = reading.entries.by_key["perform_rl_step"].place
+        causes.append(f"{place}: perform_rl_step makes this a job of GRPO, which generates and has another loss")
         reading.questions.append(
-            f"perform_rl_step ({entry.place}) makes this a job of train_rl.py, which generates answers and trains with "
-            "the loss of GRPO; memlab predicts the step of pretrain_gpt.py: give --set perform_rl_step=false to "
-            "predict a step of this model with the language-model loss"
+            f"{predicted}, not of perform_rl_step: give --set perform_rl_step=false to predict this model's step with "
+            "the language-model loss"
         )
 
 

@@ -15,6 +15,7 @@ import yaml
 
 Written: TypeAlias = "str | list[Written] | dict[str, Written]"
 
+_MERGE = "tag:yaml.org,2002:merge"
 _MAX_DEPTH = 8
 _MAX_VALUES = 20_000
 """After aliases are replaced by what they name: nine lines can stand for 10**9 values."""
@@ -58,13 +59,29 @@ def _written(node: yaml.Node, path: Path, counter: Iterator[int], depth: int) ->
         return [_written(item, path, counter, depth + 1) for item in node.value]
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Written] = {}
+        merged: list[dict[str, Written]] = []
         for key, value in node.value:
             line = f"{path}, line {key.start_mark.line + 1}"
+            if key.tag == _MERGE:
+                merged += _mappings(_written(value, path, counter, depth + 1), line)
+                continue
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"{line}: a key must be a plain word: write `name: value`")
             if key.value in values:
                 raise ValueError(f"{line}: {key.value!r} is twice in one mapping: keep one of them")
             values[key.value] = _written(value, path, counter, depth + 1)
+        for one in merged:  # the mapping's own keys count, then the first that << names (yaml.org/type/merge.html)
+            values = {**one, **values}
         return values
     scalar: str = node.value
     return scalar
+
+
+def _mappings(found: Written, line: str) -> list[dict[str, Written]]:
+    """Returns the mappings that ``<<`` names."""
+    mappings = []
+    for one in found if isinstance(found, list) else [found]:
+        if not isinstance(one, dict):
+            raise ValueError(f"{line}: << stands for no mapping: write `<<: *name` of an anchored mapping")
+        mappings.append(one)
+    return mappings
