@@ -21,6 +21,7 @@ from memlab.jobs.recipe_command import read_recipe
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
+from memlab.jobs.slurm import take_ranks
 from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.yaml_tree import Node, flat, read_yaml
 
@@ -91,7 +92,10 @@ def read_file(
     if path.suffix == ".toml":
         raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
     script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
-    return _script_format(script, path, format_name)
+    found, entries = _script_format(script, path, format_name)
+    if framework_named(found).knows("nproc_per_node"):
+        take_ranks(text, entries)
+    return found, entries
 
 
 def is_job(words: list[str]) -> bool:

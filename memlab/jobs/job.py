@@ -222,6 +222,11 @@ def _built(
                 f"{names} is known only when the job runs, and with the default the framework refuses the job: give "
                 f"--set {reading.guessed[0]}=VALUE ({error})"
             )
+        elif reading.unread:
+            not_supported = (
+                f"memlab does not know what {reading.unread} sets, and with defaults in its place the framework "
+                f"refuses the job: give these values with --set ({error})"
+            )
         else:
             cannot_start = str(error)
     except ValueError as error:

@@ -22,6 +22,8 @@ _SIZES = {
 _OPTIONS = {f"-{short}": key for short, key in _SIZES.items()} | {
     f"--{key.rpartition('.')[2]}": key for key in _SIZES.values()
 }
+_ADAPTERS = ("lora", "dora")
+"""Modes that train adapters alone, which the names of their recipes call ``peft``."""
 _SELECTION = ("--recipe", "--model", "--mode")
 
 
@@ -38,12 +40,15 @@ def read_recipe(words: list[tuple[str, int]], entries: Entries) -> None:
     if "--model" in given and "--recipe" not in given:
         model, line = given["--model"]
         mode = given.get("--mode", ("pretrain", line))[0]
-        given["--recipe"] = (f"{model}_{'peft' if mode in ('lora', 'dora') else mode}_config", line)
+        given["--recipe"] = (f"{model}_{'peft' if mode in _ADAPTERS else mode}_config", line)
     if "--recipe" in given:
         name, line = given["--recipe"]
         for key, value in RECIPES.get(name, {}).items():
             entries.add(key, value, line)
         entries.add("recipe", name, line)
+        mode = given.get("--mode", ("lora" if "_peft_" in name else "", line))[0]
+        if mode in _ADAPTERS:
+            entries.add("peft", mode, line)
     for option, (value, line) in given.items():
         if option in _OPTIONS:
             entries.add(_OPTIONS[option], parse_scalar(value), line)

@@ -148,3 +148,66 @@ def test_a_program_that_memlab_does_not_know_is_named(program: str, is_named: bo
     assert not of_a_model.causes
     without_sizes = script(tmp_path, f"torchrun --nproc-per-node 8 {program} --micro-batch-size 1")
     assert any(line.startswith(said) for line in without_sizes.causes) == is_named
+
+
+RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe {name} model.hf_model_id=Qwen/Qwen3-8B "
+
+
+@pytest.mark.parametrize(
+    ("name", "is_lora"),
+    [("own_peft_config", True), ("own_sft_config --mode lora", True), ("own_sft_config --mode sft", False)],
+)
+def test_a_recipe_of_adapters_is_named_as_such_although_memlab_does_not_know_it(
+    name: str, is_lora: bool, tmp_path: Path
+) -> None:
+    assert ("peft" in effects(script(tmp_path, RECIPE.format(name=name)))) == is_lora
+
+
+def test_what_an_unknown_recipe_may_set_refuses_no_job_for_certain(tmp_path: Path) -> None:
+    job = script(tmp_path, RECIPE.format(name="own_sft_config") + "train.micro_batch_size=4 train.global_batch_size=8")
+    assert job.cannot_start is None
+    assert job.not_supported is not None
+    assert job.not_supported.startswith("memlab does not know what the recipe 'own_sft_config' sets")
+    (tmp_path / "job.yaml").write_text(
+        "model: {hf_model_id: Qwen/Qwen3-8B, num_layers: 7, pipeline_model_parallel_size: 2}\ntrain: {micro_batch_size: 1}\n"
+    )
+    of_a_file = Job.read(tmp_path / "job.yaml", world_size=2)
+    assert of_a_file.cannot_start is None
+    assert "the recipe below the file" in str(of_a_file.not_supported)
+
+
+@pytest.mark.parametrize("key", ["packed_sequence_specs", "offline_packing_specs"])
+def test_bridge_s_rows_have_the_packed_tokens(key: str, tmp_path: Path) -> None:
+    """The class was renamed after 0.6.2 (src/megatron/bridge/data/builders at 067f987d)."""
+    job = script(tmp_path, RECIPE.format(name="own_sft_config") + f"dataset.{key}.packed_sequence_size=3072")
+    assert job.required()[0].seq_length == 3072
+
+
+SLURM = (
+    "#!/bin/bash\n#SBATCH --job-name=x\n{options}\n\n# comment\nsrun --container-image=x python pretrain_gpt.py "
+    + SIZES
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8  # one a GPU", 16),
+        ("#SBATCH -N 4\n#SBATCH --ntasks-per-node 4", 16),
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks=8", 8),
+        ("#SBATCH -N2\n#SBATCH -n16", 16),
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8", None),
+        ("#SBATCH --ntasks-per-node=8", 8),
+        ("#SBATCH --nodes=<nodes>\n#SBATCH --ntasks-per-node=8", None),
+        ("#SBATCH --nodes=2-4\n#SBATCH --ntasks-per-node=8", None),
+        ("export A=1\n#SBATCH --ntasks-per-node=8", None),
+        ("##SBATCH --ntasks-per-node=8", None),
+    ],
+)
+def test_tasks_of_slurm_are_the_ranks(options: str, ranks: int | None, tmp_path: Path) -> None:
+    text = SLURM.format(options=options).replace("--global-batch-size 8", "--global-batch-size 16")
+    job = script(tmp_path, text)
+    assert any("each task of #SBATCH" in line for line in job.warnings) == (ranks is not None)
+    assert job.required()[0].layout.world_size == (ranks or 1)
+    of_torchrun = script(tmp_path, text.replace("python", "torchrun --nnodes 1 --nproc-per-node 4"))
+    assert of_torchrun.required()[0].layout.world_size == 4

@@ -23,6 +23,7 @@ from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict, judge, judge_phases
 from memlab.fitting.measured_margin import MARGIN_WITHOUT_EXPERTS
+from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import KEPT_GATHERS, UNCOLLECTED, PeakRange, with_lower_end
 from memlab.fitting.prediction import Prediction
 from memlab.fitting.search import search
@@ -342,3 +343,38 @@ def test_no_advice_names_what_the_framework_cannot_express() -> None:
         assert ("optimizer on host except update" in nothing_fits_line(found)) is is_advised, name
         proposed = [point for point in found.points if point.settings.offload_optimizer_except_update]
         assert bool(proposed) is is_advised, name
+
+
+DENSE = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2 --hidden-size 2048 --ffn-hidden-size 8192 "
+    "--num-attention-heads 16 --group-query-attention --num-query-groups 8 --seq-length 4096 --micro-batch-size 1 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --bf16 --vocab-size 32000 "
+    "--untie-embeddings-and-output-weights --use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0 "
+    "--no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion "
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "codes", "cause"),
+    [
+        ("--use-megatron-fsdp", (0, 3), "use_megatron_fsdp: lower by at most"),
+        ("--cpu-offloading-num-layers 2", (0, 3), "cpu_offloading_num_layers: lower by at most"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", (0, 3), "with --manual-gc, the copies are freed"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --manual-gc", (0, 1), ""),
+        ("--a-flag-that-nobody-knows 7", (3, 3), "higher or lower by bytes that memlab does not know"),
+        ("", (0, 1), ""),
+    ],
+)
+def test_the_exit_code_of_a_script_s_verdict(
+    flags: str, codes: tuple[int, int], cause: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(DENSE + flags + "\n")
+    assert main(["predict", "--job", str(path), "--json"]) == 0
+    outside = estimate_outside_torch(Layout(data_parallel_size=8)).total_bytes
+    peak = json.loads(capfd.readouterr().out)["peak_allocated_bytes"]
+    for memory, code in ((2 * peak, codes[0]), (peak - MIB, codes[1])):
+        assert main(["predict", "--job", str(path), "--gpu-memory", f"{memory + outside}B"]) == code, memory
+        printed = capfd.readouterr().out
+        assert cause in printed
+        assert ("the real peak is" in printed) is bool(cause)

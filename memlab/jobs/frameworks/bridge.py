@@ -22,7 +22,6 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
-    Effect,
     Key,
     Missing,
     is_given,
@@ -91,7 +90,13 @@ _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
     "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
 )  # fmt: skip
+_OTHER_MODELS = (
+    Missing("peft", "less", LORA, is_given),
+    Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),
+)
+"""Sections whose presence says that another model, or a part of the model, is trained or present."""
 FRAMEWORK_MISSING = (
+    *_OTHER_MODELS,
     *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
@@ -121,6 +126,10 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+_PACKED = ("dataset.packed_sequence_specs.packed_sequence_size", "dataset.offline_packing_specs.packed_sequence_size")
+"""The tokens of a row of packed sequences, in 0.6.2 and in main of August 2026."""
+
+
 def complete(reading: Reading) -> None:
     """Derives gradients, the padded vocabulary and the type of parameters."""
     values = reading.values
@@ -131,11 +140,13 @@ def complete(reading: Reading) -> None:
     if recipe in RECIPES:
         reading.warnings.append(f"recipe {recipe}: memlab has its values of Megatron-Bridge {RECIPES_OF}")
     elif recipe is not None:
+        reading.unread = f"the recipe {shortened(recipe)}"
         reading.warnings.append(
             f"memlab does not know the recipe {shortened(recipe)}, so it takes Megatron-Bridge's defaults for what the "
             "command does not give: give the run_config.yaml of a checkpoint, or the recipe's values with --set"
         )
     elif values.get("hidden_size") is None:  # Megatron-Bridge writes all sizes of the model into a whole configuration
+        reading.unread = "the recipe below the file"
         reading.warnings.append(
             "model.hidden_size is not in the file, so the file overrides a recipe that memlab cannot read: memlab "
             "takes Megatron's defaults for all keys that the file does not have: give the run_config.yaml of a "
@@ -143,10 +154,10 @@ def complete(reading: Reading) -> None:
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
-    packed = "dataset.packed_sequence_specs.packed_sequence_size"
-    tokens = reading.get(packed)
-    if isinstance(tokens, int) and tokens > 0:
-        reading.take(packed, "seq_length", tokens)
+    for packed in _PACKED:
+        tokens = reading.get(packed)
+        if isinstance(tokens, int) and tokens > 0:
+            reading.take(packed, "seq_length", tokens)
     tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
     if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
         reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
@@ -157,21 +168,14 @@ def complete(reading: Reading) -> None:
     _note_other_models(reading)
 
 
-_OTHER_MODELS: dict[str, tuple[Effect, str]] = {
-    "peft": ("less", LORA),
-    "model.teacher": ("more", "a teacher model on the same ranks"),
-}
-"""Sections whose presence says that another model, or a part of the model, is trained or present."""
-
-
 def _note_other_models(reading: Reading) -> None:
     """Notes adapters and a teacher, whichever of their keys the file has."""
-    for section, (effect, reason) in _OTHER_MODELS.items():
-        keys = [key for key in reading.entries.by_key if key == section or key.startswith(f"{section}.")]
+    for row in _OTHER_MODELS:
+        keys = [key for key in reading.entries.by_key if key.startswith(f"{row.name}.")]
         given = [key for key in keys if is_given(reading.get(key))]
-        if given:
+        if given and row.name not in {one.key for one in reading.not_modelled}:
             entry = reading.entries.by_key[given[0]]
-            reading.not_modelled.append(NotModelled(section, entry.value, effect, reason, entry.place))
+            reading.not_modelled.append(NotModelled(row.name, entry.value, row.effect, row.reason, entry.place))
 
 
 def _complete_gradients(reading: Reading) -> None:

@@ -74,6 +74,8 @@ class Reading:
     """What a job of reinforcement learning does between training steps."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
+    unread: str = ""
+    """What sets values of the job that memlab cannot read, such as a recipe; nothing where it reads them all."""
     guessed: list[str] = field(default_factory=list)
     """Keys of sizes that are known only when the job runs, for which memlab takes the defaults."""
 

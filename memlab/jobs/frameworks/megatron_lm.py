@@ -321,10 +321,17 @@ def _ask_for_the_program(reading: Reading) -> None:
     """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
     predicted = "memlab predicts the step of pretrain_gpt.py"
     program, causes = reading.entries.program, reading.entries.causes
-    for what, names in _OTHER_PROGRAMS.items():
-        if program is not None and program.value in names:
-            causes.append(f"{program.place}: the job is {program.value}, which {what}")
-            reading.questions.append(f"{predicted}, not of {program.value}: give a job that starts it, or its log")
+    name = "pretrain_gpt.py" if program is None else program.value
+    what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
+    if program is not None and what is not None:
+        causes.append(f"{program.place}: the job is {name}, which {what}")
+        reading.questions.append(f"{predicted}, not of {name}: give a job that starts it, or its log")
+    elif name != "pretrain_gpt.py" and not reading.get("perform_rl_step"):
+        notes = reading.warnings if "num_layers" in reading.entries.by_key else causes
+        notes.append(
+            f"the script starts {name}, a program that memlab does not know: memlab takes it for Megatron-LM's "
+            "pretrain_gpt.py, with its arguments, defaults and loss"
+        )
     if (file := reading.get("yaml_cfg")) is not None:
         place = reading.entries.by_key["yaml_cfg"].place
         causes.append(f"{place}: Megatron-LM takes all arguments from yaml_cfg {shortened(file)}, and none from flags")

@@ -1,0 +1,44 @@
+"""The ranks of a job that srun starts, one task each: Slurm's options of the script (``#SBATCH``)."""
+
+from __future__ import annotations
+
+import re
+
+from memlab.jobs.entries import Entries
+
+_OPTION = re.compile(r"#SBATCH\s+(?:--(nodes|ntasks-per-node|ntasks)(?:=|\s+)|-([Nn])\s*)([^\s#]+)\s*(?:#.*)?")
+_NAMES = {"N": "nodes", "n": "ntasks"}
+
+
+def take_ranks(text: str, entries: Entries) -> None:
+    """Takes the number of ranks from the options of the script, where no launcher of torch starts them.
+
+    Slurm reads them before the script's first command, and options of ``sbatch`` itself replace them. With one task
+    per node, this task starts the ranks.
+
+    Args:
+        text: The script.
+        entries: Its job, which gets torchrun's ``nnodes`` and ``nproc_per_node``.
+    """
+    if {"nnodes", "nproc_per_node"} & entries.by_key.keys():
+        return
+    given: dict[str, tuple[int, int]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            break
+        if option := _OPTION.fullmatch(line.rstrip()):
+            if not re.fullmatch(r"[1-9]\d{0,5}", option[3]):
+                return  # a range of nodes, or a place to fill in
+            given[option[1] or _NAMES[option[2]]] = int(option[3]), number
+    nodes, _ = given.get("nodes", (1, 0))
+    per_node, line_number = given.get("ntasks-per-node", (0, 0))
+    if not per_node and "ntasks" in given and given["ntasks"][0] % nodes == 0:
+        per_node, line_number = given["ntasks"][0] // nodes, given["ntasks"][1]
+    if per_node < 2:
+        return
+    entries.add("nnodes", nodes, given.get("nodes", (0, line_number))[1])
+    entries.add("nproc_per_node", per_node, line_number)
+    entries.warnings.append(
+        f"line {line_number}: memlab takes one rank for each task of #SBATCH, {nodes} x {per_node}: if sbatch or srun "
+        "starts another number, give --world-size"
+    )
