@@ -422,6 +422,11 @@ ADAPTERS = {
             "actor_rollout_ref.rollout.standalone_gpu_memory_utilization",
             "actor_rollout_ref.actor.use_rollout_log_probs",
         )
+        | _for(
+            "copies that a resolved configuration has", "actor_rollout_ref.rollout.mtp.*",
+            "actor_rollout_ref.rollout.qat.*",
+        )
+        | _for("arguments of vLLM, in an open mapping", "actor_rollout_ref.rollout.engine_kwargs.vllm.*")
         | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
         | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
     ),

@@ -131,9 +131,9 @@ class PeakRange:
         return any(cause.may_take and cause.num_bytes is None for cause in self.causes)
 
     def __str__(self) -> str:
-        lower = "less than " if self.may_be_lower else ""
-        upper = "more than " if self.may_be_higher else ""
-        return f"{lower}{format_bytes(self.lower_bytes)} to {upper}{format_bytes(self.upper_bytes)}"
+        lower = " or less" if self.may_be_lower else ""
+        upper = " or more" if self.may_be_higher else ""
+        return f"{format_bytes(self.lower_bytes)}{lower} to {format_bytes(self.upper_bytes)}{upper}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""

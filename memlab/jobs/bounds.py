@@ -104,13 +104,18 @@ def _router_bytes(scenario: Scenario) -> int:
 
 
 def _trained_bytes(scenario: Scenario) -> int:
-    """Returns what gradients and optimizer state of all parameters take on the device of a rank, sharded as in the job.
+    """Returns what gradients and optimizer state of all parameters take on the device of a rank."""
+    of_gradient = 2 if scenario.dtype == "bf16" and scenario.state.grad_reduce_in_bf16 else 4
+    return of_gradient * sum(_parameters(scenario)) + _optimizer_bytes(scenario)
+
+
+def _optimizer_bytes(scenario: Scenario) -> int:
+    """Returns what the optimizer state of all parameters takes on the device of a rank, sharded as in the job.
 
     See `TrainingState` for the types; a CPU optimizer keeps the moments of its share on the host, and with the
     precision-aware optimizer also the main parameters.
     """
     state = scenario.state
-    of_gradient = 2 if scenario.dtype == "bf16" and state.grad_reduce_in_bf16 else 4
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
     main, moments = 4 if scenario.dtype == "bf16" else 0, 8
     if state.use_precision_aware_optimizer and not state.optimizer_cpu_offload:
@@ -118,7 +123,7 @@ def _trained_bytes(scenario: Scenario) -> int:
         moments = _BYTES[state.exp_avg_dtype] + _BYTES[state.exp_avg_sq_dtype]
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     return sum(
-        count * of_gradient + round(of_optimizer * -(-count // (shards if state.use_distributed_optimizer else 1)))
+        round(of_optimizer * -(-count // (shards if state.use_distributed_optimizer else 1)))
         for count, shards in zip(_parameters(scenario), _copies(scenario), strict=True)
     )
 
@@ -241,7 +246,8 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
-    **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
+    **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
+    "offload_optimizer_states": _optimizer_bytes,
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
@@ -263,8 +269,8 @@ EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
 FREEZES = (
     "lora_rank",
     "lora.rank",
+    "peft",
     "peft.enabled",
-    "peft.*",
     "tuner_type",
     "train_type",
     "freeze_*",

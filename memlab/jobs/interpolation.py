@@ -40,6 +40,15 @@ def resolve(entries: Entries, variables: dict[str, str] | None = None) -> None:
     resolver = _Resolver(entries, variables or {})
     for key in list(entries.by_key):
         resolver.resolve(key)
+    for key, entry in list(entries.by_key.items()):
+        if isinstance(entry.value, _Text):
+            entries.add(key, parse_scalar(entry.value), entry.line)
+
+
+class _Text(str):
+    """What OmegaConf makes a text, such as a default of ``oc.env``: no number to calculate with."""
+
+    __slots__ = ()
 
 
 class _Mapping:
@@ -133,7 +142,7 @@ class _Resolver:
             position = end + 1
             if sum(map(len, parts)) > _LONGEST:
                 return UNKNOWN
-        return parse_scalar("".join([*parts, text[position:]]))
+        return _Text("".join([*parts, text[position:]]))
 
     def _one(self, key: str, body: str) -> Any:
         """Returns what stands between ``${`` and ``}``."""
@@ -169,7 +178,7 @@ class _Resolver:
         """Returns a variable of the job's machine, or the default that the file gives for it."""
         if name in self.variables:
             self.entries.environment[name] = self.variables[name]
-            return parse_scalar(self.variables[name])
+            return _Text(self.variables[name])
         if not default:
             return UNKNOWN
         self.entries.environment.setdefault(name, "" if default[0] is None else str(default[0]))
@@ -177,7 +186,7 @@ class _Resolver:
             f"{self.entries.by_key[key].place}: {key} is {default[0]} unless the job's machine sets {name}: if it "
             f"does, give --set {name}=VALUE"
         )
-        return default[0]
+        return None if default[0] is None else _Text(str(default[0]))
 
     def _node(self, key: str, name: str, default: Any) -> Any:
         """Returns the value of another key, or a mapping; the default if the file has neither."""

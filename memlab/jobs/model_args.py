@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
-from memlab.jobs.yaml_tree import Node, texts_of
+from memlab.jobs.yaml_tree import Node, children_of, texts_of
 
 LAUNCHERS = ("sbatch_benchmarking.sh", "interactive_benchmarking.sh")
 """MoE Model Zoo's, which a job starts with the variables in its environment and more flags as arguments."""
@@ -33,7 +33,7 @@ def model_args(root: Node, variables: dict[str, str], file: str) -> Entries:
         ValueError: If a flag has more than a value or a list of values.
     """
     entries = Entries()
-    for key, node in root.value["MODEL_ARGS"].value.items():
+    for key, node in children_of(root.value["MODEL_ARGS"]).items():
         name = key.lstrip("-").replace("-", "_")
         parts = [child.value for child in node.value[:1000]] if isinstance(node.value, list) else [node.value]
         if any(isinstance(part, (dict, list)) for part in parts):

@@ -81,6 +81,11 @@ def flat(root: Node, name: str) -> Entries:
     return entries
 
 
+def children_of(node: Node) -> dict[str, Node]:
+    """Returns a mapping's keys, with those that ``<<`` brings."""
+    return _merged(node)[0]
+
+
 def texts_of(node: Node | None) -> dict[str, str]:
     """Returns a mapping's scalars as texts, such as variables of the environment; what is none is left out."""
     children = node.value.items() if node is not None and isinstance(node.value, dict) else ()

@@ -59,7 +59,6 @@ def _watch_cell(shell: Any, line: str, cell: str) -> None:
         ValueError: If the line names no model, or the cell is no Python.
     """
     names, kept_as = _names_in(line)
-    model, *optimizers = (shell.ev(name) for name in names)
     # The lines have the notebook's numbers: %%memlab is the first, and IPython drops blank ones at the beginning.
     blank = cell[: len(cell) - len(cell.lstrip())]
     source = "\n" * (1 + blank.count("\n")) + shell.transform_cell(cell)
@@ -71,7 +70,7 @@ def _watch_cell(shell: Any, line: str, cell: str) -> None:
         raise CellSyntaxError(shell, error) from None
     run = None
     try:
-        with watch(model, *optimizers, name=kept_as) as run:
+        with watch(*map(shell.ev, names), name=kept_as) as run:  # no name here: the cell may free the model
             exec(code, shell.user_ns)  # noqa: S102  # the user's own cell
     finally:
         if run is not None:

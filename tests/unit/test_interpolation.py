@@ -51,6 +51,7 @@ def values_of(text: str, child: str = "", overrides: tuple[str, ...] = (), **var
         ("${max:2,${.sibling}}", 5),
         ("${div:8,2}", 4.0),
         ("${div:8,0}", UNKNOWN),
+        ("${mul:${oc.env:NNODES,4},2}", UNKNOWN),  # of a text: OmegaConf's result would be '44'
         ("${user:}", UNKNOWN),
         ("${their.own:1,2}", UNKNOWN),
         ("${a.key}", UNKNOWN),

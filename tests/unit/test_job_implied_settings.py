@@ -342,6 +342,16 @@ def test_unfused_permutation_is_a_default_of_ms_swift(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("value", "effect"), [("null", None), ('"aux_loss"', None), ('"none"', "less")])
+def test_ms_swift_takes_the_loss_of_the_router_from_the_model(tmp_path: Path, value: str, effect: str | None) -> None:
+    """``args.json`` has null in every job that does not set it; mcore-bridge leaves out what is null."""
+    key = "moe_router_load_balancing_type"
+    (tmp_path / "args.json").write_text(f'{{"model": "Qwen/Qwen3-30B-A3B", "world_size": 8, "{key}": {value}}}')
+    found = [one.effect for one in Job.read(tmp_path / "args.json").not_modelled if one.key == key]
+
+    assert found == ([] if effect is None else [effect])
+
+
 def test_the_history_of_scales_concerns_fp8_alone(tmp_path: Path) -> None:
     """``args.json`` has ``fp8_amax_history_len 1024`` in every job."""
     key = "fp8_amax_history_len"

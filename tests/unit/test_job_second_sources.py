@@ -229,6 +229,17 @@ def test_variables_of_the_launcher_are_given_with_set(tmp_path: Path, given: str
     assert not any("known only when the job runs" in warning for warning in job.warnings)
 
 
+def test_flags_that_several_jobs_of_a_test_share_are_read(tmp_path: Path) -> None:
+    """Megatron-LM's own tests put them under an anchor, and merge them with ``<<``."""
+    path = tmp_path / "model_config.yaml"
+    shared = MODEL_ARGS.partition("MODEL_ARGS:\n")[2]
+    path.write_text(f"BASE: &BASE\n{shared}MODEL_ARGS:\n  <<: *BASE\n  --expert-model-parallel-size: 4\n")
+    job = Job.read(path, overrides=["TP=1", "PP=1", "MBS=1", "SEQ_LEN=4096", "LAYERS_PER_VP=false"])
+
+    assert job.required()[0].layout.expert_model_parallel_size == 4
+    assert job.required()[0].architecture.name == "qwen3-30b-a3b"
+
+
 def test_a_variable_of_the_launcher_that_nobody_gives_is_named(tmp_path: Path) -> None:
     path = tmp_path / "zoo.yaml"
     path.write_text(MODEL_ARGS)

@@ -66,6 +66,7 @@ CERTAIN = {
     "exit codes": "f() { return 3; }\nf\nA=$?\n(exit 4)\nB=$?\n[ 1 = 2 ]\nC=$?\n! true\nD=$?\nX=$(exit 5)\ntorchrun $A $B $C $D $?",
     "set -e": "set -e\nf() { [ a = b ]; }\nf || A=1\nif ! f; then B=2; fi\n[ a = b ] && C=3\ntorchrun $A $B ${C-none}",
     "options of set in any order": 'set -eou pipefail\nset +o errexit -u\ntorchrun "$@" $#\nset -x -- a\ntorchrun "$@"',
+    "a calculation in what is printed": "N=1\ntorchrun $(echo $((N += 1))) $N",
     "an exit trap": "trap 'torchrun last' EXIT\ntorchrun first",
     "functions that change": "f() { torchrun 1; }\nf\nf() { torchrun 2; }\nf\n(f() { torchrun 3; }; f)\nf\ncommand torchrun 4",
     "options of the shell": "shopt -s nocasematch\n[[ ABC == abc ]] && torchrun folded\nshopt -u nocasematch\n[[ ABC == abc ]] || torchrun exact\nset -f\ntorchrun *.x",

@@ -22,7 +22,6 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
-    Effect,
     Key,
     Missing,
     is_given,
@@ -91,7 +90,13 @@ _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
     "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
 )  # fmt: skip
+_OTHER_MODELS = (
+    Missing("peft", "less", LORA, is_given),
+    Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),
+)
+"""Sections whose presence says that another model, or a part of the model, is trained or present."""
 FRAMEWORK_MISSING = (
+    *_OTHER_MODELS,
     *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
@@ -163,21 +168,14 @@ def complete(reading: Reading) -> None:
     _note_other_models(reading)
 
 
-_OTHER_MODELS: dict[str, tuple[Effect, str]] = {
-    "peft": ("less", LORA),
-    "model.teacher": ("more", "a teacher model on the same ranks"),
-}
-"""Sections whose presence says that another model, or a part of the model, is trained or present."""
-
-
 def _note_other_models(reading: Reading) -> None:
     """Notes adapters and a teacher, whichever of their keys the file has."""
-    for section, (effect, reason) in _OTHER_MODELS.items():
-        keys = [key for key in reading.entries.by_key if key == section or key.startswith(f"{section}.")]
+    for row in _OTHER_MODELS:
+        keys = [key for key in reading.entries.by_key if key.startswith(f"{row.name}.")]
         given = [key for key in keys if is_given(reading.get(key))]
-        if given:
+        if given and row.name not in {one.key for one in reading.not_modelled}:
             entry = reading.entries.by_key[given[0]]
-            reading.not_modelled.append(NotModelled(section, entry.value, effect, reason, entry.place))
+            reading.not_modelled.append(NotModelled(row.name, entry.value, row.effect, row.reason, entry.place))
 
 
 def _complete_gradients(reading: Reading) -> None:

@@ -137,12 +137,17 @@ _DEFAULTS = {"moe_permute_fusion": False}
 _OF_CORE = {row.name: row for row in MISSING}
 _NOT_MODELLED = (*MISSING, *REPLACED)
 """Fields of TransformerConfig, which ``megatron_extra_kwargs`` sets."""
+
+
+def _of_ms_swift(row: Missing) -> Missing:
+    """Returns a row of Megatron's with ms-swift's default; of the router's loss, None stands for the model's own."""
+    if row.name == "moe_router_load_balancing_type":
+        return replace(row, default=ABSENT, is_on=lambda value: value is not None and row.is_on(value))
+    return replace(row, default=_DEFAULTS.get(row.name, ABSENT))
+
+
 FRAMEWORK_MISSING = (
-    *(
-        replace(row, default=_DEFAULTS.get(row.name, ABSENT))
-        for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"])
-        if row.name in _CORE_ARGUMENTS
-    ),
+    *(_of_ms_swift(row) for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"]) if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
     Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),

@@ -36,6 +36,8 @@ def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str])
         return _whole(expand(words[1]))
     if joined or len(words) < 2 or len(words) > 2 + (command[0] == "basename"):
         return UNKNOWN
+    if command[0] not in ("dirname", "basename", "realpath", "readlink"):
+        return UNKNOWN  # before anything is expanded, which may set variables
     path = expand(words[1])
     if UNKNOWN in path and command[0] != "basename":
         return UNKNOWN
@@ -45,9 +47,7 @@ def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str])
         case "basename":
             last = PurePosixPath(path).name
             return last.removesuffix(expand(words[2])) if len(words) > 2 else last
-        case "realpath" | "readlink":
-            return _whole(path)
-    return UNKNOWN
+    return _whole(path)
 
 
 def _whole(path: str) -> str:

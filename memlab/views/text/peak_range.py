@@ -11,7 +11,8 @@ _NAMES = {
     MEASURED_MARGIN: "what measured steps needed more than predicted",
 }
 _EFFECTS = {"more": "higher", "less": "lower", "either": "higher or lower", "unknown": "higher or lower"}
-_COLLECTED = "with --manual-gc, the copies are freed before the first step"
+_COLLECTED = "whether Python's collector has run (--manual-gc frees the copies before the first step)"
+_MEASURED = "the peak of a measured step of the job"
 
 
 def range_lines(peak: PeakRange) -> list[str]:
@@ -21,11 +22,11 @@ def range_lines(peak: PeakRange) -> list[str]:
     names = [cause.name for cause in peak.named_causes]
     decides = [_COLLECTED] if UNCOLLECTED in names else []
     if len(names) > len(decides):
-        decides.append("the peak of a measured step of the job decides")
+        decides.append(_MEASURED)
     return [
         f"the real peak is {peak}, because memlab does not predict:",
         *(f"  {_cause_line(cause)}" for cause in peak.causes),
-        f"to know it: {'; '.join(decides)}",
+        f"what decides: {'; '.join(decides)}",
     ]
 
 

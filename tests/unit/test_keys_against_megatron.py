@@ -1,0 +1,101 @@
+"""What the lists of keys say, against a step of Megatron's own code: no effect, or at most the bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memlab import Lab, Layout, MemorySettings
+from memlab.jobs.bounds import BOUNDS, BOUNDS_BY_SETTINGS
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.model import megatron_config
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+MIDDLE = Layout(pipeline_model_parallel_size=4, rank=1)
+EXPERTS = Layout(pipeline_model_parallel_size=4, expert_model_parallel_size=4, data_parallel_size=4, rank=4)
+
+
+def step_bytes(
+    monkeypatch: pytest.MonkeyPatch, name: str, values: dict[str, Any], settings: MemorySettings, **job: Any
+) -> tuple[int, int, Any]:
+    """Returns the bytes at the start and at the peak of a simulated step of a model with other values of its config."""
+
+    class Config(megatron_config.TransformerConfig):  # type: ignore[misc, valid-type]  # a class of the real framework
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**(given | values))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(megatron_config, "TransformerConfig", Config)
+        with Lab(name, backend="simulated", replay=False, **job) as lab:
+            record = lab.step(settings)
+            return record.static_bytes, record.peak_allocated_bytes, lab.scenario
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layout"),
+    [
+        ("qwen3-30b-a3b", {}, MIDDLE),
+        ("qwen3-30b-a3b", FULL | {"recompute_num_layers": 2}, MIDDLE),
+        ("qwen3-30b-a3b", {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)}, MIDDLE),
+        ("qwen3-30b-a3b", FULL | {"recompute_num_layers": 1}, EXPERTS),
+        ("phi-4", {}, MIDDLE),
+        ("phi-4", FULL | {"recompute_method": "block", "recompute_num_layers": 1}, MIDDLE),
+        ("phi-4", {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, MIDDLE),
+    ],
+)
+def test_the_unfused_activation_takes_at_most_its_bound(
+    name: str, settings: dict[str, Any], layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"num_layers": 8, "seq_length": 1024, "micro_batch_size": 1, "layout": layout, "num_microbatches": 4}
+    chosen = MemorySettings(**settings)
+    _, fused, scenario = step_bytes(monkeypatch, name, {}, chosen, **job)
+    _, unfused, _ = step_bytes(monkeypatch, name, {"bias_activation_fusion": False}, chosen, **job)
+    bound = BOUNDS_BY_SETTINGS["bias_activation_fusion"](scenario, chosen)
+    assert -(2**20) <= unfused - fused <= bound
+    assert bound <= fused
+
+
+@pytest.mark.parametrize(("key", "value"), [("moe_router_load_balancing_type", "none"), ("moe_router_dtype", None)])
+def test_a_router_without_loss_or_in_bf16_takes_less_by_at_most_its_bound(
+    key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"num_layers": 2, "seq_length": 1024, "micro_batch_size": 1}
+    _, before, scenario = step_bytes(monkeypatch, "qwen3-30b-a3b", {}, MemorySettings(), **job)
+    _, after, _ = step_bytes(monkeypatch, "qwen3-30b-a3b", {key: value}, MemorySettings(), **job)
+    assert 0 < before - after <= BOUNDS[key](scenario)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_interleaved_pipeline_without_overlap_takes_less_by_at_most_its_bound(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, rank=rank)
+    job = {"num_layers": 8, "seq_length": 1024, "micro_batch_size": 1, "layout": layout, "num_microbatches": 8}
+    other = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
+    _, before, scenario = step_bytes(monkeypatch, "phi-4", {}, MemorySettings(), **job)
+    _, after, _ = step_bytes(monkeypatch, "phi-4", other, MemorySettings(), **job)
+    assert 0 < before - after <= BOUNDS["overlap_p2p_comm"](scenario)
+
+
+def test_keys_without_effect_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "attention_softmax_in_fp32": False,
+        "apply_query_key_layer_scaling": True,
+        "masked_softmax_fusion": True,
+        "persist_layer_norm": True,
+        "memory_efficient_layer_norm": True,
+        "bias_dropout_fusion": False,
+        "layernorm_zero_centered_gamma": True,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_shared_expert_overlap": True,
+        "cuda_graph_warmup_steps": 5,
+        "tp_comm_bulk_wgrad": False,
+        "barrier_with_L1_time": False,
+        "use_ring_exchange_p2p": True,
+    }
+    assert values.keys() <= keys_without_effect("megatron_core_model")
+    job = {"num_layers": 2, "seq_length": 512, "micro_batch_size": 1}
+    *before, _ = step_bytes(monkeypatch, "qwen3-30b-a3b", {}, MemorySettings(), **job)
+    *after, _ = step_bytes(monkeypatch, "qwen3-30b-a3b", values, MemorySettings(), **job)
+    assert before == after
