@@ -207,7 +207,7 @@ def test_the_old_name_of_recomputing_moe_layers_is_read_as_megatron_reads_it(fra
     assert _job(framework, tmp_path, key, modules).required()[1].recompute_modules == ("layernorm", "moe")
     full = [f"{prefix}recompute_granularity=full"] + ["trainer.gradient_checkpointing=true"] * (framework == "skyrl")
     job = _job(framework, tmp_path, key, *full)
-    assert "moe_layer_recompute" in str(job.cannot_start)
+    assert "moe_layer_recompute is true with full recompute" in f"{job.cannot_start} {job.not_supported}"
 
 
 _MEMORY = [
@@ -639,7 +639,8 @@ def test_turns_that_megatron_takes_are_not_called_impossible(
         f"train.global_batch_size={passes}",
     )
     assert re.search(refusal, f"{job.cannot_start} {job.not_supported}")
-    assert (job.cannot_start is None) == (turns == "3" and passes == 5)
+    # The file overrides a recipe that memlab does not know, so the refusal is not certain.
+    assert ("the framework refuses the job" in str(job.not_supported)) == (turns != "3" or passes != 5)
 
 
 @pytest.mark.parametrize("method", ["block", "uniform"])

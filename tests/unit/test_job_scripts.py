@@ -65,6 +65,10 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("A=(dir/*.json)\nrun ${#A[@]} ${A[0]} dir/*.json [a] x=*", [UNKNOWN, UNKNOWN, UNKNOWN, "[a]", "x=*"]),
         ("[[ ab == !(a|c)b ]] && A=2\nB=ab\nrun $A ${B/a/<&>}", [UNKNOWN] * 2),  # bash 5.1 and 5.2 differ in the &
         ("A=$(date)\nrun ${A:-8} ${A%x} ${#A} ${A:+x} $'\\u0041' ${!A} ${!A@}", [UNKNOWN] * 7),
+        ("D=1\nrun --x [0]*$D+[1]*46 [0,1]*4 x*1", ["--x", "[0]*1+[1]*46", "[0,1]*4", UNKNOWN]),
+        ("run *1", [UNKNOWN]),
+        ("run [1]*", [UNKNOWN]),
+        ("run [1]*.json", [UNKNOWN]),
         ("A='*.json'\nrun $A ${X+*} dir/$A", [UNKNOWN, "dir/", UNKNOWN][::2]),
         ("f() { bash -c 'run $2' x 1 2; }\nf 7 8", ["2"]),
         ("bash -c 'A=2; run in $A'\nsrun --mpi=x sh -c \"$CMD\"\nbash -lc 'run --last'", ["--last"]),
@@ -325,7 +329,7 @@ def test_what_is_not_followed_is_said(text: str, warning: str) -> None:
             "line 1: the script stops here unless CHECKPOINT is set: give it with --set CHECKPOINT=VALUE",
         ),
         (
-            "A=${B:-}\nA=${A:?}\nrun $A",
+            "A=${B:-}\nA=${A:?}\nrun ${B:-${A:?}} ${A:?}",
             "line 2: the script stops here unless A is set: give it with --set A=VALUE",
         ),
         (

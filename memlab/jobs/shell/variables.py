@@ -40,6 +40,9 @@ _SET_BY_THE_SHELL = {
 _SPACE = " \t\n"
 _PATTERN = re.compile(r"[*?]|\(")
 """What makes a word that is not quoted a pattern for files."""
+_NO_FILE = re.compile(r"-.*|.*=.*|[\[(][\[\]()\d*+,]*[\])\d]", re.DOTALL)
+"""A pattern that stands for itself, since no file has such a name: a flag, an assignment, or a list of numbers such as
+the ``[0]*3+[1]*45`` of ``--moe-layer-freq``, which launch scripts write without quotes."""
 
 
 class Element(str):  # noqa: SLOT000  # a str with variable-size slots cannot have __slots__
@@ -170,7 +173,7 @@ class _Fields:
         found = []
         for parts, is_quoted, is_pattern in zip(self.words, self.is_quoted, self.is_pattern, strict=True):
             text = parts[0] if len(parts) == 1 else "".join(parts)
-            if is_pattern and finds_files and "=" not in text and not text.startswith("-"):
+            if is_pattern and finds_files and not _NO_FILE.fullmatch(text):
                 found.append(_unknown_words(text))
             elif text or is_quoted:
                 found.append(text if is_quoted or text.strip(UNKNOWN) else _unknown_words(text))
