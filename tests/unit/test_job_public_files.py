@@ -220,3 +220,20 @@ def test_a_decoder_with_rows_of_its_own_length_is_named(tmp_path: Path) -> None:
     """In examples/multimodal, ``seq_length`` counts the tokens of an image."""
     job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --decoder-seq-length 16384")
     assert effects(job)["decoder_seq_length"].effect == "either"
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", 2048 + 1024),
+        ("--lmbda 1", 2048 + 1024),
+        ("--lmbda 0.1 --vllm_mode colocate", 2048 + 1024),
+        ("--lmbda 0", 2048),
+    ],
+)
+def test_gkd_trains_on_answers_of_its_student(flags: str, tokens: int, tmp_path: Path) -> None:
+    """swift/megatron/trainers/gkd_trainer.py (4.6.0) encodes prompt and answer without a limit of their sum."""
+    start = SWIFT.format(model="Qwen/Qwen3-8B").replace("megatron sft", "megatron rlhf --rlhf_type gkd")
+    job = script(tmp_path, f"{start} --max_completion_length 1024 {flags}")
+    assert job.required()[0].seq_length == tokens
+    assert (job.rollout is not None) == (tokens > 2048)

@@ -304,13 +304,15 @@ def complete(reading: Reading) -> None:
         reading.miss("rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence")
     lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
     length = next((number for number in lengths if number), None)
-    if length and kind == "grpo":
+    # With this probability GKD trains on answers of the student (swift/megatron/trainers/gkd_trainer.py).
+    generates = kind == "grpo" or (kind == "gkd" and reading.get("lmbda", 0.5) != 0)
+    if length and generates:
         length += generated
     values["seq_length"] = length
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
         reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
-    _complete_rollout(reading, per_node, is_generating=kind == "grpo", has_reference_model=has_reference_model)
+    _complete_rollout(reading, per_node, is_generating=generates, has_reference_model=has_reference_model)
     if length is None:
         reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
@@ -320,7 +322,7 @@ def complete(reading: Reading) -> None:
 
 
 def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, has_reference_model: bool) -> None:
-    """Takes what GRPO does between training steps. Its weights go to the engine one by one.
+    """Takes what GRPO and GKD do between training steps. Its weights go to the engine one by one.
 
     Parameters, gradients and optimizer state are offloaded around generation alone, after the weights went to the
     engine (``_generate_completions`` and ``offload_context`` in swift/megatron/trainers/rollout_mixin.py).
