@@ -23,7 +23,7 @@ class Default:
     """One entry of the list."""
 
     name: str
-    """As the file writes it, for messages."""
+    """As the file writes it, with the package behind ``@`` if it names one."""
     line: int
     file: str | None = None
     """Relative to the folder of the file, or with a slash in front to that of the first file; None if it is unknown."""
@@ -42,12 +42,12 @@ def _entries(node: Node) -> list[Default]:
         name, _, package = node.value.partition("@")
         is_file = name.endswith((".yaml", ".yml"))
         group = "" if is_file else name.rpartition("/")[0]
-        return [Default(name, node.line, name if is_file else f"{name}.yaml", package or _package_of(group))]
+        return [Default(node.value, node.line, name if is_file else f"{name}.yaml", _named(package, group))]
     if not isinstance(node.value, dict) or len(node.value) != 1:
         return [Default("of a group", node.line)]
     ((key, option),) = node.value.items()
     *words, group = key.split()
-    group, _, package = group.partition("@")
+    group, at, package = group.partition("@")
     if option.value is None:
         return []
     options: list[Any] = [one.value for one in option.value] if isinstance(option.value, list) else [option.value]
@@ -55,13 +55,15 @@ def _entries(node: Node) -> list[Default]:
     if not is_known:
         return [Default(f"of the group {group}", node.line)]
     return [
-        Default(f"{group}/{one}", node.line, f"{group}/{one}.yaml", _named(package, group), "optional" in words)
+        Default(
+            f"{group}/{one}{at}{package}", node.line, f"{group}/{one}.yaml", _named(package, group), "optional" in words
+        )
         for one in options
     ]
 
 
 def _named(package: str, group: str) -> str:
-    return "" if package == "_global_" else package or _package_of(group)
+    return "" if package in ("_global_", "_here_") else package or _package_of(group)
 
 
 def _package_of(group: str) -> str:
@@ -69,7 +71,7 @@ def _package_of(group: str) -> str:
 
 
 def package_in(text: str, default: Default) -> str:
-    """Returns the mapping that gets the keys of a file, which its first lines may name."""
+    """Returns the mapping that gets the keys of a file: what the list names, or else what the file's first lines do."""
     match = _PACKAGE.search(text[:1000])
     if match is None or match[1] == "_group_" or "@" in default.name:
         return default.package

@@ -5,6 +5,8 @@ Names: ``scripts/training/run_recipe.py`` (August 2026).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from memlab.jobs.entries import Entries, parse_scalar
 from memlab.jobs.frameworks.bridge_recipes import RECIPES
 
@@ -33,7 +35,7 @@ def read_recipe(words: list[tuple[str, int]], entries: Entries) -> None:
     A model and a mode stand for the recipe ``MODEL_MODE_config``.
     """
     given: dict[str, tuple[str, int]] = {}
-    for (word, line), (value, _) in zip(words, [*words[1:], ("", 0)], strict=True):
+    for (word, line), (value, _) in pairwise([*words, ("", 0)]):
         option, equals, own = word.partition("=")
         if option in _OPTIONS or option in _SELECTION:
             given[option] = (own if equals else value, line)

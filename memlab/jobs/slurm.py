@@ -6,7 +6,8 @@ import re
 
 from memlab.jobs.entries import Entries
 
-_OPTION = re.compile(r"#SBATCH\s+(?:--(nodes|ntasks-per-node|ntasks)(?:=|\s+)|-([Nn])\s*)([^\s#]+)\s*(?:#.*)?")
+_OPTIONS = re.compile(r"#SBATCH(\s[^#]*)")
+_OPTION = re.compile(r"\s(?:--(nodes|ntasks-per-node|ntasks)(?:=|\s+)|-([Nn])\s*)(\S+)")
 _NAMES = {"N": "nodes", "n": "ntasks"}
 
 
@@ -26,7 +27,8 @@ def take_ranks(text: str, entries: Entries) -> None:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("#"):
             break
-        if option := _OPTION.fullmatch(line.rstrip()):
+        options = _OPTIONS.match(line)
+        for option in _OPTION.finditer(options[1]) if options else ():
             if not re.fullmatch(r"[1-9]\d{0,5}", option[3]):
                 return  # a range of nodes, or a place to fill in
             given[option[1] or _NAMES[option[2]]] = int(option[3]), number

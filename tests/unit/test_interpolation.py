@@ -148,6 +148,26 @@ def test_a_list_of_defaults_is_composed_as_hydra_composes_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("default", "key"),
+    [
+        ("actor: small", "q.r.tp"),
+        ("actor/small", "q.r.tp"),
+        ("actor@m.actor: small", "m.actor.tp"),
+        ("actor/small@m.actor", "m.actor.tp"),
+        ("actor@_global_: small", "tp"),
+        ("actor/small@_global_", "tp"),
+        ("actor/small@_here_", "tp"),
+    ],
+)
+def test_the_package_that_a_list_names_stands_above_the_file_s_own(default: str, key: str, tmp_path: Path) -> None:
+    """The keys are those that hydra-core 1.3.2 composes."""
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor/small.yaml").write_text("# @package q.r\ntp: 4\n")
+    (tmp_path / "run.yaml").write_text(f"defaults:\n  - {default}\n  - _self_\nm: {{ep: 8}}\n")
+    assert {key: entry.value for key, entry in read(tmp_path, "run.yaml").by_key.items()} == {"m.ep": 8, key: 4}
+
+
+@pytest.mark.parametrize(
     "default", ["missing", "group: missing", "group: ${which}", "override group: other", "{a: b, c: d}", "[1]"]
 )
 def test_defaults_that_are_not_there_are_named(default: str, tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_verl_s_own_optimizer_keys_decide_how_gradients_are_reduced(
     assert not both.required()[0].state.grad_reduce_in_bf16, "a value that the job gives counts"
 
 
+def test_an_unknown_type_in_verl_s_override_is_the_default_with_a_warning(tmp_path: Path) -> None:
+    key = f"{OPTIM}.override_optimizer_config.main_grads_dtype"
+    job = verl(tmp_path, f"+{key}=$(cat type)")
+    assert job.required()[0].state.main_grads_dtype == "fp32"
+    assert f"line 1: {key} is known only when the job runs, so memlab takes the default" in job.warnings[0]
+
+
 def test_verl_s_own_types_are_read_only_with_the_precision_aware_optimizer(tmp_path: Path) -> None:
     moments = f"{OPTIM}.exp_avg_dtype=bf16", f"{OPTIM}.exp_avg_sq_dtype=bf16"
     job = verl(tmp_path, *moments)
@@ -331,6 +338,13 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
     assert "model.bias_activation_fusion" not in said, "the recipe fuses it"
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
+
+
+def test_a_recipe_s_program_alone_is_asked_for_its_sizes(tmp_path: Path) -> None:
+    job = sft(tmp_path, "./scripts/training/run_recipe.py model.hf_model_id=Qwen/Qwen3-30B-A3B")
+    assert any("overrides a recipe that memlab cannot read" in line for line in job.warnings)
+    with pytest.raises(ValueError, match=r"^run\.sh has no arguments of bridge: give a script"):
+        sft(tmp_path, "./scripts/training/run_recipe.py")
 
 
 def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:

@@ -195,6 +195,9 @@ SLURM = (
         ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8  # one a GPU", 16),
         ("#SBATCH -N 4\n#SBATCH --ntasks-per-node 4", 16),
         ("#SBATCH --nodes=2\n#SBATCH --ntasks=8", 8),
+        ("#SBATCH --job-name=x --nodes=2 --ntasks-per-node=8", 16),
+        ("#SBATCH -N 2 -n16  # --ntasks-per-node=4", 16),
+        ("#SBATCH --nodes=2 --ntasks-per-node=${RANKS}", None),
         ("#SBATCH -N2\n#SBATCH -n16", 16),
         ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8", None),
         ("#SBATCH --ntasks-per-node=8", 8),
@@ -211,3 +214,9 @@ def test_tasks_of_slurm_are_the_ranks(options: str, ranks: int | None, tmp_path:
     assert job.required()[0].layout.world_size == (ranks or 1)
     of_torchrun = script(tmp_path, text.replace("python", "torchrun --nnodes 1 --nproc-per-node 4"))
     assert of_torchrun.required()[0].layout.world_size == 4
+
+
+def test_a_decoder_with_rows_of_its_own_length_is_named(tmp_path: Path) -> None:
+    """In examples/multimodal, ``seq_length`` counts the tokens of an image."""
+    job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --decoder-seq-length 16384")
+    assert effects(job)["decoder_seq_length"].effect == "either"

@@ -329,7 +329,7 @@ def test_what_is_not_followed_is_said(text: str, warning: str) -> None:
             "line 1: the script stops here unless CHECKPOINT is set: give it with --set CHECKPOINT=VALUE",
         ),
         (
-            "A=${B:-}\nA=${A:?}\nrun $A",
+            "A=${B:-}\nA=${A:?}\nrun ${B:-${A:?}} ${A:?}",
             "line 2: the script stops here unless A is set: give it with --set A=VALUE",
         ),
         (

@@ -10,5 +10,4 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.6.2"
-_FILE = Path(__file__).with_suffix(".json")
-RECIPES: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8")) if _FILE.is_file() else {}
+RECIPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -177,6 +177,7 @@ FLAGS_MISSING = (
     Missing("decoder_num_layers", "either", "an encoder with a decoder is another model", is_given, blocks=True),
     Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order, but are of the same kinds"),
     Missing("use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
+    Missing("decoder_seq_length", "either", "the rows of a decoder have another length than seq_length", is_given),
     Missing("freeze_all_layers", "less", "frozen parameters have no gradients and no optimizer state"),
     Missing(
         "empty_unused_memory_level", "less", "each step frees torch's cached memory, so fewer bytes stay reserved"

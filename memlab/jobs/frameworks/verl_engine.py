@@ -148,7 +148,8 @@ def _complete_optimizer(reading: Reading, optim: str) -> None:
     for key in OPTIMIZER:
         own, override = f"{optim}.{key.name}", f"{optim}.override_optimizer_config.{key.name}"
         if override in reading.entries.by_key:
-            reading.values[key.field] = key.conversion.read(reading.get(override))
+            if not reading.entries.by_key[override].is_unknown:
+                reading.values[key.field] = key.conversion.read(reading.get(override))
         elif key.name.endswith("_dtype") and own in reading.entries.by_key and not is_on:
             reading.values[key.field] = key.default
             reading.taken = [one for one in reading.taken if one.key != own]

@@ -674,10 +674,10 @@ class _Reader(Builtins):
         return True
 
     def stops_without(self, name: str) -> None:
-        if self.is_certain and not self.shells and not self.lacks_files:
-            self.missing[
-                f"line {self.line}: the script stops here unless {name} is set: give it with --set {name}=VALUE"
-            ] = None
+        said = f": the script stops here unless {name} is set: give it with --set {name}=VALUE"
+        is_said = any(cause.endswith(said) for cause in self.missing)
+        if self.is_certain and not self.shells and not self.lacks_files and not is_said:
+            self.missing[f"line {self.line}{said}"] = None
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
         """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
