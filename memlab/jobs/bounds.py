@@ -105,8 +105,11 @@ def _router_bytes(scenario: Scenario) -> int:
 
 def _trained_bytes(scenario: Scenario) -> int:
     """Returns what gradients and optimizer state of all parameters take on the device of a rank."""
-    of_gradient = 2 if scenario.dtype == "bf16" and scenario.state.grad_reduce_in_bf16 else 4
-    return of_gradient * sum(_parameters(scenario)) + _optimizer_bytes(scenario)
+    return _bytes_of_a_gradient(scenario) * sum(_parameters(scenario)) + _optimizer_bytes(scenario)
+
+
+def _bytes_of_a_gradient(scenario: Scenario) -> int:
+    return 2 if scenario.dtype == "bf16" and scenario.state.grad_reduce_in_bf16 else 4
 
 
 def _optimizer_bytes(scenario: Scenario) -> int:
@@ -143,8 +146,10 @@ def _sharded_bytes(scenario: Scenario) -> int:
 
     These are parameters and gradients, and the optimizer state where the distributed optimizer does not spread it.
     """
-    state = scenario.state
-    of_parameter = 2 + 4 + (0 if state.use_distributed_optimizer else 12)
+    weight, optimizer = (2, 4 + 8) if scenario.dtype == "bf16" else (4, 8)
+    if scenario.state.use_distributed_optimizer:
+        optimizer = 0
+    of_parameter = weight + _bytes_of_a_gradient(scenario) + optimizer
     copies = zip(_parameters(scenario), _copies(scenario), strict=True)
     return sum(of_parameter * (count - count // shards) for count, shards in copies)
 

@@ -24,6 +24,10 @@ CAUSES = {
         f"{SWIFT} \\\n  # --packing true \\\n  --max_length 8192\n",
         "line 3: '--max_length' is an argument without a command, since line 2 is a comment, which ends the command",
     ),
+    "no command at the start": (
+        f"--max_length 8192\n{SWIFT}\n",
+        "line 1: '--max_length' is an argument without a command, so the job runs without the 2 words from here on: write",
+    ),
     "a missing sourced file": (
         (
             "source /root/models/m.sh\nray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 "

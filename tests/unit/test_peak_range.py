@@ -334,6 +334,18 @@ def test_the_bound_of_an_unfused_permutation_holds_for_megatron_s_own(monkeypatc
         assert bound is not None and 0 < abs(peaks[False, settings] - peaks[True, settings]) <= bound
 
 
+@pytest.mark.parametrize("is_distributed", [True, False])
+@pytest.mark.parametrize(("dtype", "reduces_in_bf16"), [("bf16", False), ("bf16", True), ("fp32", False)])
+def test_fsdp_spreads_no_more_than_a_rank_has(dtype: str, reduces_in_bf16: bool, is_distributed: bool) -> None:
+    state = TrainingState(use_distributed_optimizer=is_distributed, grad_reduce_in_bf16=reduces_in_bf16)
+    job: dict[str, Any] = {"layout": Layout(data_parallel_size=8), "state": state, "dtype": dtype}
+    with Lab("phi-4-tiny", backend="simulated", **job) as lab:
+        held = lab.step().peak_by_category
+    spread = sum(held[name] for name in ("parameters", "gradients", *(["optimizer state"] * (not is_distributed))))
+    bound = bound_bytes("use_megatron_fsdp", Scenario.of("phi-4-tiny", **job), MemorySettings())
+    assert bound is not None and 0.98 * spread * 7 / 8 <= bound <= spread * 7 / 8
+
+
 def test_no_advice_names_what_the_framework_cannot_express() -> None:
     job = Scenario.of("phi-4-tiny", num_layers=2, seq_length=64)
 

@@ -646,8 +646,15 @@ class _Reader(Builtins):
     def _orphaned(self, words: list[tuple[str, int]]) -> None:
         """Names arguments that stand where a command would: the command before them has ended too early."""
         name, line = words[0]
-        before = next((at for at in range(line - 1, 0, -1) if self.lines[at - 1 : at]), 0)
-        text = self.lines[before - 1].rstrip("\r") if before else ""
+        number = f"{len(words)} words" if len(words) > 1 else "word"
+        before = min(line - 1, len(self.lines))
+        if not before:
+            self.missing[
+                f"line {line}: {shortened(name)} is an argument without a command, so the job runs without the "
+                f"{number} from here on: write the command in front of it"
+            ] = None
+            return
+        text = self.lines[before - 1].rstrip("\r")
         if not text.strip():
             why = "is empty"
         elif text.lstrip().startswith("#"):
@@ -656,7 +663,6 @@ class _Reader(Builtins):
             why = "has blanks behind its backslash"
         else:
             why = "does not end in a backslash"
-        number = f"{len(words)} words" if len(words) > 1 else "word"
         self.missing[
             f"line {line}: {shortened(name)} is an argument without a command, since line {before} {why}, so the job "
             f"runs without the {number} from here on: correct line {before}"
