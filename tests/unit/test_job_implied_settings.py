@@ -69,6 +69,7 @@ def test_dropout_of_fused_attention_keeps_its_random_state_only(tmp_path: Path) 
         ("NVTE_FLASH_ATTN=1", "--attention-backend fused", "NVTE_FLASH_ATTN is 1"),
         ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0", "--transformer-impl local", "NVTE_FUSED_ATTN is 0"),
         ("NVTE_FUSED_ATTN=1", "", None),
+        ("NVTE_FLASH_ATTN=0", "--attention-backend $(choose)", None),
         ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0", "--attention-backend flash", None),
         ("NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0 NVTE_UNFUSED_ATTN=1", "--attention-backend unfused", None),
     ],
@@ -325,6 +326,16 @@ def test_an_argument_in_no_list_is_unknown(tmp_path: Path, flag: str) -> None:
     assert missing(read(tmp_path, flag), flag[2:].replace("-", "_")).effect == "unknown"
 
 
+@pytest.mark.parametrize("value", ["$(choose)", "'${oc.env:CHOSEN}'"])
+def test_a_key_beside_the_table_that_is_unknown_is_said(tmp_path: Path, value: str) -> None:
+    key = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+    start = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+    job = read(tmp_path, f"{key}={value}", start)
+
+    (warning,) = (line for line in job.warnings if key in line)
+    assert warning.startswith(f"line 1: {key} is known only when the job runs, so memlab takes it as not given")
+
+
 def test_extra_arguments_of_ms_swift_are_fields_of_the_model(tmp_path: Path) -> None:
     extra = '{"moe_z_loss_coeff": 0.001, "recompute_modules": ["mlp", "moe_act"], "softmax_scale": 0.1, "new": 1}'
     job = read(tmp_path, f"--megatron_extra_kwargs '{extra}'", SWIFT)
@@ -427,8 +438,11 @@ def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str)
         (["vllm_cfg.tensor_parallel_size=4", "vllm_cfg.pipeline_parallel_size=2"], 0.6, 8),
         (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "sglang_cfg.tp_size=2"], 0.5, 2),
         (["backend=sglang", "sglang_cfg.tp_size=8", "vllm_cfg.gpu_memory_utilization=0.7"], None, 8),
+        (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "vllm_cfg.tensor_parallel_size=4"], 0.5, 1),
         (["backend=megatron", "vllm_cfg.gpu_memory_utilization=0.7"], 0.0, 1),
         (["backend=trtllm", "trtllm_cfg.tensor_parallel_size=4"], None, 4),
+        (["backend=dynamo", "vllm_cfg.tensor_parallel_size=4"], None, 1),
+        (["backend=[vllm]"], None, 1),
     ],
 )
 def test_the_engine_of_nemo_rl_is_the_one_that_is_used(

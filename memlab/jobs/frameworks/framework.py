@@ -15,7 +15,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
-from memlab.jobs.frameworks.keys import ABSENT, COUNT, NOT, SWITCH, WHOLE, Effect, Key, Missing, refusal
+from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
 
 Style = Literal["flags", "overrides"]
@@ -77,10 +77,16 @@ class Reading:
     unread: str = ""
     """What sets values of the job that memlab cannot read, such as a recipe; nothing where it reads them all."""
     guessed: list[str] = field(default_factory=list)
-    """Keys of sizes that are known only when the job runs, for which memlab takes the defaults."""
+    """Keys that are known only when the job runs, for which memlab takes the defaults; no names, such as a path."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a key that only this framework has, and counts it as understood."""
+        """Returns the value of a key that only this framework has, and counts it as understood.
+
+        A value that is known only when the job runs counts as not given, and a warning says so once.
+        """
+        entry = self.entries.by_key.get(key)
+        if entry is not None and entry.is_unknown and key not in self.known:
+            self.warn_of_unknown(entry, "it as not given")
         self.known.add(key)
         return self.entries.get(key, default)
 
@@ -168,7 +174,7 @@ class Framework:
                 entry = replace(entry, value=_known_end(entry.value))
             if entry.is_unknown:
                 reading.warn_of_unknown(entry, "the default")
-                if key.conversion in (WHOLE, COUNT):
+                if key.conversion is not TEXT:
                     reading.guessed.append(key.name)
                 continue
             try:

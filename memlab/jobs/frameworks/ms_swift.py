@@ -397,7 +397,11 @@ def _complete_extra(reading: Reading) -> None:
             reading.take(key, known[name].field, taken)
         for row in (row for row in _NOT_MODELLED if row.name == name):
             reading.known.add(key)
-            if row.is_on(value):
+            try:
+                is_on = row.is_on(value)
+            except ValueError as error:
+                raise refusal(entry.place, key, value, error) from error
+            if is_on:
                 reading.miss(key, row.effect, row.reason)
 
 

@@ -266,11 +266,13 @@ def _take_engine(reading: Reading) -> None:
     """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used."""
     values = reading.values
     key = f"{_GENERATION}.backend"
-    backend = reading.get(key, "vllm")
+    backend = str(reading.get(key, "vllm"))
+    if backend != "vllm":
+        values["engine_ranks"] = 1  # those of the table are vLLM's
     for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
         given = [f"{_GENERATION}.{name}" for name in names if reading.entries.get(f"{_GENERATION}.{name}") is not None]
         for name in given:
-            number = WHOLE if field_name == "engine_ranks" else NUMBER
+            number = NUMBER if field_name == "engine_share" else COUNT
             try:
                 value = number.read(reading.get(name))
             except ValueError as error:
@@ -291,6 +293,9 @@ def _take_engine(reading: Reading) -> None:
         reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
     elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
         values["engine_share"] = None
+    elif backend not in _KEYS_OF_ENGINE:
+        values["engine_share"] = None
+        reading.miss(key, "either", "memlab does not know how much memory this inference engine takes")
 
 
 def _complete_ranks(reading: Reading) -> int:
