@@ -150,6 +150,20 @@ def test_slime_takes_the_allocator_from_the_environment_that_ray_gives_the_ranks
     assert Job.read(tmp_path / "run.sh").required()[0].allocator.expandable_segments
 
 
+@pytest.mark.parametrize("flag", ["--runtime-env-json=", "--runtime-env-json "])
+@pytest.mark.parametrize("framework", ["verl", "skyrl", "ms-swift", "megatron-lm"])
+def test_any_job_takes_the_allocator_from_the_environment_that_ray_gives_the_ranks(
+    framework: str, flag: str, tmp_path: Path
+) -> None:
+    variables = '{"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}'
+    (tmp_path / "run.sh").write_text(f"ray job submit {flag}'{{\"env_vars\": {variables}}}' -- {_BASES[framework]}")
+    version = "before-2026-08-20" if framework == "verl" else None
+    architecture = "qwen3-30b-a3b" if framework == "megatron-lm" else None
+    job = Job.read(tmp_path / "run.sh", architecture=architecture, version=version)
+    allocator = job.required()[0].allocator
+    assert (allocator.max_split_size_mb, allocator.expandable_segments) == (128, framework == "skyrl")
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_preference_methods_of_ms_swift_train_with_the_language_model_s_loss(method: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(

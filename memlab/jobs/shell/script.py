@@ -941,8 +941,14 @@ _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 
 def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:
-    """Returns what ``sudo A=1``, ``mpirun -x A=1``, ``docker run -e A=1`` and ``srun --export=A=1`` set."""
-    found = {}
+    """Returns what a launcher's arguments set in the environment of the program.
+
+    These are ``sudo A=1``, ``mpirun -x A=1``, ``docker run -e A=1``, ``srun --export=A=1`` and the ``env_vars`` of
+    ``ray job submit --runtime-env-json`` (Ray 2.x, ``dashboard/modules/job/cli.py``). Other values of that JSON text
+    may be known only when the job runs, so it is searched and not parsed.
+    """
+    found: dict[str, str] = {}
+    before = ""
     for word, _ in words:
         if word.endswith(".py") or word == "-m":
             break
@@ -950,7 +956,13 @@ def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:
         for text in word.partition("=")[2].split(",") if listed else [word.removeprefix("--env=")]:
             if match := re.match("([A-Z_][A-Z0-9_]*)=", text):
                 found[match[1]] = text[match.end() :]
+        if before == "--runtime-env-json" or word.startswith("--runtime-env-json="):
+            found |= dict(_JSON_VARIABLE.findall(word))
+        before = word
     return found
+
+
+_JSON_VARIABLE = re.compile(r'"([A-Z_][A-Z0-9_]{0,100})"\s{0,20}:\s{0,20}"([^"\\]{0,500})"')
 
 
 def _status_of(code: str) -> bool | None:
