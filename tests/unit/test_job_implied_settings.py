@@ -327,8 +327,15 @@ def test_an_argument_in_no_list_is_unknown(tmp_path: Path, flag: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["$(choose)", "'${oc.env:CHOSEN}'"])
-def test_a_key_beside_the_table_that_is_unknown_is_said(tmp_path: Path, value: str) -> None:
-    key = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.megatron.vanilla_mbridge",
+        "actor_rollout_ref.actor.use_kl_loss",
+        "algorithm.adv_estimator",
+    ],
+)
+def test_a_key_beside_the_table_that_is_unknown_is_said(tmp_path: Path, key: str, value: str) -> None:
     start = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
     job = read(tmp_path, f"{key}={value}", start)
 
@@ -452,6 +459,22 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
 
     assert rollout is not None
     assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)
+
+
+@pytest.mark.parametrize("size", [0, -2])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.data_parallel_size=",
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.tensor_model_parallel_size=",
+        "python -m skyrl.train.entrypoints.main_base generator.inference_engine.tensor_parallel_size=",
+        "python3 train.py --actor-num-nodes 1 --rollout-num-gpus-per-engine ",
+        SWIFT + "--vllm_tensor_parallel_size ",
+    ],
+)
+def test_an_engine_has_at_least_one_rank(tmp_path: Path, start: str, size: int) -> None:
+    with pytest.raises(ValueError, match=f"^line 1: .* is {size}, must be a whole number of at least 1: correct it$"):
+        read(tmp_path, str(size), start)
 
 
 @pytest.mark.parametrize(("tensor", "experts", "copies"), [(4, 8, 2), (2, 8, 4), (4, 4, 1), (8, 1, 1)])
