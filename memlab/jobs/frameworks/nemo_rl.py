@@ -47,6 +47,7 @@ from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_para
 from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
+    draft_model,
     is_packed,
     longest_sequence,
     note_replaced_values,
@@ -165,11 +166,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     Missing(f"{_GENERATION}.vllm_kwargs.kv_cache_memory_bytes", "either",
             "the engine takes its weights and these bytes in place of its share of the memory", is_given),
-    *(
-        Missing(f"{_GENERATION}.vllm_kwargs.speculative_config{end}", "more",
-                "the inference engine has a draft model too", is_given)
-        for end in ("", ".method", ".model")
-    ),
+    *draft_model(f"{_GENERATION}.vllm_kwargs.speculative_config"),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),

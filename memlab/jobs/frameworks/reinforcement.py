@@ -9,10 +9,16 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import is_given, refusal
+from memlab.jobs.frameworks.keys import Missing, is_given, refusal
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
+
+
+def draft_model(key: str) -> tuple[Missing, ...]:
+    """Returns the rows of vLLM's ``speculative_config``, which is a text or a mapping of an open one."""
+    reason = "the inference engine has a draft model too"
+    return tuple(Missing(f"{key}{end}", "more", reason, is_given) for end in ("", ".method", ".model"))
 
 
 def copies(reading: Reading) -> int:

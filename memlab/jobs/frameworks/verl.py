@@ -15,6 +15,7 @@ from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, 
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
+    draft_model,
     is_packed,
     longest_sequence,
     sequences_of_a_step,
@@ -83,11 +84,7 @@ FRAMEWORK_MISSING = (
         Missing(f"{one}.enable", "more", "a reward model's engine may be on the same GPUs")
         for one in ("reward.reward_model", "reward_model")
     ),
-    *(
-        Missing(f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config{end}", "more",
-                "the inference engine has a draft model too", is_given)
-        for end in ("", ".method", ".model")
-    ),
+    *draft_model(f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config"),
     Missing("trainer.device", "either", "memlab predicts the job on NVIDIA's GPUs",
             lambda value: value not in (None, "cuda")),
     Missing(f"{_ROLLOUT}.quantization", "less", "the inference engine's weights are quantized", is_given),
