@@ -467,7 +467,7 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
     [
         "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.data_parallel_size=",
         "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.tensor_model_parallel_size=",
-        "python -m skyrl.train.entrypoints.main_base generator.inference_engine.tensor_parallel_size=",
+        "main_base.py trainer.policy.model.path=phi-4 generator.inference_engine.tensor_parallel_size=",
         "python3 train.py --actor-num-nodes 1 --rollout-num-gpus-per-engine ",
         SWIFT + "--vllm_tensor_parallel_size ",
     ],
