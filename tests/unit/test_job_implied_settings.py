@@ -461,6 +461,32 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
     assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)
 
 
+VERL = (
+    "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+    "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True "
+)
+SFT = (
+    "python -m verl.trainer.sft_trainer engine=megatron model.path=Qwen/Qwen3-30B-A3B "
+    "engine.override_ddp_config.grad_reduce_in_fp32=True "
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "start"),
+    [
+        ("actor_rollout_ref.rollout.prompt_length=", VERL),
+        ("actor_rollout_ref.rollout.response_length=", VERL),
+        ("nnodes=", SFT),
+        ("nproc_per_node=", SFT),
+        ("--nnodes ", SWIFT),
+    ],
+)
+def test_a_second_key_of_a_number_that_is_null_counts_as_not_given(tmp_path: Path, key: str, start: str) -> None:
+    given, left_out = read(tmp_path, f"{key}null", start), read(tmp_path, "", start)
+
+    assert given.required() == left_out.required()
+
+
 @pytest.mark.parametrize("size", [0, -2])
 @pytest.mark.parametrize(
     "start",
