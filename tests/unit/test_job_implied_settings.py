@@ -327,8 +327,15 @@ def test_an_argument_in_no_list_is_unknown(tmp_path: Path, flag: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["$(choose)", "'${oc.env:CHOSEN}'"])
-def test_a_key_beside_the_table_that_is_unknown_is_said(tmp_path: Path, value: str) -> None:
-    key = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.megatron.vanilla_mbridge",
+        "actor_rollout_ref.actor.use_kl_loss",
+        "algorithm.adv_estimator",
+    ],
+)
+def test_a_key_beside_the_table_that_is_unknown_is_said(tmp_path: Path, key: str, value: str) -> None:
     start = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
     job = read(tmp_path, f"{key}={value}", start)
 
@@ -452,6 +459,48 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
 
     assert rollout is not None
     assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)
+
+
+VERL = (
+    "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+    "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True "
+)
+SFT = (
+    "python -m verl.trainer.sft_trainer engine=megatron model.path=Qwen/Qwen3-30B-A3B "
+    "engine.override_ddp_config.grad_reduce_in_fp32=True "
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "start"),
+    [
+        ("actor_rollout_ref.rollout.prompt_length=", VERL),
+        ("actor_rollout_ref.rollout.response_length=", VERL),
+        ("nnodes=", SFT),
+        ("nproc_per_node=", SFT),
+        ("--nnodes ", SWIFT),
+    ],
+)
+def test_a_second_key_of_a_number_that_is_null_counts_as_not_given(tmp_path: Path, key: str, start: str) -> None:
+    given, left_out = read(tmp_path, f"{key}null", start), read(tmp_path, "", start)
+
+    assert given.required() == left_out.required()
+
+
+@pytest.mark.parametrize("size", [0, -2])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.data_parallel_size=",
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.tensor_model_parallel_size=",
+        "main_base.py trainer.policy.model.path=phi-4 generator.inference_engine.tensor_parallel_size=",
+        "python3 train.py --actor-num-nodes 1 --rollout-num-gpus-per-engine ",
+        SWIFT + "--vllm_tensor_parallel_size ",
+    ],
+)
+def test_an_engine_has_at_least_one_rank(tmp_path: Path, start: str, size: int) -> None:
+    with pytest.raises(ValueError, match=f"^line 1: .* is {size}, must be a whole number of at least 1: correct it$"):
+        read(tmp_path, str(size), start)
 
 
 @pytest.mark.parametrize(("tensor", "experts", "copies"), [(4, 8, 2), (2, 8, 4), (4, 4, 1), (8, 1, 1)])

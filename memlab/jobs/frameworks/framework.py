@@ -165,6 +165,7 @@ class Framework:
         """
         self._check_version(reading.version)
         present: set[str] = set()
+        calculated = {key.field for key in self.keys if type(key.default) is int} - _MAY_BE_NONE
         for key in self.keys:
             entry = reading.entries.by_key.get(key.name)
             if entry is None:
@@ -177,12 +178,11 @@ class Framework:
                 if key.conversion is not TEXT:
                     reading.guessed.append(key.name)
                 continue
-            try:
-                value = key.conversion.read(entry.value)
-            except ValueError as error:
-                raise refusal(entry.place, key.name, entry.value, error) from error
-            if value is None and type(key.default) is int and key.field not in _MAY_BE_NONE:
-                value = key.default  # `complete` calculates with it
+            value = _converted(key, entry)
+            if value is None and key.field in calculated:  # by `complete`, which needs a number
+                if key.default is ABSENT:
+                    continue  # the field's other key has the default
+                value = key.default
             present.add(key.field)
             reading.values[key.field] = value
             reading.taken.append(Taken(key.name, entry.value, key.field, value, entry.place))
@@ -248,6 +248,18 @@ class Framework:
 
 
 _NAMES_A_MODEL = ("architecture", "loaded")
+
+
+def _converted(key: Key, entry: Entry) -> Any:
+    """Returns memlab's value of an entry.
+
+    Raises:
+        ValueError: If it is of another kind than the key's, with its line.
+    """
+    try:
+        return key.conversion.read(entry.value)
+    except ValueError as error:
+        raise refusal(entry.place, key.name, entry.value, error) from error
 
 
 def _known_end(value: Any) -> Any:

@@ -99,7 +99,7 @@ KEYS = (
     Key("rlhf_type", "rlhf_type", TEXT, None),
     Key("vllm_mode", "vllm_mode", TEXT, None),
     Key("vllm_gpu_memory_utilization", "engine_share", NUMBER, 0.9),
-    Key("vllm_tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key("vllm_tensor_parallel_size", "engine_ranks", COUNT, 1),
     Key("sleep_level", "sleep_level", WHOLE, 0),
     Key("micro_batch_size", "micro_batch_size", COUNT, 1),
     Key("global_batch_size", "global_batch_size", COUNT, 16),

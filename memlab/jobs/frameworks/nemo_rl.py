@@ -128,7 +128,7 @@ KEYS = (
     Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", COUNT),
     Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
-    Key("policy.generation.vllm_cfg.tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key("policy.generation.vllm_cfg.tensor_parallel_size", "engine_ranks", COUNT, 1),
     Key("policy.refit_buffer_size_gb", "bucket", NUMBER),
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),

@@ -50,7 +50,7 @@ KEYS = (
     Key("max_tokens_per_gpu", "tokens_per_rank", COUNT, None),
     Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", COUNT, None),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
-    Key("rollout_num_gpus_per_engine", "engine_ranks", WHOLE, 1),
+    Key("rollout_num_gpus_per_engine", "engine_ranks", COUNT, 1),
     Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),
     Key("log_probs_chunk_size", "logprobs_chunk_size", WHOLE, -1),
     Key("colocate", "is_colocated", SWITCH, False),

@@ -56,9 +56,9 @@ KEYS = (
     Key(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT),
     Key(f"{_ROLLOUT}.gpu_memory_utilization", "engine_share", NUMBER, 0.5),
     Key(f"{_ROLLOUT}.free_cache_engine", "engine_sleeps", SWITCH, True),
-    Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", WHOLE, 2),
-    Key(f"{_ROLLOUT}.pipeline_model_parallel_size", "engine_stages", WHOLE, 1),
-    Key(f"{_ROLLOUT}.data_parallel_size", "engine_data_ranks", WHOLE, 1),
+    Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", COUNT, 2),
+    Key(f"{_ROLLOUT}.pipeline_model_parallel_size", "engine_stages", COUNT, 1),
+    Key(f"{_ROLLOUT}.data_parallel_size", "engine_data_ranks", COUNT, 1),
     Key(f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", "bucket", WHOLE, 2048),
     Key(f"{_ROLLOUT}.update_weights_bucket_megabytes", "bucket", WHOLE),
     *under("ray_kwargs.ray_init.runtime_env.env_vars", ALLOCATOR),
@@ -152,10 +152,10 @@ def _check_engine(reading: Reading) -> None:
 
 def _note_critic(reading: Reading) -> None:
     """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of it is offloaded."""
-    key = "critic.enable" if reading.entries.get("critic.enable") is not None else "algorithm.adv_estimator"
-    if reading.entries.get(key, "gae") not in ("gae", True):
+    key = "critic.enable" if reading.get("critic.enable") is not None else "algorithm.adv_estimator"
+    if reading.get(key, "gae") not in ("gae", True):
         return
-    offloads = [reading.entries.get(f"critic.megatron.{part}_offload") for part in ("param", "grad", "optimizer")]
+    offloads = [reading.get(f"critic.megatron.{part}_offload") for part in ("param", "grad", "optimizer")]
     if offloads != [True] * 3:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
@@ -166,15 +166,15 @@ def _keeps_reference_model(reading: Reading) -> bool:
     A penalty by KL divergence needs one (``need_reference_policy`` in verl/trainer/ppo/utils.py), unless adapters are
     trained. It is offloaded as the parameters are (``ref/megatron_ref.yaml``), unless its own key says otherwise.
     """
-    compares = [reading.entries.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
+    compares = [reading.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
     adapters = [reading.entries.get(f"actor_rollout_ref.model.{key}") for key in ("lora.rank", "lora_rank")]
     if True not in compares or any(adapters):
         return False
     moves = bool(reading.values.get("offload_parameters"))
     key = "actor_rollout_ref.ref.megatron.param_offload"
-    if moves and reading.entries.get(key) is False:
+    if moves and reading.get(key) is False:
         reading.miss(key, "more", "the reference model stays on the device while the parameters are offloaded")
-    return not moves and reading.entries.get(key) is not True
+    return not moves and reading.get(key) is not True
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
