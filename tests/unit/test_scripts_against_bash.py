@@ -26,7 +26,11 @@ def test_a_random_script_starts_what_bash_starts_or_is_said_to_be_undecided(seed
             starts = starts_of_bash(path, tmp_path, arguments)
         except subprocess.TimeoutExpired:  # a loop without an end
             continue
-        found.append(compared(read_script(text, path, arguments=arguments), starts))
+        try:
+            script = read_script(text, path, arguments=arguments)
+        except ValueError:  # refused, in words: as a loop of which bash still reached the end in its time
+            continue
+        found.append(compared(script, starts))
         assert found[-1] != "wrong", f"seed {each}:\n{text}\nbash: {starts}"
     assert found.count("equal") >= 10
 
