@@ -847,6 +847,8 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("args.json", "{", "args.json is not valid JSON"),
         ("args.json", "[1]", "args.json holds no object"),
         ("run.toml", "a = 1", "run.toml is a TOML file, which memlab does not read"),
+        ("run.sh", "megatron sft --model phi-4 --megatron_extra_kwargs '[1]'", "line 1: megatron_extra_kwargs is '[1]', must be a JSON object: correct it"),
+        ("run.sh", "megatron sft --model phi-4 --megatron_extra_kwargs 7", "line 1: megatron_extra_kwargs is 7, must be a JSON object: correct it"),
         ("args.json", '{"model": "phi-4", "megatron_extra_kwargs": "{\\"moe_layer_freq\\": \\"[x]\\"}"}', "line 1: megatron_extra_kwargs.moe_layer_freq is '[x]', must be a list expression"),
         ("args.json", '{"model": "phi-4", "megatron_extra_kwargs": "{\\"min_offloaded_tensor_size\\": \\"many\\"}"}', "line 1: megatron_extra_kwargs.min_offloaded_tensor_size is 'many', must be a whole number: correct it"),
         *(("run.sh", f"python pretrain_gpt.py {QWEN} --{flag} 0", f"line 1: {flag.replace('-', '_')} is 0, must be a whole number of at least 1: correct it") for flag in ("make-vocab-size-divisible-by", "micro-batch-size", "seq-length", "global-batch-size")),

@@ -381,12 +381,14 @@ def _complete_ranks(reading: Reading) -> int:
 def _complete_extra(reading: Reading) -> None:
     """Takes TransformerConfig's fields out of the JSON text of ``megatron_extra_kwargs``."""
     text = reading.get(_EXTRA)
-    if not isinstance(text, str) or not text.startswith("{"):
+    if text is None:
         return
-    extra = parse_json(text, _EXTRA, "correct it")
+    extra = parse_json(text, _EXTRA, "correct it") if isinstance(text, str) else text
     known = {key.name: key for key in _PASSED_ON}
     entry = reading.entries.by_key.pop(_EXTRA)
-    for name, value in extra.items() if isinstance(extra, dict) else ():
+    if not isinstance(extra, dict):
+        raise refusal(entry.place, _EXTRA, entry.value, "must be a JSON object")
+    for name, value in extra.items():
         key = f"{_EXTRA}.{name}"
         reading.entries.add(key, value, entry.line)
         if name in known:

@@ -198,6 +198,6 @@ def take_sequences(reading: Reading, longest: int | None, sequences: int | None)
     if sequences % per_pass:
         reading.warnings.append(
             f"a step has {sequences} sequences, which is no multiple of {per_pass} (micro-batch x copies of the "
-            f"model): memlab takes {passes} micro-batches"
+            f"model): memlab takes {passes} micro-batch{'es' if passes > 1 else ''}"
         )
     reading.values["num_microbatches"] = passes
