@@ -146,6 +146,11 @@ def _json_format(text: str, path: Path, format_name: str | None, variables: dict
     if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
         root = read_yaml(text.replace("\t", " "), path.name)  # JSON is YAML
         return _yaml_format(root, path, format_name, variables)
+    if format_name is None and "model_type" in values and not is_argument_file(values):
+        raise ValueError(
+            f"{path.name} has the sizes of a model ({shortened(values['model_type'])}), must have a job's arguments: "
+            f"give the job's own file, or predict a step of this model with memlab predict {path}"
+        )
     if format_name is None and path.name != "args.json" and not is_argument_file(values):
         raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}

@@ -39,7 +39,7 @@ CAUSES = {
         f"TP=$1; LEN=$2\n{SWIFT} --tensor_model_parallel_size $TP --max_length $LEN\n",
         (
             "line 1: the script is started with values that memlab does not know ($1 $2): give them in order behind the "
-            "file, as in run.sh -- 2 8"
+            "file, as in run.sh -- VALUE1 VALUE2"
         ),
     ),
 }
@@ -104,3 +104,10 @@ def test_a_guessed_size_refuses_no_job(nnodes: str, tmp_path: Path) -> None:
         Job.read(tmp_path / "run.sh", version="0.9.1", overrides=["trainer.nnodes=4"]).required()[0].layout.world_size
         == 32
     )
+
+
+def test_the_sizes_of_a_model_are_no_job(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "qwen3", "hidden_size": 4096}')
+    with pytest.raises(ValueError, match=r"has the sizes of a model \('qwen3'\).*memlab predict .*config.json"):
+        Job.read(path)

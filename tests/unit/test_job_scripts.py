@@ -379,7 +379,7 @@ def test_values_that_the_script_is_started_with_are_asked_for_and_taken() -> Non
     text = 'TP=$1; shift\nif [ "$2" = debug ]; then :; fi\nrun $TP ${1:-4} $2 "$@"'
     assert read_script(text, Path("run.sh")).lacks_arguments == (
         "line 1: the script is started with values that memlab does not know ($1 $3): give them in order behind the "
-        "file, as in run.sh -- 2 8"
+        "file, as in run.sh -- VALUE1 VALUE2 VALUE3"
     )
     script = read_script(text, Path("run.sh"), arguments=["2", "", "a b"])
     assert [word for word, _ in script.commands[-1].words] == ["run", "2", "4", "a", "b", "", "a b"]

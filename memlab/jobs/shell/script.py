@@ -184,9 +184,10 @@ class _Reader(Builtins):
         if not self.places_read:
             return ""
         names = " ".join(sorted(self.places_read, key=lambda name: int(name[1:])))
+        example = " ".join(f"VALUE{number + 1}" for number in range(max(int(name[1:]) for name in self.places_read)))
         return (
             f"line {min(self.places_read.values())}: the script is started with values that memlab does not know "
-            f"({names}): give them in order behind the file, as in {self.script.name} -- 2 8"
+            f"({names}): give them in order behind the file, as in {self.script.name} -- {example}"
         )
 
     # Blocks
