@@ -69,7 +69,7 @@ SLIME = (
             2,
             {"seq_length": 4096, "micro_batch_size": 3, "engine_sleeps": False},
         ),
-        ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 0}),
+        ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 2 * GIB}),
         ("config.yaml", NEMO_RL, 1, {"seq_length": 8192, "engine_ranks": 4, "bucket_bytes": None, "bucket_share": 0.3}),
         ("run.sh", SKYRL, None, {"seq_length": 1536, "micro_batch_size": 4, "gpu_memory_utilization": 0.6}),
         (

@@ -237,3 +237,40 @@ def test_gkd_trains_on_answers_of_its_student(flags: str, tokens: int, tmp_path:
     job = script(tmp_path, f"{start} --max_completion_length 1024 {flags}")
     assert job.required()[0].seq_length == tokens
     assert (job.rollout is not None) == (tokens > 2048)
+
+
+@pytest.mark.parametrize("variable", ["export OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1\n", ""])
+def test_slimes_training_in_4_bits_is_named_wherever_its_variable_is_set(variable: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    ray = "" if variable else """--runtime-env-json '{"env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}' """
+    path.write_text(
+        f"{variable}ray job submit {ray}-- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate "
+        "--hf-checkpoint Qwen/Qwen3-30B-A3B --max-tokens-per-gpu 8192 --use-dynamic-batch-size\n"
+    )
+    named = {one.key: one.effect for one in Job.read(path).not_modelled}
+    assert named.get("OPEN_TRAINING_INT4_FAKE_QAT_FLAG") == "more"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        (
+            "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint Qwen/Qwen3-30B-A3B "
+            "--tensor-model-parallel-size 2 --max-tokens-per-gpu 8192 --use-dynamic-batch-size --rollout-max-prompt-len 1000 "
+            "--rollout-max-response-len 32768"
+        ),
+        (
+            "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B "
+            "trainer.placement.policy_num_gpus_per_node=8 trainer.policy.megatron_config.tensor_model_parallel_size=2 "
+            "trainer.max_tokens_per_microbatch=8192 trainer.max_prompt_length=1000 "
+            "generator.sampling_params.max_generate_length=32768"
+        ),
+    ],
+)
+def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    job = Job.read(path)
+    assert job.scenario is not None, (job.cannot_start, job.not_supported)
+    assert job.scenario.seq_length >= 32768
+    assert any("the longest sequence has" in warning for warning in job.warnings)

@@ -164,7 +164,7 @@ def complete(reading: Reading) -> None:
     divisor = values.pop("make_vocab_size_divisible_by") * (values.get("tensor_model_parallel_size") or 1)
     if values.pop("should_pad_vocab") and values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
-    note_sequence_parallel(reading, "model.sequence_parallel", default=True)
+    note_sequence_parallel(reading, "model.sequence_parallel")
     _note_other_models(reading)
 
 

@@ -139,6 +139,7 @@ MISSING = (
         "more",
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
+    Missing("moe_shared_expert_gate", "more", "shared experts have a gate, whose backward keeps their output"),
     Missing("bias_activation_fusion", "more", UNFUSED_ACTIVATION, is_false),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),

@@ -51,7 +51,14 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         raise refusal(place, key, tokens_per_rank, "must be at least 1")
     unit, context = _unit_of_rows(reading), values.get("context_parallel_size") or 1
     # A row is filled with padded sequences up to the budget.
-    reading.take(key, "seq_length", max(1, tokens_per_rank * context // unit) * unit)
+    row = max(1, tokens_per_rank * context // unit) * unit
+    if longest and longest > row:
+        reading.warnings.append(
+            f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
+            "longest sequence alone, as slime and SkyRL make them; verl stops at such a sequence"
+        )
+        row = -(-longest // unit) * unit
+    reading.take(key, "seq_length", row)
     values["micro_batch_size"] = 1
     # Megatron's own attention, "local", is predicted as "unfused".
     if values.get("attention_backend") not in ("unfused", "local"):

@@ -181,14 +181,21 @@ def _sequences(reading: Reading) -> int | None:
 
 def _take_allocator(reading: Reading) -> None:
     """Takes the allocator's settings from the environment that Ray, or slime itself, gives the ranks, a JSON text."""
+    texts = [f'"{name}": "{value}"' for name, value in reading.entries.environment.items()]
     for key in ("runtime_env_json", "train_env_vars"):
         entry = reading.entries.by_key.get(key)
+        texts += [] if entry is None else [str(entry.value)]
         # Other variables of the text may be known only when the job runs.
         found = dict(_ALLOCATOR.findall(str(entry.value))) if entry is not None else {}
         if found:
             reading.take(key, "allocator", found.get("CUDA_", found.get("")))
+    if any(_INT4_TRAINING.search(text) for text in texts):
+        reason = "each forward pass rounds a copy of every expert's weights to 4 bits and back"
+        reading.miss("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "more", reason)
 
 
+_INT4_TRAINING = re.compile(r'"OPEN_TRAINING_INT4_FAKE_QAT_FLAG"\s*:\s*"1"')
+"""slime's patch of Megatron-LM reads it (``docker/patch/latest/megatron.patch``, 624b824a)."""
 _ALLOCATOR = re.compile(r'"PYTORCH_(CUDA_|)ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 

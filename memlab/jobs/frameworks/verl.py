@@ -85,6 +85,7 @@ FRAMEWORK_MISSING = (
         for one in ("reward.reward_model", "reward_model")
     ),
     *draft_model(f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config"),
+    Missing("actor_rollout_ref.model.mtp.enable_rollout", "more", "the inference engine has a draft model too"),
     Missing("trainer.device", "either", "memlab predicts the job on NVIDIA's GPUs",
             lambda value: value not in (None, "cuda")),
     Missing(f"{_ROLLOUT}.quantization", "less", "the inference engine's weights are quantized", is_given),
