@@ -658,8 +658,9 @@ def test_copy_as_gives_a_framework_s_lines_for_the_shown_run(make_panel: Callabl
     scenario = shown.state.lab.scenario
     job = Job.read(tmp_path / "run.sh", architecture=scenario.architecture, version="2026-08-20")
     assert shown.state.shown.settings == MemorySettings(offload_parameters=True)
-    assert job.settings == MemorySettings(offload_parameters=True, checkpoint_input_remedy="release_storage"), (
-        "verl always releases the inputs of checkpoints"
+    of_verl = {"offload_gradients": True, "checkpoint_input_remedy": "release_storage"}
+    assert job.settings == MemorySettings(offload_parameters=True, **of_verl), (
+        "in verl, gradients leave with the parameters, and the inputs of checkpoints are always released"
     )
     assert job.scenario is not None
     assert (job.scenario.seq_length, job.scenario.micro_batch_size) == (scenario.seq_length, scenario.micro_batch_size)

@@ -31,8 +31,7 @@ _GROUPS = {
     "Optimizer": "use_precision_aware_optimizer",
     "CPU optimizer": "optimizer_cpu_offload",
     "Loss": "loss",
-    "Attention": "attention_backend",
-    "Pipeline": "deallocate_pipeline_outputs",
+    "Attention and pipeline": "attention_backend",
     "FP8": "fp8_format",
     "torch's allocator": "expandable_segments",
 }
