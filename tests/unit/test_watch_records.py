@@ -20,7 +20,7 @@ from tests.unit.builders import record_of, training_step
 from tests.unit.corruption import corruptions
 from tests.unit.refusal import refusal
 
-WIDTH, BATCH, STEPS = 64, 512, 4
+WIDTH, BATCH, STEPS = 1024, 512, 4  # large beside what other tests of the process still hold
 
 
 def watched_steps(keep: Callable[[torch.Tensor], object], *, accumulate_first: bool = False) -> list[Run]:
