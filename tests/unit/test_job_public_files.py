@@ -117,14 +117,32 @@ def test_parts_of_a_model_that_memlab_does_not_know_may_be_frozen(key: str, tmp_
         ("ASCEND_RT_VISIBLE_DEVICES=0,1 ", "Ascend's NPUs"),
         ("export ASCEND_RT_VISIBLE_DEVICES=0,1\n", "Ascend's NPUs"),
         ("export HIP_VISIBLE_DEVICES=${HIP_VISIBLE_DEVICES:-0,1}\n", "AMD's GPUs"),
+        ("export HCCL_CONNECT_TIMEOUT=1500\n", "Ascend's NPUs"),
+        ("PYTORCH_NPU_ALLOC_CONF=expandable_segments:True ", "Ascend's NPUs"),
+        ("export VLLM_ASCEND_ENABLE_NZ=0\n", "Ascend's NPUs"),
+        ("NPUS_PER_NODE=16\necho $NPUS_PER_NODE\n", "Ascend's NPUs"),
+        ("export MIOPEN_USER_DB_PATH=/tmp\n", "AMD's GPUs"),
         ("CUDA_VISIBLE_DEVICES=0,1 ", None),
+        ("export NCCL_DEBUG=WARN RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1\n", None),
     ],
 )
 def test_a_job_for_devices_of_another_maker_is_warned_of(before: str, devices: str | None, tmp_path: Path) -> None:
     job = script(tmp_path, before + SWIFT.format(model="Qwen/Qwen3-8B"))
-    said = [line for line in job.warnings if "is set, so the job runs on" in line]
+    said = [line for line in job.warnings if "is set, as jobs on" in line]
     assert len(said) == (devices is not None)
     assert devices is None or devices in said[0]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "ray_kwargs.ray_init.runtime_env.env_vars.HCCL_CONNECT_TIMEOUT=1500",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True",
+    ],
+)
+def test_keys_that_only_jobs_on_npus_have_are_a_sign_of_them(override: str, tmp_path: Path) -> None:
+    """MindSpeed reads ``use_flash_attn``, which Megatron-Core's configuration does not have."""
+    assert any("Ascend's NPUs" in line for line in script(tmp_path, f"{VERL} {override}").warnings)
 
 
 def test_verl_on_another_device_is_named(tmp_path: Path) -> None:
