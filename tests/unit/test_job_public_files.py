@@ -112,6 +112,33 @@ def test_parts_of_a_model_that_memlab_does_not_know_may_be_frozen(key: str, tmp_
 
 
 @pytest.mark.parametrize(
+    ("flags", "has_teacher"),
+    [
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-32B", True),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-8B", True),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-8B --tuner_type lora", False),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-32B --tuner_type lora", True),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-8B --adapters out", False),
+        ("--rlhf_type grpo --teacher_model Qwen/Qwen3-32B", True),
+        ("--rlhf_type dpo --teacher_model Qwen/Qwen3-32B", False),
+        ("--rlhf_type gkd --teacher_model_server http://localhost:8000", False),
+    ],
+)
+def test_ms_swift_loads_a_teacher_unless_it_is_the_student_without_adapters(
+    flags: str, has_teacher: bool, tmp_path: Path
+) -> None:
+    """``_check_teacher`` in swift/megatron/arguments/megatron_args.py (main of August 2026)."""
+    job = script(tmp_path, f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 {flags}")
+    assert ("teacher_model" in effects(job)) == has_teacher
+
+
+def test_gkd_without_an_engine_trains_on_the_data(tmp_path: Path) -> None:
+    gkd = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type gkd --model Qwen/Qwen3-8B --max_length 2048"
+    assert script(tmp_path, gkd).required()[0].seq_length == 2048 + 512
+    assert script(tmp_path, f"{gkd} --use_vllm false").required()[0].seq_length == 2048
+
+
+@pytest.mark.parametrize(
     ("before", "devices"),
     [
         ("ASCEND_RT_VISIBLE_DEVICES=0,1 ", "Ascend's NPUs"),

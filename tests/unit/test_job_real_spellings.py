@@ -273,6 +273,7 @@ _MEMORY = [
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "qkv_format", "bshd", "more"),
     ("ms-swift", "task_type", "seq_cls", "either"),
+    ("ms-swift", "linear_decoupled_in_proj", "true", "either"),
     ("ms-swift", "freeze_parameters_ratio", "1.0", "less"),
     ("ms-swift", "freeze_parameters", "model.embed_tokens", "less"),
     ("ms-swift", "freeze_parameters_regex", ".*mlp.*", "less"),

@@ -115,6 +115,15 @@ _DATASET = (
     ),
 )
 """What datasets decide (megatron/bridge/data/builders and GPTDatasetConfig of Megatron-Core, main of August 2026)."""
+_OF_TEXT = ("gpt_step", "llm_step", "dsv4_step")
+"""Names of steps that train on text (``scripts/training/recipe_runner.py``, main of August 2026)."""
+_OF_THE_COMMAND = (
+    Missing("step_func", "more", "it is a step of models of images, video or sound, which memlab does not have",
+            lambda value: value not in (None, *_OF_TEXT), blocks=True),
+    Missing("deterministic", "either", "deterministic kernels have other temporaries, and the loss is not fused"),
+    Missing("packed_sequence", "either", "rows are packed sequences of a length that the recipe decides"),
+)  # fmt: skip
+"""Options of ``run_recipe.py``."""
 _DISTILLATION = (
     Missing("model.kd_config.intermediate_layer_pairs", "more", "both models keep these layers' outputs", is_given),
     Missing("model.kd_config.skip_lm_loss", "more", "the language model's loss is computed beside the distillation's",
@@ -125,6 +134,7 @@ FRAMEWORK_MISSING = (
     *_OTHER_MODELS,
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
+    *_OF_THE_COMMAND,
     *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
