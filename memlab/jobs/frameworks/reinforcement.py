@@ -126,6 +126,7 @@ def take_rollout(
     bucket_share: float | None = None,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
+    freed_for_log_probabilities: tuple[str, ...] = (),
 ) -> None:
     """Takes what the job does between training steps.
 
@@ -139,6 +140,7 @@ def take_rollout(
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
+        freed_for_log_probabilities: As in `Rollout`.
     """
     values = reading.values
     share = values.pop("engine_share", None)
@@ -154,6 +156,8 @@ def take_rollout(
         seq_length=max(1, seq_length or values.get("seq_length") or 1),
         micro_batch_size=max(1, micro_batch_size or 1),
         gpu_memory_utilization=share,
+        engine_bytes=values.pop("engine_bytes", None),
+        engine_has_own_weights=values.pop("engine_has_own_weights", True),
         engine_sleeps=values.pop("engine_sleeps", True),
         engine_ranks=_count(values, "engine_ranks") * _count(values, "engine_stages"),
         engine_data_ranks=_count(values, "engine_data_ranks"),
@@ -161,6 +165,7 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
+        freed_for_log_probabilities=freed_for_log_probabilities,
     )
 
 
