@@ -518,6 +518,41 @@ def test_nemo_rl_frees_gradients_before_log_probabilities(
     assert rollout.freed_for_log_probabilities == freed
 
 
+REWARD = ("data.default.env_name=reward_model", "env.reward_model.resources={num_nodes: 1, gpus_per_node: 2}")
+TEACHERS = (
+    "on_policy_distillation.enabled=true",
+    "on_policy_distillation.non_colocated_teachers.enabled=true",
+    "on_policy_distillation.teacher_model_by_agent_name={first: a, second: b, third: a}",
+    "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.num_nodes=1",
+    "on_policy_distillation.non_colocated_teachers.teacher_overrides.second.num_nodes=2",
+)
+ELSEWHERE = "policy.generation.colocated.enabled=false"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "ranks"),
+    [
+        (1, REWARD, 6),
+        (4, REWARD, 24),
+        (4, REWARD[1:], 32),
+        (1, (*REWARD, ELSEWHERE, "policy.generation.colocated.resources={gpus_per_node: 4}"), 2),
+        (4, (*REWARD, ELSEWHERE, "policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 8}"), 16),
+        (2, (*REWARD, ELSEWHERE, "policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 4}"), 4),
+        (4, TEACHERS, 8),
+        (8, (*TEACHERS, "on_policy_distillation.deduplicate_shared_teacher_checkpoints=false"), 32),
+    ],
+)
+def test_models_beside_the_policy_of_nemo_rl_have_nodes_of_their_own(
+    tmp_path: Path, nodes: int, overrides: tuple[str, ...], ranks: int
+) -> None:
+    """``setup`` in nemo_rl/algorithms/grpo.py at 7ea279ab."""
+    cluster = (f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8")
+    size = ("policy.train_global_batch_size=96", "policy.megatron_cfg.expert_model_parallel_size=1")
+    scenario, _ = nemo(tmp_path, *cluster, *overrides, *size).required()
+
+    assert scenario.layout.world_size == ranks
+
+
 def test_nemo_rl_moves_the_optimizer_state_that_megatron_does_not_move_itself(tmp_path: Path) -> None:
     optimizer = "policy.megatron_cfg.optimizer"
     assert nemo(tmp_path).required()[1].offload_optimizer

@@ -5,6 +5,7 @@ Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -47,14 +48,15 @@ from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_para
 from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
-    draft_model,
     is_packed,
     longest_sequence,
     note_replaced_values,
     sequences_of_a_step,
+    sglang_arguments,
     take_rollout,
     take_rows,
     take_sequences,
+    vllm_arguments,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -166,9 +168,9 @@ FRAMEWORK_MISSING = (
     ),
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
-    Missing(f"{_GENERATION}.vllm_kwargs.kv_cache_memory_bytes", "either",
-            "the engine takes its weights and these bytes in place of its share of the memory", is_given),
-    *draft_model(f"{_GENERATION}.vllm_kwargs.speculative_config"),
+    *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
+    *sglang_arguments(f"{_GENERATION}.sglang_cfg."),
+    *sglang_arguments(f"{_GENERATION}.sglang_kwargs."),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
@@ -232,7 +234,7 @@ def _take_rollout(
     if not generates:
         del values["engine_share"], values["engine_ranks"], values["frees_optimizer"]
         return
-    _take_engine(reading)
+    engine = _take_engine(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
     freed = ("gradients", "optimizer state") if values.pop("frees_optimizer") else ("gradients",)
@@ -245,6 +247,7 @@ def _take_rollout(
         bucket_bytes=int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
         freed_for_log_probabilities=() if is_colocated else freed,
+        engine=engine,
     )
 
 
@@ -281,11 +284,15 @@ _KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
 """For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
 
 
-def _take_engine(reading: Reading) -> None:
-    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used."""
+def _take_engine(reading: Reading) -> tuple[str, str]:
+    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used.
+
+    Returns:
+        The key that chooses the engine, and the engine.
+    """
     values = reading.values
     key = f"{_GENERATION}.backend"
-    backend = str(reading.get(key, "vllm"))
+    backend = str(reading.get(key) or "vllm")
     if backend != "vllm":
         values["engine_ranks"] = 1  # those of the table are vLLM's
     for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
@@ -306,14 +313,9 @@ def _take_engine(reading: Reading) -> None:
     values["engine_data_ranks"] = max(1, (experts or 1) // (tensor if isinstance(tensor, int) and tensor > 0 else 1))
     if backend == "megatron":
         _take_megatron_engine(reading)
-    elif backend == "trtllm":
-        values["engine_share"] = None
-        reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
     elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
         values["engine_share"] = None
-    elif backend not in _KEYS_OF_ENGINE:
-        values["engine_share"] = None
-        reading.miss(key, "either", "memlab does not know how much memory this inference engine takes")
+    return key, backend
 
 
 _MCORE = f"{_GENERATION}.mcore_generation_config"
@@ -359,11 +361,46 @@ def _complete_ranks(reading: Reading) -> int:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
-    ranks = nodes * per_node
-    if not values["is_colocated"]:
-        ranks -= (other_nodes * per_node) if nodes > 1 and other_nodes else (other_ranks or 0)
-    values.setdefault("world_size", ranks)
+    is_one_node = nodes == 1
+    nodes, of_node = nodes - _nodes_of_teachers(reading), per_node
+    if "reward_model" in {entry.value for key, entry in reading.entries.by_key.items() if _ENVIRONMENT.fullmatch(key)}:
+        nodes -= 0 if is_one_node else _whole(reading, "env.reward_model.resources.num_nodes")
+        of_node -= _whole(reading, "env.reward_model.resources.gpus_per_node") if is_one_node else 0
+    if not values["is_colocated"] and nodes > 1 and other_nodes:
+        nodes -= other_nodes
+    elif not values["is_colocated"]:
+        of_node -= other_ranks or 0
+    values.setdefault("world_size", nodes * of_node)
     return int(per_node)
+
+
+_ENVIRONMENT = re.compile(r"data\.(?:\w+\.)?env_name")
+"""Where the data name the environments that a job has (``extract_necessary_env_names`` in nemo_rl/data/utils.py)."""
+_TEACHERS = "on_policy_distillation"
+
+
+def _nodes_of_teachers(reading: Reading) -> int:
+    """Returns the nodes that teachers have for themselves (``create_teacher_configs_from_opd_config``)."""
+    section = f"{_TEACHERS}.non_colocated_teachers"
+    if not (reading.get(f"{_TEACHERS}.enabled") and reading.get(f"{section}.enabled")):
+        return 0
+    start = f"{_TEACHERS}.teacher_model_by_agent_name."
+    models = {key.removeprefix(start): reading.get(key) for key in reading.entries.by_key if key.startswith(start)}
+    names = list(models)
+    if reading.get(f"{_TEACHERS}.deduplicate_shared_teacher_checkpoints", default=True):
+        names = list({model: name for name, model in reversed(models.items())}.values())
+    of_all = _whole(reading, f"{section}.default_teacher_cfg.num_nodes", 1)
+    return sum(_whole(reading, f"{section}.teacher_overrides.{name}.num_nodes", of_all) for name in names)
+
+
+def _whole(reading: Reading, key: str, default: int = 0) -> int:
+    """Returns a number of nodes or GPUs, which changes how many are left for the training."""
+    try:
+        value = COUNT.read(reading.get(key))
+    except ValueError as error:
+        entry = reading.entries.by_key[key]
+        raise refusal(entry.place, key, entry.value, error) from error
+    return default if value is None else int(value)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
