@@ -78,7 +78,7 @@ def _entropy_bytes(scenario: Scenario) -> int:
 
 
 def _replayed_routing_bytes(scenario: Scenario) -> int:
-    """Returns the experts' numbers, 8 bytes each, of all tokens of a step, as they were chosen and as they are taken."""
+    """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
     rows = scenario.tokens_of_rank * (scenario.architecture.moe_router_topk or 0)
     return 2 * 8 * rows * scenario.num_layers_of_stage * scenario.num_microbatches
 

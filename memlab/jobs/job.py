@@ -46,6 +46,8 @@ class Job:
     """What a job of reinforcement learning does between training steps; None for other jobs."""
     cannot_start: str | None = None
     """The rule by which the framework itself refuses the job."""
+    refused_fields: tuple[str, ...] = ()
+    """Fields of memlab, or names of `Key.field`, whose values the rule of `cannot_start` refuses."""
     not_supported: str | None = None
     """Why memlab cannot predict the job, in one line."""
     taken: tuple[Taken, ...] = ()
@@ -205,6 +207,7 @@ def _built(
     cls: type[Job], framework: Framework, reading: Reading, architecture: str | Path | Architecture | None
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
+    refused_fields: tuple[str, ...] = ()
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
@@ -228,7 +231,7 @@ def _built(
                 f"refuses the job: give these values with --set ({error})"
             )
         else:
-            cannot_start = str(error)
+            cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
@@ -259,6 +262,7 @@ def _built(
         settings=settings if scenario is not None else None,
         rollout=rollout,
         cannot_start=cannot_start,
+        refused_fields=refused_fields,
         not_supported=not_supported,
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
