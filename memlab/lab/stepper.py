@@ -35,8 +35,6 @@ from memlab.lab.progress import StepStopped
 from memlab.meter import collectives
 from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model import apply_settings, cpu_optimizer, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.as_built import AsBuilt
@@ -142,10 +140,8 @@ class Stepper:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self._adopt(live, self.settings)
             # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            may_start_over = not self.backend.computes and not self.scenario.state.optimizer_cpu_offload
-            if may_start_over and isinstance(self.meter, StorageMeter):
-                self._as_built = AsBuilt(live)
-                self.meter.remember()
+            if not self.backend.computes and not self.scenario.state.optimizer_cpu_offload:
+                self._as_built = AsBuilt(live, self.meter.remember())
         except BaseException as error:
             release_tensors(error)
             raise
@@ -158,9 +154,10 @@ class Stepper:
         self._resume_replay()
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
-        if self.replays and isinstance(self.meter, SimulatedMeter):
-            self._replay = LayerReplay(live, self.labels, self.meter)
-            self._update = UpdateReplay(self.labels, self.meter)
+        repeater = self.meter.repeater
+        if self.replays and repeater is not None:
+            self._replay = LayerReplay(live, self.labels, repeater)
+            self._update = UpdateReplay(self.labels, repeater)
         self._make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
@@ -172,7 +169,6 @@ class Stepper:
         meter = self.meter
         if self._as_built is None or self.is_tapped or self.transfers.has_fault:
             return False
-        assert isinstance(meter, StorageMeter), "only simulated models are remembered"
         limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
         try:
             self.transfers.load()
@@ -181,7 +177,7 @@ class Stepper:
                 self._update.free_state()
             self.apply(MemorySettings())
             self._as_built.restore()
-            if not self.garbage.collect_until(partial(self._restored, meter)):
+            if not self.garbage.collect_until(partial(self._restored, self._as_built)):
                 return False
         finally:
             if limit_bytes is not None:
@@ -192,12 +188,11 @@ class Stepper:
         self._is_as_built = True
         return True
 
-    @staticmethod
-    def _restored(meter: StorageMeter) -> bool:
+    def _restored(self, as_built: AsBuilt) -> bool:
         """Returns whether the meter is as it was when the model was built: not if something else is allocated now."""
         torch.cuda.empty_cache()
-        meter.free_cached_pinned_memory()
-        return meter.restore()
+        self.meter.free_cached_pinned_memory()
+        return as_built.restore_memory()
 
     def _resume_replay(self) -> None:
         """Allows replay again after an error stopped it; for a model that is new or has started over."""
@@ -487,8 +482,6 @@ class Stepper:
         if self._replay is not None:
             self._replay.release()
         self._replay = self._update = self._as_built = None
-        if isinstance(self.meter, StorageMeter):
-            self.meter.forget_remembered()
 
     def step(
         self,
@@ -548,10 +541,11 @@ class Stepper:
 
     def _repeated(self, on_move: Callable[[], None] | None) -> StepRecord | None:
         """Returns the record of a step that only repeats the last one; None if it has to be taken."""
-        if self._repeatable is None or not isinstance(self.meter, SimulatedMeter) or not self._may_repeat():
+        repeater = self.meter.repeater
+        if self._repeatable is None or repeater is None or not self._may_repeat():
             return None
         started = time.perf_counter()
-        timeline = self.meter.repeat_step()
+        timeline = repeater.repeat_step()
         if timeline is None:
             return None
         scenario = self.scenario
@@ -644,8 +638,8 @@ class Stepper:
 
     def _categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what may lack its category: nothing, if all that is allocated has been asked for before."""
-        meter = self.meter
-        if self.replays and isinstance(meter, SimulatedMeter) and not meter.has_new:
+        repeater = self.meter.repeater
+        if self.replays and repeater is not None and not repeater.has_new:
             return {}
         return self.transfers.categories()
 
@@ -659,15 +653,14 @@ class Stepper:
         chunks, that may be any. The first step after full recompute frees its graphs: each may cover layers that are in
         different units now, or keep what other layers have made.
         """
-        meter = self.meter
-        if self._replay is None or not isinstance(meter, SimulatedMeter):
+        if self._replay is None:
             return nullcontext()
         offloads = bool(self.settings.offload_modules)
         needs_real_passes = forward_only or self._needs_real_passes()
         layout, is_recomputed = self.scenario.layout, False
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self._follows_full_recompute
-            needs_real_passes |= meter.device_memory_bytes is not None
+            needs_real_passes |= self.meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
             needs_real_passes |= is_recomputed and layout.virtual_pipeline_model_parallel_size > 1
         if offloads:
@@ -719,7 +712,7 @@ class Stepper:
     @property
     def _keeps_state_or_looks(self) -> bool:
         has_fp8 = self.scenario.state.fp8_format is not None
-        return has_fp8 or self.transfers.has_fault or getattr(self.meter, "looks", False)
+        return has_fp8 or self.transfers.has_fault or self.meter.looks
 
     @property
     def _overlaps(self) -> bool:
@@ -731,8 +724,8 @@ class Stepper:
 
     def _microbatches(self) -> MicrobatchReplay | None:
         """Returns what inserts micro-batches in the step; None if all are stepped."""
-        layout, meter = self.scenario.layout, self.meter
-        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_microbatches():
+        layout, meter = self.scenario.layout, self.meter.repeater
+        if not self.replays or meter is None or self._needs_real_microbatches():
             return None
         if self.settings.offload_modules or not meter.may_repeat:  # a group has been offloaded before the passes
             return None
@@ -801,7 +794,7 @@ class Stepper:
             step_index=self.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
-            kept_gather_bytes=self.meter.kept_gather_bytes if isinstance(self.meter, SimulatedMeter) else 0,
+            kept_gather_bytes=self.meter.kept_gather_bytes,
             uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,
