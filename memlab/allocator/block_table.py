@@ -25,19 +25,15 @@ class BlockTable:
 
     def add(self, address: int, num_bytes: int, pool: int, *, is_free: bool = True) -> int:
         """Returns a new block without neighbours."""
-        if self._unused:
-            block = self._unused.pop()
-            self.address[block], self.num_bytes[block], self.pool[block] = address, num_bytes, pool
-            self.is_free[block] = is_free
-            self.before[block] = self.after[block] = NO_BLOCK
-            return block
-        self.address.append(address)
-        self.num_bytes.append(num_bytes)
-        self.pool.append(pool)
-        self.is_free.append(is_free)
-        self.before.append(NO_BLOCK)
-        self.after.append(NO_BLOCK)
-        self.free_since.append(0)
+        block = self._unused.pop() if self._unused else self._extend()
+        self.address[block], self.num_bytes[block], self.pool[block] = address, num_bytes, pool
+        self.is_free[block], self.before[block], self.after[block] = is_free, NO_BLOCK, NO_BLOCK
+        return block
+
+    def _extend(self) -> int:
+        self.is_free.append(True)
+        for column in (self.address, self.num_bytes, self.pool, self.before, self.after, self.free_since):
+            column.append(0)
         return len(self.address) - 1
 
     def remove(self, block: int) -> None:
@@ -46,19 +42,14 @@ class BlockTable:
 
     def split(self, block: int, num_bytes: int) -> int:
         """Cuts a block after so many bytes, and returns the second part, as free or not as the first."""
-        sizes, after = self.num_bytes, self.after[block]
-        rest = self.add(
-            self.address[block] + num_bytes, sizes[block] - num_bytes, self.pool[block], is_free=self.is_free[block]
-        )
-        sizes[block] = num_bytes
-        self.link(block, rest)
+        rest, after, sizes = self._unused.pop() if self._unused else self._extend(), self.after[block], self.num_bytes
+        self.address[rest], self.pool[rest] = self.address[block] + num_bytes, self.pool[block]
+        self.is_free[rest] = self.is_free[block]
+        sizes[rest], sizes[block] = sizes[block] - num_bytes, num_bytes
+        self.after[block], self.before[rest], self.after[rest] = rest, block, after
         if after != NO_BLOCK:
-            self.link(rest, after)
+            self.before[after] = rest
         return rest
-
-    def link(self, block: int, after: int) -> None:
-        """Makes two blocks neighbours."""
-        self.after[block], self.before[after] = after, block
 
     def join(self, block: int, after: int) -> None:
         """Adds a block's neighbour, which is then gone, to it."""

@@ -54,7 +54,7 @@ class Blocks:
             is_free = part["state"] == "inactive"
             block = blocks.add(part["address"], part["size"], pool, is_free=is_free)
             if before != NO_BLOCK:
-                blocks.link(before, block)
+                blocks.after[before], blocks.before[block] = block, before
             before = block
             if not (is_free and self._expandable):
                 self._at[part["address"]] = block

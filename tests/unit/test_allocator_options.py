@@ -279,7 +279,9 @@ def test_a_log_knows_the_blocks_that_were_allocated_before_it_began() -> None:
     allocator.free(late)
     allocator.allocate(100 * MIB)
     completes = {limit: log.completes_within(limit * MIB) for limit in (300, 209, 210, 299, 300)}
-    assert completes == {209: False, 210: False, 299: False, 300: True}, "what was freed is returned where space is short"
+    assert completes == {209: False, 210: False, 299: False, 300: True}, (
+        "what was freed is returned where space is short"
+    )
 
 
 def test_a_table_is_served_until_a_request_does_not_fit() -> None:
