@@ -34,10 +34,11 @@ class Session:
     Args:
         scenario: What a step runs.
         backend: Where the model lives.
+        replays: Whether a simulated step repeats what earlier events have shown.
     """
 
-    def __init__(self, scenario: Scenario, backend: Backend) -> None:
-        self.stepper = Stepper(scenario, backend)
+    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool) -> None:
+        self.stepper = Stepper(scenario, backend, replays=replays)
         self.worker = Worker(self.stepper.job_context, lambda: f"{self.stepper.scenario}, {self.stepper.settings}")
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
