@@ -238,7 +238,7 @@ def _built(
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
     for key, entry in reading.entries.by_key.items():
-        if key in said:
+        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
             continue
         if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(
@@ -270,12 +270,13 @@ def _built(
 
 _OTHER_ACCELERATORS = {
     "Ascend's NPUs": re.compile(
-        r"(HCCL|ASCEND|VLLM_ASCEND|TORCH_HCCL)_\w+|PYTORCH_NPU_ALLOC_CONF|NPUS?_PER_NODE|CPU_AFFINITY_CONF|use_flash_attn"
+        r"(HCCL|ASCEND|VLLM_ASCEND|TORCH_HCCL)_\w+(?<!_PORT_RANGE)|PYTORCH_NPU_ALLOC_CONF|NPUS?_PER_NODE|CPU_AFFINITY_CONF|use_flash_attn"
     ),
     "AMD's GPUs": re.compile(r"(HIP|ROCR)_VISIBLE_DEVICES|(MIOPEN|HSA|ROCM)_\w+"),
 }
 """Variables that only jobs on devices of another maker set: of their collective library, compiler and driver, and
-MindSpeed's field of Megatron's configuration (public scripts of verl, ms-swift and slime, August 2026)."""
+MindSpeed's field of Megatron's configuration (public scripts of verl, ms-swift and slime, August 2026). The ranges of
+ports are in verl's own ``trainer/runtime_env.yaml``, which jobs on all devices use."""
 
 
 def _note_accelerator(reading: Reading) -> None:
