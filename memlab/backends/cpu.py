@@ -27,7 +27,7 @@ from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
-from memlab.meter.storage_meter import StorageMeter
+from memlab.meter.storage_meter import plain_meter
 from memlab.model.layers import torch_moe
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.model.layers.torch_layers import TorchProvider
@@ -45,7 +45,7 @@ def backend(reason: str) -> Backend:
         layer_provider=TorchProvider,
         join=join_with_gloo,
         active=cuda_replaced if world_size() == 1 else cuda_replaced_on_ranks,
-        meter=StorageMeter,
+        meter=plain_meter,
         check=check,
         has_allocator=False,
     )

@@ -22,8 +22,7 @@ from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import is_te_min_version
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
+from memlab.meter.storage_meter import plain_meter, simulated_meter
 from memlab.model.layers import fake_fp8, fp8_parameters
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
@@ -40,7 +39,7 @@ def backend(reason: str) -> Backend:
         fp8_layer_provider=fake_fp8.FakeFp8Provider,
         join=join_alone,
         active=on_fake_tensors,
-        meter=lambda labels: SimulatedMeter(labels, MetaResultCache.of_process().answer),
+        meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
         computes=False,
     )
@@ -51,7 +50,7 @@ def of_the_cpu_backend() -> Backend:
     simulated = backend("predicts the cpu backend")
     return replace(
         simulated,
-        meter=lambda labels: StorageMeter(labels, MetaResultCache.of_process().answer),
+        meter=lambda labels: plain_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda is_moe: None,
     )
 

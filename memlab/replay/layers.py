@@ -42,8 +42,9 @@ import torch
 from megatron.core import tensor_parallel
 
 from memlab.meter import collectives
-from memlab.meter.allocations import Allocation
+from memlab.meter.allocations import Allocation, StorageAllocation
 from memlab.meter.labels import Labels
+from memlab.meter.observers import unobserved
 from memlab.meter.recording import (
     FORWARD,
     GRADIENT,
@@ -57,8 +58,7 @@ from memlab.meter.recording import (
     Replay,
     Role,
 )
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.repeater import Repeater
 from memlab.model.build import LiveModel
 from memlab.model.retention.retained_leaves import Retained, retained_by
 from memlab.replay.offload_calls import Calls, RepeatedCalls, Saved
@@ -219,7 +219,7 @@ class LayerReplay:
         meter: Its meter.
     """
 
-    def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
+    def __init__(self, live: LiveModel, labels: Labels, meter: Repeater) -> None:
         self._live, self._labels, self._meter = live, labels, meter
         layout = live.scenario.layout
         self._is_moe = live.scenario.architecture.is_moe
@@ -305,7 +305,7 @@ class LayerReplay:
         """Frees what replayed passes retain, and drops the model."""
         for allocation in [each for of_layer in self._retained for each in of_layer]:
             if allocation.key < 0 and allocation.num_bytes:
-                self._meter.let_go(allocation)
+                self._meter.storages.let_go(allocation)
         self.forget()
         self._units.clear()
         self._retained.clear()
@@ -477,7 +477,7 @@ class LayerReplay:
         previous = unit.last_pass
         self._retain_result(unit)
         one = _Pass(unit, 0 if previous is None else previous.number + 1)
-        one.input = self._meter.allocation_of(given)
+        one.input = self._meter.storages.allocation_of(given)
         one.groups = self._calls.next_groups()
         unit.last_pass = one
         known = self._known.get(self._key(one, given))
@@ -490,7 +490,7 @@ class LayerReplay:
 
     def _pass_without_graph(self, unit: _Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Steps or replays a layer in the forward pass of its checkpoint, which leaves nothing but its output."""
-        one = _Pass(unit, 0, input=self._meter.allocation_of(given))
+        one = _Pass(unit, 0, input=self._meter.storages.allocation_of(given))
         key = "without graph", unit.run, *_spec(given)
         known = self._known.get(key)
         if known is not None and known.is_proven and one.input is not None:
@@ -510,7 +510,7 @@ class LayerReplay:
         recorded = self._record(one, at, roles, (span, self._labels.span))
         if recorded is not None:
             recording, allocations = recorded
-            of_result = self._meter.allocation_of(result)
+            of_result = self._meter.storages.allocation_of(result)
             if [allocations[role] for role in recording.live] == [of_result]:
                 calls = Calls((), ())
                 self._learn(key, one, recording, recording.live[0], result, calls)
@@ -662,13 +662,13 @@ class LayerReplay:
         one.unit.held, one.sent_before = [], collectives.sent_bytes.copy()
         self._inside = True
         reference = self._latest_of_run.get(one.unit.run, []) if reference is None else reference
-        self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
+        self._meter.log.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
         try:
             result = step()
         finally:
             self._inside = False
-            if self._meter.after_event is not None:
-                self._meter.after_event = None
+            if self._meter.log.after_event is not None:
+                self._meter.log.after_event = None
                 self._let_go(one.unit, of_previous.values())
         # What a pass frees of an earlier one that was stepped, and could not be recorded, has no role.
         if in_flight is None or in_flight.replay is not None or in_flight.roles:
@@ -682,7 +682,7 @@ class LayerReplay:
             recording, one.roles = recorded
             calls, one.saved = self._calls.forward_since(one.calls_from, _places_of(one.roles))
             one.copies_allocated = calls.allocated
-            of_result = self._meter.allocation_of(result)
+            of_result = self._meter.storages.allocation_of(result)
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
                 self._learn(key, one, recording, one.output, result, calls)
@@ -733,13 +733,13 @@ class LayerReplay:
     def _hold(self, unit: _Unit, allocation: StorageAllocation, place: int) -> None:
         """Keeps what a replayed pass leaves, in the storage that stands for it, if there is one."""
         meter = self._meter
-        meter.hand_over(allocation)
+        meter.storages.hand_over(allocation)
         held = unit.held[place] if place < len(unit.held) else None
         storage = None if held is None else held()
         if storage is not None and storage.nbytes() == allocation.requested_bytes:
-            meter.follow(storage, allocation)
+            meter.storages.follow(storage, allocation)
         else:
-            meter.keep(allocation)
+            meter.storages.keep(allocation)
 
     def _drop_freed(self, unit: _Unit, *, by_pass: bool = False) -> None:
         for each in self._retained_by(unit) if by_pass else ():
@@ -751,7 +751,7 @@ class LayerReplay:
     def _let_go(self, unit: _Unit, of_previous: Iterable[StorageAllocation]) -> None:
         for each in [*self._retained_by(unit), *of_previous]:
             if each.key < 0 and each.num_bytes:
-                self._meter.let_go(each)
+                self._meter.storages.let_go(each)
 
     def _left_to_next(
         self, previous: _Pass | None, reference: list[tuple[int, Role]] | None
@@ -780,7 +780,7 @@ class LayerReplay:
 
         def let_go() -> None:
             while waiting and waiting[-1][0] <= num_allocated:
-                self._meter.let_go(waiting.pop()[1])
+                self._meter.storages.let_go(waiting.pop()[1])
 
         def after_event(delta: int, allocation: Allocation) -> None:
             nonlocal num_allocated
@@ -824,7 +824,7 @@ class LayerReplay:
         self._retain_result(one.unit)
         one.backward_from, one.span = self._meter.position(), self._labels.span
         one.sent_before = collectives.sent_bytes.copy()
-        one.gradient = self._meter.allocation_of(gradient)
+        one.gradient = self._meter.storages.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.calls_from, one.reloaded = self._calls.position(), one.saved.reloaded(self._meter)
         one.host_copies = one.saved.host_copies(self._meter)
@@ -854,7 +854,7 @@ class LayerReplay:
             self._last_signature.pop((*key[:2], self._is_latest(one)), None)
             return
         recording, own = recorded
-        of_result = meter.allocation_of(gradient)
+        of_result = meter.storages.allocation_of(gradient)
         result = next((role for role, each in enumerate(own) if each is of_result), -1)
         one.result = own[result] if result >= 0 else None
         calls = self._calls.backward_since(one.calls_from, _places_of(own), one.saved)
@@ -926,7 +926,7 @@ class LayerReplay:
         return [
             (number, name, _spec(tensor))
             for number, name, tensor in tensors
-            if id(self._meter.allocation_of(tensor)) in roles
+            if id(self._meter.storages.allocation_of(tensor)) in roles
         ]
 
     def _references_to_left(self, one: _Pass) -> list[tuple[int, int, str, _Spec]]:
@@ -934,7 +934,7 @@ class LayerReplay:
         places = {id(each): place for place, each in enumerate(one.left)}
         found = []
         for number, name, tensor in self._tensors_of_dispatchers(one.unit):
-            place = places.get(id(self._meter.allocation_of(tensor)))
+            place = places.get(id(self._meter.storages.allocation_of(tensor)))
             if place is not None:
                 found.append((place, number, name, _spec(tensor)))
         return found
@@ -955,7 +955,7 @@ class LayerReplay:
         """Drops the graph of an earlier pass from a unit's dispatchers, as a forward pass does that is not replayed."""
         unit.keeps_states = False
         dispatchers = self._dispatchers(unit)
-        with self._meter.paused():
+        with unobserved():
             for number, name, tensor in self._tensors_of_dispatchers(unit):
                 if tensor.grad_fn is not None:
                     setattr(dispatchers[number], name, tensor.detach())
@@ -978,8 +978,10 @@ class LayerReplay:
             places[id(one.result)] = len(one.left)
         found = []
         for number, name, tensor in self._tensors_of_dispatchers(one.unit):
-            own = places.get(id(meter.allocation_of(tensor)), -1)
-            kept = {places.get(id(meter.allocation_of(each)), -1) for each in _tensors_of_leaves(tensor.grad_fn)}
+            own = places.get(id(meter.storages.allocation_of(tensor)), -1)
+            kept = {
+                places.get(id(meter.storages.allocation_of(each)), -1) for each in _tensors_of_leaves(tensor.grad_fn)
+            }
             kept = (kept | {own}) - one.in_graph - {-1}
             missing -= kept
             if kept:
@@ -992,18 +994,18 @@ class LayerReplay:
         specs = {holder.place: holder.spec for holder in source.holders}
         tensors: dict[int, torch.Tensor] = {len(one.left): result}
         for place, allocation in enumerate(one.left):
-            meter.hand_over(allocation)
+            meter.storages.hand_over(allocation)
             if place in one.in_graph:
-                meter.keep(allocation)
+                meter.storages.keep(allocation)
                 continue
             of_bytes = torch.Size([allocation.requested_bytes]), (1,), torch.uint8
             tensors[place] = self._stand_in(specs.get(place, of_bytes))
-            meter.follow(tensors[place].untyped_storage(), allocation)
+            meter.storages.follow(tensors[place].untyped_storage(), allocation)
         one.unit.held = []
         for number, name, spec, own, kept in source.holders:
             tensor: Any = tensors[own] if own in tensors and _spec(tensors[own]) == spec else self._stand_in(spec)
             if kept != {own} or tensor is not tensors.get(own):
-                with meter.paused():
+                with unobserved():
                     tensor = tensor.detach()  # of the same storage; it must not keep itself
                 setattr(tensor, _KEPT, [tensors[place] for place in kept])
             setattr(dispatchers[number], name, tensor)
@@ -1033,7 +1035,7 @@ class LayerReplay:
         unit, meter, forward = one.unit, self._meter, one.replay
         assert forward is not None
         self._enter(reversed(unit.layers))
-        one.gradient = meter.allocation_of(gradient)
+        one.gradient = meter.storages.allocation_of(gradient)
         is_latest = self._is_latest(one)
         self._retain_result(unit)
         of_backward = self._of_backward(one, is_latest=is_latest)
@@ -1043,7 +1045,7 @@ class LayerReplay:
         if self._calls.is_noting:
             self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
-        one.result = meter.allocation_of(result)
+        one.result = meter.storages.allocation_of(result)
         between = self._known.get(("backward", unit.run, False, False, *of_backward))
         if between is not None and Role(GRADIENT, 0) not in between.recording.freed:
             one.kept = result
@@ -1067,8 +1069,8 @@ class LayerReplay:
             self._refer_to_what_is_left(one, known.source)
         for place, allocation in enumerate(one.left):
             if place in one.in_graph:
-                meter.hand_over(allocation)
-                meter.keep(allocation)
+                meter.storages.hand_over(allocation)
+                meter.storages.keep(allocation)
             else:
                 self._hold(unit, allocation, place)
         if is_retained:
@@ -1083,7 +1085,7 @@ class LayerReplay:
         freed = [forward.attached.get(role.number) for role in recording.freed if role.owner == FORWARD]
         copies = [copy for copy in freed if isinstance(copy, StorageAllocation)]
         for copy in copies:
-            self._meter.hand_over(copy)
+            self._meter.storages.hand_over(copy)
         done = self._run(one, recording, forward)
         for copy in copies:
             self._meter.forget(copy)
@@ -1117,7 +1119,7 @@ class LayerReplay:
     def at_end_of_graph(self, one: _Pass) -> Any:
         """Returns an object with which `graph_freed` is called when it is freed."""
         storage = self._meter.stand_in((0,), (1,), torch.uint8).untyped_storage()
-        one.end = self._meter.when_freed(storage, self.graph_freed, one)
+        one.end = self._meter.storages.when_freed(storage, self.graph_freed, one)
         return storage
 
     def graph_freed(self, one: _Pass) -> None:
@@ -1128,14 +1130,14 @@ class LayerReplay:
         for place, allocation in enumerate(source.left):
             has_freed = not allocation.num_bytes and id(allocation) not in self._freed_by_pass
             if (has_freed or place in one.in_graph) and one.left[place].num_bytes:
-                self._meter.let_go(one.left[place])
+                self._meter.storages.let_go(one.left[place])
 
     def _run(self, one: _Pass, recording: Recording, forward: Replay | None) -> Replay:
         others = {role: self._other(one, role) for _, role in recording.others}
         for role in recording.freed:
             other = others.get(role)
             if isinstance(other, StorageAllocation):
-                self._meter.hand_over(other)
+                self._meter.storages.hand_over(other)
         done = self._meter.replay(recording, one.unit.modules, forward, others)
         if forward is None or self._refills:
             self._drop_freed(one.unit, by_pass=True)
@@ -1149,14 +1151,14 @@ class LayerReplay:
         for (role, _), tensor in zip(calls.copies, copies, strict=True):
             if role >= 0 and replay.has(role) and role in recording.live:
                 made = self._meter.separate(replay, role, recording.totals[Role(OWN, role)])
-                self._meter.follow(tensor.untyped_storage(), made)
+                self._meter.storages.follow(tensor.untyped_storage(), made)
                 if made.pool == _HOST:
                     self._meter.pin(made)
 
     def _result(self, replay: Replay, known: _Known) -> torch.Tensor:
         tensor = self._stand_in(known.spec)
         allocation = self._meter.separate(replay, known.result, replay.recording.totals[Role(OWN, known.result)])
-        self._meter.follow(tensor.untyped_storage(), allocation)
+        self._meter.storages.follow(tensor.untyped_storage(), allocation)
         return tensor
 
     def _enter(self, layers: Any) -> None:

@@ -10,7 +10,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.repeater import Repeater
 from memlab.model.build import LiveModel
 from memlab.model.retention.retained_leaves import Retained
 from memlab.record.timeline import Timeline
@@ -30,7 +30,7 @@ class StepReplay(NoReplay):
         meter: The model's meter.
     """
 
-    def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
+    def __init__(self, live: LiveModel, labels: Labels, meter: Repeater) -> None:
         self.is_on = True
         self._live, self._labels, self._meter = live, labels, meter
         self._layers = LayerReplay(live, labels, meter)
@@ -46,7 +46,7 @@ class StepReplay(NoReplay):
 
     @property
     def has_new(self) -> bool:  # type: ignore[override]
-        return not self.is_on or self._meter.has_new
+        return not self.is_on or self._meter.storages.has_new
 
     @property
     def is_unchanged(self) -> bool:  # type: ignore[override]
@@ -67,9 +67,9 @@ class StepReplay(NoReplay):
             scenario,
             settings,
             forward_only=forward_only,
-            has_limit=self._meter.device_memory_bytes is not None,
+            has_limit=self._meter.memory.limit_bytes is not None,
             is_tapped=is_tapped,
-            is_looked_at=has_fault or self._meter.looks,
+            is_looked_at=has_fault or self._meter.log.looks,
             follows_full_recompute=self._follows_full_recompute,
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from memlab import Lab, MemorySettings
 from memlab.backends.fake_cuda import FAKE
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.allocations import StorageAllocation
 from tests.unit.replayed import require_identical
 
 _MODEL: dict[str, Any] = {"num_layers": 4, "seq_length": 64}
@@ -45,9 +45,9 @@ def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
             allocations = _num_allocations() - of_earlier_tests
         finally:
             gc.enable()
-        meter: Any = lab._session.stepper.meter  # type: ignore[union-attr]
-        assert meter.num_births > 3 * meter.num_live, "most storages of a step are freed in it"
-        assert allocations < 1.5 * meter.num_live, "else only a collection frees what the meter knew of them"
+        storages: Any = lab._session.stepper.meter.storages  # type: ignore[union-attr]
+        assert storages.num_births > 3 * len(storages.live), "most storages of a step are freed in it"
+        assert allocations < 1.5 * len(storages.live), "else only a collection frees what the meter knew of them"
 
 
 def test_what_is_left_in_a_cycle_is_no_memory_of_the_next_settings() -> None:
