@@ -36,9 +36,10 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
     tensor = values["tensor_model_parallel_size"] or 1
-    if not architecture.is_moe or values["expert_tensor_parallel_size"] == tensor:
+    shared = {size.ranks for size in architecture.shared_sizes}
+    if "expert_tensor_parallel_size" not in shared or values["expert_tensor_parallel_size"] == tensor:
         values["expert_tensor_parallel_size"] = None
-    if not architecture.is_moe and (values["expert_model_parallel_size"] or 1) > 1:
+    if "expert_model_parallel_size" not in shared and (values["expert_model_parallel_size"] or 1) > 1:
         reading.without_effect["expert_model_parallel_size"] = "the model has no experts"
         values["expert_model_parallel_size"] = 1
     sizes = {name: size for name, size in values.items() if size is not None}
@@ -51,7 +52,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         raise CannotStartError(f"the layout has {small}, must have sizes of at least 1: give larger ones")
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
-        world_size = math.lcm(per_copy, experts * pipeline) if architecture.is_moe else per_copy
+        world_size = math.lcm(per_copy, experts * pipeline)
         reading.warnings.append(
             f"the number of ranks is not in the file, so memlab takes the smallest, {world_size}: give --world-size"
         )
@@ -136,7 +137,7 @@ def _check_layer_pattern(reading: Reading, architecture: Architecture, num_layer
         ValueError: If a layer is dense.
     """
     for key, entry in reading.entries.by_key.items():
-        if key.rpartition(".")[2] != "moe_layer_freq" or entry.is_unknown or not architecture.is_moe:
+        if key.rpartition(".")[2] != "moe_layer_freq" or entry.is_unknown or not architecture.routes:
             continue
         given = f"{key} is {shortened(entry.value)} ({entry.place})"
         pattern = layer_pattern(entry.value)

@@ -299,7 +299,7 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
 
 def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     """Moves keys that concern experts only, where a dense model has them, to those without effect."""
-    if architecture.is_moe:
+    if architecture.routes:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)

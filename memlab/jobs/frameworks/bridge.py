@@ -231,7 +231,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture = scenario.architecture
     sizes = {key.field: getattr(architecture, key.field, None) for key in ARCHITECTURE}
-    if not architecture.is_moe:
+    if not architecture.routes:
         sizes |= dict.fromkeys(name for name in sizes if "moe" in name)
     return (
         common(scenario, settings)

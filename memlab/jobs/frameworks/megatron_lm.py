@@ -479,7 +479,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     sizes = {key.field: getattr(architecture, key.field, None) for key in SIZES_OF_THE_MODEL}
     padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
     values = common(scenario, settings) | sizes
-    if not architecture.is_moe:
+    if not architecture.routes:
         values |= dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff"))
     return values | {
         "num_layers": scenario.num_layers,
