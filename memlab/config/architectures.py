@@ -161,7 +161,7 @@ class Architecture:
     def weights_of(self, layers: Sequence[int]) -> dict[Weight, int]:
         """Returns how many of the layers, which are numbered from 0, have each of their parameters."""
         counts = dict.fromkeys(self.attention.weights(), len(layers))
-        return counts | {weight: n for part, n in self.kinds_of(layers).items() for weight in part.weights()}
+        return counts | {weight: n for part, n in self.kinds_of(layers).items() if n for weight in part.weights()}
 
     @property
     def largest_row(self) -> int:

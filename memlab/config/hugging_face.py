@@ -96,10 +96,6 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
             f"shared_expert_intermediate_size {shortened(config['shared_expert_intermediate_size'])} is not modelled: "
             "memlab has no shared experts"
         )
-    if config.get("mlp_only_layers") or fields.whole("decoder_sparse_step", default=1) != 1:
-        raise ValueError(
-            "dense layers among MoE layers are not supported: mlp_only_layers must be empty and decoder_sparse_step 1"
-        )
 
 
 def model_name(path: str) -> str:

@@ -21,6 +21,7 @@ from memlab.jobs.building import (
     recompute_of_all_layers,
     scenario_of,
     settings_of,
+    with_layer_pattern,
 )
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
@@ -206,7 +207,7 @@ def _built(
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
     try:
-        found = _architecture(reading, architecture)
+        found = with_layer_pattern(reading, _architecture(reading, architecture))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         framework.check(reading)

@@ -79,7 +79,7 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
             "--set"
         )
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    known_fields = {field.name for field in fields(Architecture)}
+    known_fields = {field.name for field in fields(Architecture) if field.name != "moe_layer_freq"}
     sizes = {key: value for key, value in values.items() if key in known_fields and value is not None}
     sizes.setdefault("num_query_groups", heads)
     sizes.setdefault("kv_channels", max(1, hidden // max(1, heads)))

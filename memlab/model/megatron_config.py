@@ -32,9 +32,11 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
     architecture = scenario.architecture
     dtype = _DTYPES[scenario.dtype]
-    of_parts = {"ffn_hidden_size": architecture.ffn_hidden_size}
+    of_parts: dict[str, Any] = {"ffn_hidden_size": architecture.ffn_hidden_size}
     for part in architecture.parts:
         of_parts |= {**asdict(part), **part.megatron}
+    if architecture.moe_layer_freq is not None:
+        of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
     config = TransformerConfig(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,8 @@ from memlab.lab.lab import Lab
 _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
 _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
 MODELS = [ARCHITECTURES[name] for name in ("phi-4-tiny", "qwen3-moe-tiny")]
+MODELS += [replace(MODELS[1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
+MODELS += [replace(MODELS[1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
 SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
 LAYOUTS = [
     Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, rank=1),
@@ -26,7 +29,7 @@ LAYOUTS = [
     ("model", "layout"),
     [
         *((model, layout) for model in MODELS for layout in LAYOUTS),
-        (MODELS[1], SPREAD),
+        *((model, SPREAD) for model in MODELS[1:]),
     ],
     ids=lambda value: value.name if isinstance(value, Architecture) else str(value),
 )

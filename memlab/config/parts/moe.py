@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memlab.config.parts.part import FeedForward, Part, SharedSize, Weight
+from memlab.config.validation import MOST_LAYERS, check_whole_number, is_whole_number, shortened
 
 if TYPE_CHECKING:
     from memlab.config.config_json import ConfigJson, ModelType
@@ -67,6 +68,7 @@ class Experts(FeedForward):
             "moe_aux_loss_coeff": config.number("router_aux_loss_coef", default=0.001),
             # Mixtral has no such field, and always normalises.
             "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=not has_own_width),
+            "moe_layer_freq": _pattern_of_config(config),
         }
 
     def weights(self) -> tuple[Weight, ...]:
@@ -115,3 +117,15 @@ class Experts(FeedForward):
     def unfused_activation_bytes(self) -> tuple[int, int]:
         """Returns what a dense part keeps, the product, and the probabilities in fp32 (``bias_act_func``)."""
         return 6 * self.moe_router_topk * self.moe_ffn_hidden_size, 4 * self.moe_router_topk
+
+
+def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:
+    """Returns which layers have experts (``Qwen3MoeDecoderLayer`` in transformers 5.24)."""
+    every, dense = config.whole("decoder_sparse_step", default=1), config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(is_whole_number(layer, at_least=0) for layer in dense):
+        raise ValueError(f"mlp_only_layers is {shortened(dense)}, must be a list of numbers of layers: correct it")
+    if every == 1 and not dense:
+        return None
+    num_layers = config.whole("num_hidden_layers")
+    check_whole_number("num_hidden_layers", num_layers, at_most=MOST_LAYERS, action="correct it")
+    return tuple(int((layer + 1) % every == 0 and layer not in dense) for layer in range(num_layers))
