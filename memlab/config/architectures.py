@@ -121,11 +121,6 @@ class Architecture:
         return [size for part in self.parts for size in part.shared_sizes()]
 
     @property
-    def is_moe(self) -> bool:
-        """Whether a layer sends tokens to experts."""
-        return self.routes
-
-    @property
     def routes(self) -> bool:
         """Whether a layer sends tokens to experts."""
         return any(part.routes for part in self.parts)

@@ -248,7 +248,8 @@ def check_arguments(reading: Reading) -> None:
             if not values.get(name):
                 raise CannotStartError(
                     f"overlap_param_gather is on without {name}, which the arguments of Megatron-LM require: switch "
-                    f"{name} on, or leave overlap_param_gather out"
+                    f"{name} on, or leave overlap_param_gather out",
+                    *(name, "overlap_param_gather"),
                 )
 
 
@@ -394,7 +395,8 @@ def check_backend(reading: Reading, default: str) -> None:
         if given in ("0", "1") and given != expected:
             raise CannotStartError(
                 f"{variable} is {given} in the environment, must be {expected} or unset with attention_backend "
-                f"{backend} (Megatron-Core): unset it, or choose another attention_backend"
+                f"{backend} (Megatron-Core): unset it, or choose another attention_backend",
+                "attention_backend",
             )
 
 
@@ -521,13 +523,14 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         unread += ("cross_entropy_fusion_impl",)
     if layout.pipeline_model_parallel_size == 1:
         unread += ("deallocate_pipeline_outputs",)
+    model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
         **{name: value for name, value in state.items() if name not in unread},
         **{name: getattr(settings, name) for name in settings.__slots__},
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "fine_grained_activation_offloading": settings.offload_modules is not None,
-        "moe_layer_freq": scenario.architecture.with_layers(scenario.num_layers).moe_layer_freq,
+        "moe_layer_freq": model.moe_layer_freq if model.routes else None,
         "seq_length": scenario.seq_length,
         "micro_batch_size": scenario.micro_batch_size,
         "num_microbatches": scenario.num_microbatches,
