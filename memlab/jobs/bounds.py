@@ -11,7 +11,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, para
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.keys import Effect
+from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
@@ -74,8 +74,9 @@ def _entropy_bytes(scenario: Scenario) -> int:
 
 def _replayed_routing_bytes(scenario: Scenario) -> int:
     """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
-    rows = scenario.tokens_of_rank * (scenario.architecture.moe_router_topk or 0)
-    return 2 * 8 * rows * scenario.num_layers_of_stage * scenario.num_microbatches
+    model = scenario.architecture
+    layers = sum(model.layer_routes(layer) for layer in scenario.layers_of_rank)
+    return 2 * 8 * scenario.tokens_of_rank * model.moe_router_topk * layers * scenario.num_microbatches
 
 
 def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -230,6 +231,9 @@ def _received_ahead_bytes(scenario: Scenario) -> int:
     return 2 * chunks * elements * (2 if scenario.dtype == "bf16" else 4)
 
 
+_OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in LANGUAGE_MODEL)
+"""What freezes them changes nothing of the language model, which memlab predicts alone."""
+
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_router_dtype": _router_rows_bytes,
@@ -258,9 +262,9 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         _replayed_routing_bytes,
     ),
     "freeze_moe_router": _router_bytes,
-    **dict.fromkeys(
-        ("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(parameters_of_rank(scenario))
-    ),
+    **dict.fromkeys(LANGUAGE_MODEL, _trained_bytes),
+    **dict.fromkeys(_OTHER_PARTS, lambda scenario: 0),
+    **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda one: 2 * sum(parameters_of_rank(one))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
@@ -299,6 +303,7 @@ _STATE = ("gradients", "optimizer state")
 _OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
 _CAN_TAKE: dict[str, tuple[str, ...]] = {
     "freeze_moe_router": _STATE,
+    **dict.fromkeys(_OTHER_PARTS, ()),
     **dict.fromkeys(("offload_optimizer_states", "use_stateless_adam"), ("optimizer state",)),
     **dict.fromkeys(FREEZES, _OF_TRAINING),
     **dict.fromkeys(

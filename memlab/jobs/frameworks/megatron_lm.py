@@ -55,7 +55,7 @@ FLAGS_OF_THE_OPTIMIZER = tuple(
 
 _FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """What Megatron-LM's arguments call a field of its TransformerConfig."""
-_DEFAULTS = {"rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
+_OF_AN_ARGUMENT = {"rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
              "moe_aux_loss_coeff": 0.0}  # fmt: skip
 _BESIDE = {
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),
@@ -76,7 +76,7 @@ def _argument(key: Key) -> Key:
         return Key("untie_embeddings_and_output_weights", key.field, NOT, True)
     if key in LAYERS:
         return replace(key, conversion=Conversion(key.conversion.read, _as_text))
-    default = _DEFAULTS.get(key.field, False if key.conversion is SWITCH else ABSENT)
+    default = _OF_AN_ARGUMENT.get(key.field, False if key.conversion is SWITCH else ABSENT)
     return replace(key, name=_FLAGS.get(key.name, key.name), default=default)
 
 
