@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.keys import Effect
+from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
@@ -249,6 +249,9 @@ def _parameters(scenario: Scenario) -> tuple[int, int]:
     return (dense, experts) if model.is_moe else (dense + experts, 0)
 
 
+_OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in LANGUAGE_MODEL)
+"""What freezes them changes nothing of the language model, which memlab predicts alone."""
+
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_router_dtype": _router_rows_bytes,
@@ -277,6 +280,8 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         _replayed_routing_bytes,
     ),
     "freeze_moe_router": _router_bytes,
+    **dict.fromkeys(LANGUAGE_MODEL, _trained_bytes),
+    **dict.fromkeys(_OTHER_PARTS, lambda scenario: 0),
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
@@ -316,6 +321,7 @@ _STATE = ("gradients", "optimizer state")
 _OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
 _CAN_TAKE: dict[str, tuple[str, ...]] = {
     "freeze_moe_router": _STATE,
+    **dict.fromkeys(_OTHER_PARTS, ()),
     **dict.fromkeys(("offload_optimizer_states", "use_stateless_adam"), ("optimizer state",)),
     **dict.fromkeys(FREEZES, _OF_TRAINING),
     **dict.fromkeys(

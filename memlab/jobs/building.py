@@ -439,5 +439,12 @@ def _allocator(reading: Reading) -> AllocatorSettings:
                     NotModelled(f"{variable}.{name}", value, missing.effect, missing.reason, "environment")
                 )
     if reading.values.get("expandable_segments"):  # a framework's own switch, which it turns after the start
-        values["expandable_segments"] = True
+        dropped = [name for name in values if name != "expandable_segments"]
+        if dropped:
+            # Each setting made by code resets these options (parseArgs in c10/core/AllocatorConfig.cpp, torch 2.13).
+            reading.warnings.append(
+                f"{variable}: the framework sets expandable_segments:True after the start, with which torch drops "
+                f"{' and '.join(dropped)}; memlab predicts the job without"
+            )
+        values = {"expandable_segments": True}
     return AllocatorSettings(**values)

@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import EFFECTS, bound_bytes
+from memlab.jobs.bounds import EFFECTS, bound_bytes, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -237,6 +237,7 @@ def _built(
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     _note_accelerator(reading)
+    _drop_engine(reading)
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
@@ -315,6 +316,18 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         reading.not_modelled.remove(one)
         if one.place != "default":
             reading.without_effect[one.key] = "the model has no experts"
+
+
+def _drop_engine(reading: Reading) -> None:
+    """Moves what concerns an inference engine alone, where that has other GPUs, to what has no effect."""
+    if reading.rollout is None or reading.rollout.is_colocated:
+        return
+    for one in [one for one in reading.not_modelled if is_of_inference_engine(one.key)]:
+        if one.key.endswith("routing_replay"):  # the training keeps what the engine chose
+            continue
+        reading.not_modelled.remove(one)
+        if one.place != "default":
+            reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
