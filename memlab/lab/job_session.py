@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.backend_kind import KINDS
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -51,7 +52,7 @@ class JobSession:
     """
 
     def __init__(self, scenario: Scenario, ranks: Ranks, backend: str, given: dict[str, Any]) -> None:
-        if backend == "simulated":
+        if backend in KINDS and KINDS[backend].is_prediction:
             raise ValueError(
                 "backend is 'simulated', which predicts any rank in this process: leave ranks out, or choose another "
                 "backend"

@@ -666,7 +666,7 @@ def _session_here(
         ValueError: If the backend cannot build the scenario.
     """
     backend = find_backend(backend_name)
-    if backend.computes and scenario.routing != Routing():
+    if not backend.kind.is_prediction and scenario.routing != Routing():
         raise ValueError(
             f"routing is {scenario.routing}, and on the {backend.name} backend the router decides: "
             "leave it out, or choose backend 'simulated'"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult
@@ -129,7 +130,7 @@ def main() -> None:
     answer = Path(request.pop("answer"))
     scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))
     backend = request.pop("backend")
-    if backend == "cpu":  # as the panel predicts a single change
+    if not KINDS[backend].has_allocator:  # as the panel predicts a single change
         scenario = routed_by_chance(scenario)
     with open_workers(backend=backend) as workers:
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
@@ -56,7 +57,7 @@ class WhatIf(traitlets.HasTraits):
         super().__init__()
         self._state = state
         self._process = process
-        self._takes_steps = state.lab.backend.name == "simulated"
+        self._takes_steps = KINDS[state.lab.backend.name].is_prediction
         self._changed = threading.Condition(state.lock)
         self._wanted: Selection | None = None
         self._thread: threading.Thread | None = None
