@@ -41,6 +41,7 @@ import numpy.typing as npt
 import torch
 from megatron.core import tensor_parallel
 
+from memlab.allocator.protocol import NO_BLOCK
 from memlab.meter import collectives
 from memlab.meter.allocations import Allocation, StorageAllocation
 from memlab.meter.labels import Labels
@@ -630,7 +631,7 @@ class LayerReplay:
         if role.owner != PREVIOUS or previous is None:
             return None
         if previous.replay is not None:
-            has_it = previous.replay.blocks[role.number] is not None
+            has_it = previous.replay.blocks[role.number] != NO_BLOCK
             return (previous.replay, role.number) if has_it else None
         return previous.roles[role.number] if role.number < len(previous.roles) else None
 
