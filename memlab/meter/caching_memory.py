@@ -110,16 +110,11 @@ class CachingMemory:
         allocation.block, allocation.num_bytes = block, self.allocator.num_bytes(block)
         allocation.rounding_bytes = allocation.num_bytes - allocation.requested_bytes
 
-    def run(self, operations: Operations, blocks: list[int]) -> tuple[Served, list[tuple[int, int]]]:
-        """Serves operations that stand for events of the step, until one does not fit; see `Allocator.run`.
-
-        Returns:
-            What was served, and the operations that changed the reserved bytes, and by how much.
-        """
-        before = self.allocator.reserved_bytes
+    def run(self, operations: Operations, blocks: list[int]) -> Served:
+        """Serves operations that stand for events of the step, until one does not fit; see `Allocator.run`."""
         served = self.allocator.run(operations, blocks, self._limit_bytes)
-        self.reserved.num_bytes += self.allocator.reserved_bytes - before
-        return served, served.changes(before)
+        self.reserved.num_bytes += sum(change for _, change in served.changes)
+        return served
 
     def trial(self) -> Allocator:
         """Returns the allocator, or a copy of it if a request may not fit; `settle` keeps what was tried."""

@@ -254,7 +254,7 @@ class Repeater:
         blocks = done.blocks + [
             each.block if isinstance(each, StorageAllocation) else each[0].blocks[each[1]] for each in owners
         ]
-        served, changes = self.memory.run(recording.operations, blocks)
+        served = self.memory.run(recording.operations, blocks)
         done.blocks = blocks[:num_own]
         for each, block in zip(owners, blocks[num_own:], strict=True):
             if isinstance(each, StorageAllocation):
@@ -262,7 +262,7 @@ class Repeater:
             else:
                 each[0].blocks[each[1]] = block
         done.num_bytes = served.num_bytes
-        done.reserved = [(int(recording.on_device[place]), change) for place, change in changes]
+        done.reserved = [(int(recording.on_device[place]), change) for place, change in served.changes]
         num_served, operations = len(served.num_bytes), recording.operations
         signs = np.where(operations.table[:num_served, 1] > 0, 1, -1)
         is_complete = num_served == len(operations)

@@ -54,10 +54,12 @@ class Period:
     @cached_property
     def operations(self) -> tuple[Operations, Columns]:
         """What it sends to the allocator, and the place of each slot: distances and storages."""
-        places = np.stack([self.distance[self.on_device], self.storage[self.on_device]])
-        of_slots, slots = np.unique(places, axis=1, return_inverse=True)
+        distance, storage = self.distance[self.on_device], self.storage[self.on_device]
+        width = int(storage.max(initial=0)) + 1
+        of_slots, slots = np.unique((distance + 1) * width + storage, return_inverse=True)
         requested = np.maximum(self.columns[_DELTA, self.on_device], 0)
-        return Operations(np.stack([slots.reshape(-1), requested, np.zeros_like(requested)], axis=1)), of_slots
+        places = np.stack([of_slots // width - 1, of_slots % width])
+        return Operations(np.stack([slots, requested, np.zeros_like(requested)], axis=1)), places
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Period):
@@ -149,13 +151,12 @@ def request(
     operations, places = period.operations
     numbers = period.numbers(places[0], places[1], bases).tolist()
     in_slots = [blocks.pop(number, NO_BLOCK) for number in numbers]
-    reserved_bytes = allocator.reserved_bytes
     served = allocator.run(operations, in_slots, limit_bytes)
     if len(served.num_bytes) < len(operations):
         raise DoesNotFitError
     blocks.update((number, block) for number, block in zip(numbers, in_slots, strict=True) if block != NO_BLOCK)
     rows = period.on_device
-    return Answer(served.num_bytes, [(int(rows[each]), change) for each, change in served.changes(reserved_bytes)])
+    return Answer(served.num_bytes, [(int(rows[each]), change) for each, change in served.changes])
 
 
 def is_live(columns: Columns, count: int) -> npt.NDArray[np.bool_]:
