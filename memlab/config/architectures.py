@@ -205,6 +205,7 @@ _QWEN3: dict[str, Any] = {
     "layernorm_epsilon": 1e-6,
     "qk_layernorm": True,
 }
+_TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
 
 def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
@@ -297,6 +298,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _dense("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
         _dense("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
         _dense("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        _dense("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
         # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
         _dense("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
         _dense("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
