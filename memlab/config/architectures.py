@@ -324,6 +324,20 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+HUGGING_FACE_NAMES = {
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "phi-4": "microsoft/phi-4",
+    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
+    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")},
+    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
+}
+# Their config.json files differ in the base of the rotary embedding, the width of a dense MLP, which neither model has,
+# and the coefficient of the auxiliary loss, which Megatron-Bridge's provider replaces by the same number for both.
+SAME_SIZES = {"qwen3-coder-30b-a3b": "qwen3-30b-a3b", "llama-3.3-70b": "llama-3.1-70b"}
+"""Published models that have the sizes of another one."""
+
+
 def find_architecture(name: str | Path) -> Architecture:
     """Finds an architecture by its name, or reads it from a local Hugging Face config.
 
