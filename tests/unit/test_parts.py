@@ -15,9 +15,9 @@ from memlab.lab.lab import Lab
 
 _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
 _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
-MODELS = [ARCHITECTURES[name] for name in ("llama-3-tiny", "qwen3-moe-tiny")]
-MODELS += [replace(MODELS[1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
-MODELS += [replace(MODELS[1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
+MODELS = [ARCHITECTURES[name] for name in ("llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny")]
+MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
+MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
 SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
 LAYOUTS = [
     Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, rank=1),

@@ -39,6 +39,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    QKV_BIAS,
     RECOMPUTE,
     SIZES,
     UNUSED_GRADIENTS,
@@ -75,7 +76,7 @@ def _as_text(pattern: tuple[int, ...] | None) -> str | None:
 def _argument(key: Key) -> Key:
     if key.field == "share_embeddings_and_output_weights":
         return Key("untie_embeddings_and_output_weights", key.field, NOT, True)
-    if key in LAYERS:
+    if key.field == "moe_layer_freq":
         return replace(key, conversion=Conversion(key.conversion.read, _as_text))
     default = _OF_AN_ARGUMENT.get(key.field, False if key.conversion is SWITCH else ABSENT)
     return replace(key, name=_FLAGS.get(key.name, key.name), default=default)
@@ -489,7 +490,7 @@ def _world_size_of_launcher(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture, layout = scenario.architecture, scenario.layout
-    sizes = {key.field: getattr(architecture, key.field, None) for key in ARCHITECTURE}
+    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
     padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
     values = common(scenario, settings) | sizes
     if not architecture.routes:
