@@ -61,8 +61,8 @@ from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS
-from memlab.replay.layers import NotReplayableError
 from memlab.replay.no_replay import NoReplay
+from memlab.replay.passes import NotReplayableError
 from memlab.replay.plan import Plan
 from memlab.replay.steps import replay_of
 

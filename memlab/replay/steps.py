@@ -87,15 +87,15 @@ class StepReplay(NoReplay):
 
     @contextmanager
     def parts(self, plan: Plan) -> Iterator[StepParts]:
-        if not self.is_on and not self._layers.has_orphans:
+        if not self.is_on and not self._layers.retention.has_orphans:
             yield StepParts()
             return
         given: dict[str, Any] = {}
         if plan.update:
             given |= {"update": self._update, "leaves_new": not self._update.is_known(self._live)}
         if plan.microbatches and self._meter.may_repeat:  # not if a group has been offloaded before the passes
-            leave_out = self._layers.leave_out
-            given["microbatches"] = MicrobatchReplay(self._meter, self._labels, self._live.scenario, leave_out)
+            step, scenario = self._layers.step, self._live.scenario
+            given["microbatches"] = MicrobatchReplay(self._meter, self._labels, scenario, step)
         with self._layers.during_step(plan):
             yield StepParts(**given)
 
@@ -136,10 +136,10 @@ class StepReplay(NoReplay):
         self.is_on, self._follows_full_recompute = True, False
 
     def categorise_retained(self) -> None:
-        self._layers.categorise_retained()
+        self._layers.retention.categorise()
 
     def kept_in_graphs(self) -> dict[int, list[Retained]]:
-        return self._layers.kept_in_graphs()
+        return self._layers.dispatchers.kept_in_graphs()
 
     def release(self) -> None:
         self._layers.release()

@@ -697,7 +697,7 @@ _MEGATRON = (
         owner=_RANDOM,
         names=("rng_states",),
         use="used",
-        where="replay/layers.py",
+        where="replay/dispatchers.py",
         why="A checkpoint's node in autograd's graph keeps random states on the host until the graph is freed.",
         on_instances=True,
     ),

@@ -13,7 +13,8 @@ from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.lab.progress import StepStopped
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
-from memlab.replay.layers import LayerReplay, NotReplayableError
+from memlab.replay.passes import NotReplayableError
+from memlab.replay.replayer import Replayer
 from memlab.vocabulary import PHASES
 from tests.unit.replayed import Case, random_case, require_identical, take
 
@@ -433,7 +434,7 @@ def test_a_step_after_one_that_ran_out_of_memory_runs_out_alike(settings: Memory
 def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool
 ) -> None:
-    def fail(replay: LayerReplay, *_: Any) -> Any:
+    def fail(replayer: Replayer, *_: Any) -> Any:
         monkeypatch.undo()
         raise NotReplayableError("the first replayed backward pass of this test")
 
@@ -452,7 +453,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
             if not offloads_at_start:
                 lab.step(away, warm_up=False)
             if replay:
-                monkeypatch.setattr(LayerReplay, "backward_of", fail)
+                monkeypatch.setattr(Replayer, "gradient_of", fail)
             timeline = lab.step(until_update, warm_up=False).timeline
             assert timeline is not None
             opening = timeline.breakdown(timeline.num_opening_events - 1)
@@ -460,7 +461,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     stepped, replayed = found
     assert replayed == stepped
     assert bool(stepped[2]) == offloads_at_start
-    assert LayerReplay.backward_of is not fail, "the step has begun again"
+    assert Replayer.gradient_of is not fail, "the step has begun again"
 
 
 def test_micro_batches_that_are_not_known_to_repeat_are_stepped_in_the_same_step() -> None:
