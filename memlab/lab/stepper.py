@@ -35,8 +35,6 @@ from memlab.lab.progress import StepStopped
 from memlab.meter import collectives
 from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model import apply_settings, cpu_optimizer, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.as_built import AsBuilt
@@ -135,10 +133,8 @@ class Stepper:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self._adopt(live, self.settings)
             # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            may_start_over = not self.backend.computes and not self.scenario.state.optimizer_cpu_offload
-            if may_start_over and isinstance(self.meter, StorageMeter):
-                self._as_built = AsBuilt(live)
-                self.meter.remember()
+            if not self.backend.computes and not self.scenario.state.optimizer_cpu_offload:
+                self._as_built = AsBuilt(live, self.meter.remember())
         except BaseException as error:
             release_tensors(error)
             raise
@@ -160,7 +156,6 @@ class Stepper:
         meter = self.meter
         if self._as_built is None or self.is_tapped or self.transfers.has_fault:
             return False
-        assert isinstance(meter, StorageMeter), "only simulated models are remembered"
         limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
         try:
             self.transfers.load()
@@ -168,7 +163,7 @@ class Stepper:
             self.replay.free_state()
             self.apply(MemorySettings())
             self._as_built.restore()
-            if not self.garbage.collect_until(partial(self._restored, meter)):
+            if not self.garbage.collect_until(partial(self._restored, self._as_built)):
                 return False
         finally:
             if limit_bytes is not None:
@@ -178,12 +173,11 @@ class Stepper:
         self._is_as_built = True
         return True
 
-    @staticmethod
-    def _restored(meter: StorageMeter) -> bool:
+    def _restored(self, as_built: AsBuilt) -> bool:
         """Returns whether the meter is as it was when the model was built: not if something else is allocated now."""
         torch.cuda.empty_cache()
-        meter.free_cached_pinned_memory()
-        return meter.restore()
+        self.meter.free_cached_pinned_memory()
+        return as_built.restore_memory()
 
     def change_state(self, state: TrainingState, allocator: AllocatorSettings, settings: MemorySettings) -> StateChange:
         """Changes the training state and the settings, and rebuilds what reads the state only when it is built.
@@ -442,8 +436,6 @@ class Stepper:
         """Drops what keeps tensors of the model to replay parts of its steps, or to start over."""
         self.replay.release()
         self.replay, self._as_built = NoReplay(), None
-        if isinstance(self.meter, StorageMeter):
-            self.meter.forget_remembered()
 
     def step(
         self,
@@ -655,7 +647,7 @@ class Stepper:
             step_index=self.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
-            kept_gather_bytes=self.meter.kept_gather_bytes if isinstance(self.meter, SimulatedMeter) else 0,
+            kept_gather_bytes=self.meter.kept_gather_bytes,
             uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,

@@ -148,7 +148,8 @@ class StepReplay(NoReplay):
 
 def replay_of(live: LiveModel, labels: Labels, meter: Meter, *, is_wanted: bool) -> NoReplay:
     """Returns what replays the steps of a model: of a simulated one, if it is wanted."""
-    return StepReplay(live, labels, meter) if is_wanted and isinstance(meter, SimulatedMeter) else NoReplay()
+    repeater = meter.repeater
+    return StepReplay(live, labels, repeater) if is_wanted and repeater is not None else NoReplay()
 
 
 def _keeps_groups(former: MemorySettings, settings: MemorySettings | None) -> bool:
