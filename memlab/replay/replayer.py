@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
+from memlab.allocator.protocol import NO_BLOCK
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
@@ -214,7 +215,7 @@ class Replayer:
         if previous is None:
             return None
         if previous.replay is not None:
-            has_it = previous.replay.blocks[role.number] is not None
+            has_it = previous.replay.blocks[role.number] != NO_BLOCK
             return (previous.replay, role.number) if has_it else None
         return previous.roles[role.number] if role.number < len(previous.roles) else None
 
