@@ -702,6 +702,14 @@ _MEGATRON = (
         on_instances=True,
     ),
     Internal(
+        owner=_DISPATCHER + ":MoEFlexTokenDispatcher",
+        names=("_comm_manager",),
+        use="used",
+        where="replay/dispatchers.py",
+        why="It keeps tensors of a pass until the layer's next pass, beside those that the dispatcher itself keeps.",
+        on_instances=True,
+    ),
+    Internal(
         owner="megatron.core.pipeline_parallel.schedules",
         names=("range",),
         use="replaced",
