@@ -15,12 +15,13 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import EFFECTS, bound_bytes
+from memlab.jobs.bounds import EFFECTS, bound_bytes, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
     scenario_of,
     settings_of,
+    with_layer_pattern,
 )
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
@@ -209,7 +210,7 @@ def _built(
     scenario, settings, cannot_start, not_supported = None, None, None, None
     refused_fields: tuple[str, ...] = ()
     try:
-        found = _architecture(reading, architecture)
+        found = with_layer_pattern(reading, _architecture(reading, architecture))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         framework.check(reading)
@@ -237,6 +238,7 @@ def _built(
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     _note_accelerator(reading)
+    _drop_engine(reading)
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
@@ -309,12 +311,24 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
 
 def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     """Moves keys that concern experts only, where a dense model has them, to those without effect."""
-    if architecture.is_moe:
+    if architecture.routes:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
         if one.place != "default":
             reading.without_effect[one.key] = "the model has no experts"
+
+
+def _drop_engine(reading: Reading) -> None:
+    """Moves what concerns an inference engine alone, where that has other GPUs, to what has no effect."""
+    if reading.rollout is None or reading.rollout.is_colocated:
+        return
+    for one in [one for one in reading.not_modelled if is_of_inference_engine(one.key)]:
+        if one.key.endswith("routing_replay"):  # the training keeps what the engine chose
+            continue
+        reading.not_modelled.remove(one)
+        if one.place != "default":
+            reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from math import prod
 from typing import TYPE_CHECKING
 
 from memlab.config.rollout import Rollout
@@ -64,12 +65,16 @@ def predict_phases(
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
-    asleep = 0 if rollout.engine_sleeps else engine
+    # Where a job gives the bytes beside the weights, the engine is Megatron's: it pauses the weights as a whole.
+    beside = engine if rollout.engine_bytes is None or engine is None else engine - weights
+    asleep = 0 if rollout.engine_sleeps else beside
     of_sync = weights if rollout.engine_sleeps else engine
     gathered = _gathered_bytes(scenario, rollout)
     generating = between + reference_between
     if rollout.is_colocated and not rollout.engine_has_own_weights:
-        generating, gathered = generating + parameters, 0
+        generating += parameters
+    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
+        gathered = 0
     freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - loaded - reference - of_sync
@@ -120,5 +125,6 @@ def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
     if rollout.bucket_bytes is None:
         return None
     model = scenario.architecture
-    widest = max(model.vocab_size, 2 * (model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size))
-    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * widest * model.hidden_size)
+    weights = model.weights_of(range(scenario.num_layers))
+    largest = max(model.vocab_size * model.hidden_size, *(prod(weight.shape) for weight in weights))
+    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * largest)

@@ -48,7 +48,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
     """
     scenario, settings = step.scenario, step.settings
-    layout, is_moe = scenario.layout, scenario.architecture.is_moe
+    layout, is_moe = scenario.layout, scenario.architecture.routes
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates.
     has_real_tensors = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
@@ -59,7 +59,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
     has_remedy = is_moe and settings.checkpoint_input_remedy is not None
     are_equal = not (step.forward_only or has_remedy or scenario.rows_vary or step.is_tapped or has_real_tensors)
-    recomputes_moe = is_moe and checkpoints_moe_layers(settings, scenario.architecture)
+    recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     passes = are_equal and not overlaps
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
