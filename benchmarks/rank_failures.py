@@ -37,7 +37,7 @@ import torch
 from benchmarks.host_memory import take_host_memory
 from benchmarks.own_cluster import OF_BRIDGE, PROFILE, ROOT, Cluster, Host, Notebook
 from memlab import Lab, Layout, MemorySettings, Ranks
-from memlab.lab import job_session, stepper
+from memlab.lab import many_ranks, stepper
 from memlab.lab.rank import Rank
 from memlab.ranks.group import RankFailed
 from memlab.units import MIB
@@ -157,7 +157,7 @@ def step_until_it_fails(lab: Lab, happen: Callable[[], object] | None, delay: fl
 def on_local_engines(kind: str) -> Iterator[Callable[[int], Ended]]:
     """Rank 1 fails in a step on engines of `Ranks.start`."""
     served = "benchmarks.rank_failures:FaultyRank" if kind in WITHIN_A_STEP else "memlab.lab.rank:Rank"
-    with patch.object(job_session, "_SERVED", served), Ranks.start(2) as ranks:
+    with patch.object(many_ranks, "_SERVED", served), Ranks.start(2) as ranks:
 
         def provoke(number: int) -> Ended:
             with Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:

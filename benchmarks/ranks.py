@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.accuracy import JOBS, USUAL, full
 from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
-from memlab.lab import job_session
+from memlab.lab import many_ranks
 from memlab.lab.rank import Rank
 from memlab.units import MIB
 
@@ -105,7 +105,7 @@ def num_ranks(job: str) -> int:
 def on_engines(job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
     """Steps a job on new engines; returns every rank's records."""
     started = time.perf_counter()
-    with patch.object(job_session, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(num_ranks(job)) as ranks:
+    with patch.object(many_ranks, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(num_ranks(job)) as ranks:
         print(f"{len(ranks)} engines: {time.perf_counter() - started:.1f} s")
         with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
             steps, seconds = take_steps(lab)

@@ -22,6 +22,8 @@ from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from memlab.views.text.job_phases import phases_table
 
+from .inside import inside
+
 ROLLOUT = "actor_rollout_ref.rollout"
 VERL = (
     "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=microsoft/phi-4 trainer.n_gpus_per_node=8 "
@@ -130,7 +132,7 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(
     predicted = predict_phases(job, settings, rollout, gpu_memory_bytes)
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
         step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
-        weights = [p.nbytes for p in lab._stepper.live.parameters()]
+        weights = [p.nbytes for p in inside(lab).stepper.live.parameters()]
         parameters, reference = sum(weights) if settings == AWAY else 0, sum(weights)
         model = lab.scenario.architecture
         largest = 2 * model.vocab_size * model.hidden_size
@@ -281,7 +283,7 @@ def test_predict_shows_the_phases_of_a_job_and_judges_them(
     replays, forward_only = [], Lab.forward_only
 
     def seen_forward_only(lab: Lab, **arguments: Any) -> StepRecord:
-        replays.append(lab._stepper.replays)
+        replays.append(inside(lab).stepper.replays)
         return forward_only(lab, **arguments)
 
     monkeypatch.setattr(Lab, "forward_only", seen_forward_only)

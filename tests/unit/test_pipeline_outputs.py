@@ -10,6 +10,8 @@ from memlab import Lab, Layout, MemorySettings, StepRecord, TrainingState
 from memlab.config.architectures import find_architecture
 from memlab.jobs.job import Job
 
+from .inside import inside
+
 NUM_TOKENS, NUM_MICROBATCHES = 256, 4
 PLAIN = MemorySettings()
 FREED = TrainingState(deallocate_pipeline_outputs=True)
@@ -27,7 +29,7 @@ def stage_step(
 ) -> StepRecord:
     workload = {"num_layers": num_layers, "seq_length": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES}
     with Lab(architecture, backend="simulated", layout=layout, state=state, **workload) as lab:
-        lab._stepper.replays = replays
+        inside(lab).stepper.replays = replays
         return lab.step(settings)
 
 

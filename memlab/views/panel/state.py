@@ -26,6 +26,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import smallest_offloaded
 from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.lab.request import StepRequest
 from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -350,9 +351,8 @@ class LabState(traitlets.HasTraits):
                 self.refresh()
                 rebuilds = self._rebuilds_for(scenario.state, scenario.allocator)
                 num_changes = len(self.lab.state_changes)
-                running = self.lab.submit(
-                    settings, state=scenario.state, allocator=scenario.allocator, on_progress=self._note_progress
-                )
+                request = StepRequest(settings=settings, state=scenario.state, allocator=scenario.allocator)
+                running = self.lab.submit(request, self._note_progress)
             except ValueError as error:
                 self._say(f"{_NOT_STARTED}: {error}")
                 return None
