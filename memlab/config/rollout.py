@@ -21,6 +21,10 @@ class Rollout:
     """Rows of such a pass."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that the inference engine takes; None where only the engine knows."""
+    engine_bytes: int | None = None
+    """What it takes beside its weights, where the job says that in bytes and not as a share."""
+    engine_has_own_weights: bool = True
+    """False if it generates with the training's parameters, which are then on the device and need no weight sync."""
     engine_sleeps: bool = True
     """Whether the engine frees its memory while the model trains."""
     engine_ranks: int = 1
@@ -37,6 +41,8 @@ class Rollout:
     """Whether a frozen copy of the model in bf16 is on the device too, and leaves it where the parameters do."""
     offloads_for_generation_only: bool = False
     """Whether log-probabilities and weight sync find on the device what is offloaded for generation."""
+    freed_for_log_probabilities: tuple[str, ...] = ()
+    """Categories of bytes that leave the device before log-probabilities, although they stay for generation."""
 
     def of_log_probabilities(self, scenario: Scenario) -> Scenario:
         """Returns the scenario of a forward-only pass of this job.

@@ -246,7 +246,14 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
-    "create_attention_mask_in_dataloader": _mask_bytes,
+    **dict.fromkeys(
+        (
+            "create_attention_mask_in_dataloader",
+            "skip_getting_attention_mask_from_dataset",
+            "get_attention_mask_from_fusion",
+        ),
+        _mask_bytes,
+    ),
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
@@ -347,7 +354,11 @@ def categories_it_can_take(key: str) -> tuple[str, ...] | None:
 
 def is_of_inference_engine(key: str) -> bool:
     """Whether a key concerns the engine that generates, and not the training step."""
-    return not {"rollout", "generation"}.isdisjoint(key.split("."))
+    return key.startswith(_OF_ENGINE) or not {"rollout", "generation", "inference_engine"}.isdisjoint(key.split("."))
+
+
+_OF_ENGINE = ("sglang_", "vllm_", "generator.")
+"""How the keys of engines begin where no section of the configuration has that name."""
 
 
 def freezes_parameters(key: str) -> bool:

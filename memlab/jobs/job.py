@@ -238,7 +238,7 @@ def _built(
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
     for key, entry in reading.entries.by_key.items():
-        if key in said:
+        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
             continue
         if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(
@@ -269,19 +269,25 @@ def _built(
 
 
 _OTHER_ACCELERATORS = {
-    "ASCEND_RT_VISIBLE_DEVICES": "Ascend's NPUs",
-    "HIP_VISIBLE_DEVICES": "AMD's GPUs",
-    "ROCR_VISIBLE_DEVICES": "AMD's GPUs",
+    "Ascend's NPUs": re.compile(
+        r"(HCCL|ASCEND|VLLM_ASCEND|TORCH_HCCL)_\w+(?<!_PORT_RANGE)|PYTORCH_NPU_ALLOC_CONF|NPUS?_PER_NODE|CPU_AFFINITY_CONF|use_flash_attn"
+    ),
+    "AMD's GPUs": re.compile(r"(HIP|ROCR)_VISIBLE_DEVICES|(MIOPEN|HSA|ROCM)_\w+"),
 }
-"""Variables with which a job chooses devices of another maker, as ``CUDA_VISIBLE_DEVICES`` chooses NVIDIA's."""
+"""Variables that only jobs on devices of another maker set: of their collective library, compiler and driver, and
+MindSpeed's field of Megatron's configuration (public scripts of verl, ms-swift and slime, August 2026). The ranges of
+ports are in verl's own ``trainer/runtime_env.yaml``, which jobs on all devices use."""
 
 
 def _note_accelerator(reading: Reading) -> None:
-    for name, devices in _OTHER_ACCELERATORS.items():
-        if reading.entries.environment.get(name):
+    environment = [name for name, text in reading.entries.environment.items() if text]
+    overrides = [key.rpartition(".")[2] for key, entry in reading.entries.by_key.items() if "." in key and entry.value]
+    for devices, names in _OTHER_ACCELERATORS.items():
+        found = next(filter(names.fullmatch, [*environment, *overrides]), None)
+        if found is not None:
             reading.warnings.append(
-                f"{name} is set, so the job runs on {devices}; memlab predicts it on NVIDIA's GPUs, with Transformer "
-                "Engine"
+                f"{found} is set, as jobs on {devices} have it; memlab predicts the job on NVIDIA's GPUs, with "
+                "Transformer Engine"
             )
 
 

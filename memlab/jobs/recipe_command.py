@@ -27,18 +27,24 @@ _OPTIONS = {f"-{short}": key for short, key in _SIZES.items()} | {
 _ADAPTERS = ("lora", "dora")
 """Modes that train adapters alone, which the names of their recipes call ``peft``."""
 _SELECTION = ("--recipe", "--model", "--mode")
+_PROGRAM = "run_recipe.py"
+_SWITCHES = ("--deterministic", "--dry-run", "--dry_run", "--dump-env", "--dump_env", "--packed_sequence")
 
 
 def read_recipe(words: list[tuple[str, int]], entries: Entries) -> None:
     """Adds the values of the recipe that a command names, and over them what its options say.
 
-    A model and a mode stand for the recipe ``MODEL_MODE_config``.
+    A model and a mode stand for the recipe ``MODEL_MODE_config``. An option that stands for no key is a key itself.
     """
     given: dict[str, tuple[str, int]] = {}
-    for (word, line), (value, _) in pairwise([*words, ("", 0)]):
+    starts = [index for index, (word, _) in enumerate(words) if word.rpartition("/")[2] == _PROGRAM]
+    for (word, line), (value, _) in pairwise([*words[starts[-1] + 1 if starts else 0 :], ("", 0)]):
         option, equals, own = word.partition("=")
         if option in _OPTIONS or option in _SELECTION:
             given[option] = (own if equals else value, line)
+        elif starts and option.startswith("-"):
+            name = option.lstrip("-").replace("-", "_")
+            entries.add(name, True if option in _SWITCHES else parse_scalar(own if equals else value), line)
     if "--model" in given and "--recipe" not in given:
         model, line = given["--model"]
         mode = given.get("--mode", ("pretrain", line))[0]

@@ -58,19 +58,22 @@ def predict_phases(
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
     outside = estimate_outside_torch(scenario.layout).total_bytes
-    engine = _engine_bytes(rollout, gpu_memory_bytes)
+    has_weights = rollout.is_colocated and rollout.engine_has_own_weights
+    weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
+    engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
     asleep = 0 if rollout.engine_sleeps else engine
-    gathered = _gathered_bytes(scenario, rollout)
-    weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario)
-    if not rollout.is_colocated:
-        weights = 0
     of_sync = weights if rollout.engine_sleeps else engine
+    gathered = _gathered_bytes(scenario, rollout)
+    generating = between + reference_between
+    if rollout.is_colocated and not rollout.engine_has_own_weights:
+        generating, gathered = generating + parameters, 0
+    freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - loaded - reference - of_sync
         gathered = int(max(0, free) * rollout.bucket_share)
     training = (
-        ("generation", between + reference_between, engine),
-        ("log-probabilities", _held_bytes(passed) + loaded - parameters + reference, asleep),
+        ("generation", generating, engine),
+        ("log-probabilities", _held_bytes(passed) + loaded - parameters + reference - freed, asleep),
         ("training step", _held_bytes(trained) + reference, asleep),
         ("weight sync", between + loaded + reference + (gathered or 0), of_sync),
     )
@@ -99,9 +102,11 @@ def _held_bytes(record: StepRecord) -> int:
     return record.peak_reserved_bytes or record.peak_allocated_bytes
 
 
-def _engine_bytes(rollout: Rollout, gpu_memory_bytes: int | None) -> int | None:
+def _engine_bytes(rollout: Rollout, weights_bytes: int, gpu_memory_bytes: int | None) -> int | None:
     if not rollout.is_colocated:
         return 0
+    if rollout.engine_bytes is not None:
+        return weights_bytes + rollout.engine_bytes
     if gpu_memory_bytes is None or rollout.gpu_memory_utilization is None:
         return None
     return int(gpu_memory_bytes * rollout.gpu_memory_utilization)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ from memlab.lab.request import PassRequest, StepRequest, check_kind
 from memlab.lab.session import OnProgress
 from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
-from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
@@ -142,8 +141,7 @@ class OneProcess:
 
     def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
         """Returns a context that logs the requests to a simulated allocator; on other backends, its value is None."""
-        meter = self.stepper.meter
-        return meter.logging_requests() if isinstance(meter, SimulatedMeter) else nullcontext()
+        return self.stepper.meter.logging_requests()
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built, if that is possible (`Lab.start_over`)."""

@@ -38,7 +38,7 @@ def test_a_key_is_in_one_list_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-@pytest.mark.parametrize("start", ["model.moe_", "optimizer.", "ddp.", "train.", "checkpoint.", f"{_ACTOR}.", f"{_VERL_MODEL}.moe_", "actor_rollout_ref.rollout.", "trainer.", f"{_SKYRL_MODEL}.moe_", "generator."])  # fmt: skip
+@pytest.mark.parametrize("start", ["model.moe_", "optimizer.", "ddp.", "train.", "checkpoint.", f"{_ACTOR}.", f"{_VERL_MODEL}.moe_", "actor_rollout_ref.rollout.", "dataset.", "model.kd_config.", "trainer.", f"{_SKYRL_MODEL}.moe_", "generator."])  # fmt: skip
 def test_a_key_that_nobody_read_is_not_called_without_effect(name: str, start: str) -> None:
     assert not FRAMEWORKS[name].knows(f"{start}of_the_next_release")
 

@@ -340,6 +340,22 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
 
 
+@pytest.mark.parametrize("option", ["--step_func vlm_step", "--step-func=qwen3_vl_step", "--step_func of_tomorrow"])
+def test_a_step_of_another_kind_of_model_is_refused(option: str, tmp_path: Path) -> None:
+    assert "which memlab does not have" in str(sft(tmp_path, f"{RECIPE} -ep 8 {option}").not_supported)
+    assert sft(tmp_path, RECIPE + "-ep 8 --step_func gpt_step").scenario is not None
+
+
+def test_options_of_a_recipe_s_command_are_keys(tmp_path: Path) -> None:
+    job = sft(
+        tmp_path, RECIPE + "-ep 8 --deterministic --lr 1e-4 --of_tomorrow 2 -ms 10 --dataset mock train.train_iters=2"
+    )
+    effects = {one.key: one.effect for one in job.not_modelled}
+    assert (effects["deterministic"], effects["of_tomorrow"]) == ("either", "unknown")
+    assert {"lr", "ms", "dataset", "train.train_iters"} <= set(job.without_effect)
+    assert job.required()[0].layout.world_size == 8, "options before the program are torchrun's"
+
+
 def test_a_recipe_s_program_alone_is_asked_for_its_sizes(tmp_path: Path) -> None:
     job = sft(tmp_path, "./scripts/training/run_recipe.py model.hf_model_id=Qwen/Qwen3-30B-A3B")
     assert any("overrides a recipe that memlab cannot read" in line for line in job.warnings)

@@ -8,6 +8,7 @@ import pytest
 
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
+from memlab.units import GIB
 
 SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 32 --swiglu
 --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
@@ -447,7 +448,7 @@ def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str)
         (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "sglang_cfg.tp_size=2"], 0.5, 2),
         (["backend=sglang", "sglang_cfg.tp_size=8", "vllm_cfg.gpu_memory_utilization=0.7"], None, 8),
         (["backend=sglang", "sglang_cfg.mem_fraction_static=0.5", "vllm_cfg.tensor_parallel_size=4"], 0.5, 1),
-        (["backend=megatron", "vllm_cfg.gpu_memory_utilization=0.7"], 0.0, 1),
+        (["backend=megatron", "vllm_cfg.gpu_memory_utilization=0.7"], None, 1),
         (["backend=trtllm", "trtllm_cfg.tensor_parallel_size=4"], None, 4),
         (["backend=dynamo", "vllm_cfg.tensor_parallel_size=4"], None, 1),
         (["backend=[vllm]"], None, 1),
@@ -460,6 +461,106 @@ def test_the_engine_of_nemo_rl_is_the_one_that_is_used(
 
     assert rollout is not None
     assert (rollout.gpu_memory_utilization, rollout.engine_ranks) == (share, ranks)
+
+
+MCORE = "policy.generation.mcore_generation_config"
+MEGATRON_ENGINE = ("policy.generation.backend=megatron", "policy.megatron_cfg.tensor_model_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine_bytes", "sleeps", "has_own_weights", "ranks"),
+    [
+        ([], 10 * GIB, False, False, 1),
+        ([f"{MCORE}.buffer_size_gb=20", f"{MCORE}.kv_cache_management_mode=offload"], 20 * GIB, True, False, 1),
+        (["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"], 10 * GIB, True, False, 1),
+        ([f"{MCORE}.tensor_model_parallel_size=2"], 10 * GIB, False, False, 1),
+        (
+            [f"{MCORE}.tensor_model_parallel_size=4", f"{MCORE}.pipeline_model_parallel_size=2"],
+            10 * GIB,
+            False,
+            True,
+            8,
+        ),
+        ([f"{MCORE}.transformer_impl=inference_optimized"], 10 * GIB, False, True, 2),
+        (["policy.megatron_cfg.context_parallel_size=2"], 10 * GIB, False, True, 2),
+    ],
+)
+def test_megatron_s_engine_in_nemo_rl_generates_with_the_training_s_parameters(
+    tmp_path: Path, overrides: list[str], engine_bytes: int, sleeps: bool, has_own_weights: bool, ranks: int
+) -> None:
+    """``dedicated_inference_megatron_cfg`` in nemo_rl/models/generation/megatron/config.py at 7ea279ab."""
+    rollout = nemo(tmp_path, *MEGATRON_ENGINE, *overrides).rollout
+
+    assert rollout is not None
+    found = (rollout.engine_bytes, rollout.engine_sleeps, rollout.engine_has_own_weights, rollout.engine_ranks)
+    assert found == (engine_bytes, sleeps, has_own_weights, ranks)
+    assert rollout.gpu_memory_utilization is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "freed"),
+    [
+        (["policy.generation.colocated.enabled=false"], ("gradients",)),
+        (
+            ["policy.generation.colocated.enabled=false", "policy.offload_optimizer_for_logprob=true"],
+            ("gradients", "optimizer state"),
+        ),
+        ([], ()),
+    ],
+)
+def test_nemo_rl_frees_gradients_before_log_probabilities(
+    tmp_path: Path, overrides: list[str], freed: tuple[str, ...]
+) -> None:
+    """``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py at 7ea279ab."""
+    rollout = nemo(tmp_path, *overrides).rollout
+
+    assert rollout is not None
+    assert rollout.freed_for_log_probabilities == freed
+
+
+REWARD = ("data.default.env_name=reward_model", "env.reward_model.resources={num_nodes: 1, gpus_per_node: 2}")
+TEACHERS = (
+    "on_policy_distillation.enabled=true",
+    "on_policy_distillation.non_colocated_teachers.enabled=true",
+    "on_policy_distillation.teacher_model_by_agent_name={first: a, second: b, third: a}",
+    "on_policy_distillation.non_colocated_teachers.default_teacher_cfg.num_nodes=1",
+    "on_policy_distillation.non_colocated_teachers.teacher_overrides.second.num_nodes=2",
+)
+ELSEWHERE = "policy.generation.colocated.enabled=false"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "ranks"),
+    [
+        (1, REWARD, 6),
+        (4, REWARD, 24),
+        (4, REWARD[1:], 32),
+        (1, (*REWARD, ELSEWHERE, "policy.generation.colocated.resources={gpus_per_node: 4}"), 2),
+        (4, (*REWARD, ELSEWHERE, "policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 8}"), 16),
+        (2, (*REWARD, ELSEWHERE, "policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 4}"), 4),
+        (4, TEACHERS, 8),
+        (8, (*TEACHERS, "on_policy_distillation.deduplicate_shared_teacher_checkpoints=false"), 32),
+    ],
+)
+def test_models_beside_the_policy_of_nemo_rl_have_nodes_of_their_own(
+    tmp_path: Path, nodes: int, overrides: tuple[str, ...], ranks: int
+) -> None:
+    """``setup`` in nemo_rl/algorithms/grpo.py at 7ea279ab."""
+    cluster = (f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8")
+    size = ("policy.train_global_batch_size=96", "policy.megatron_cfg.expert_model_parallel_size=1")
+    scenario, _ = nemo(tmp_path, *cluster, *overrides, *size).required()
+
+    assert scenario.layout.world_size == ranks
+
+
+def test_nemo_rl_moves_the_optimizer_state_that_megatron_does_not_move_itself(tmp_path: Path) -> None:
+    optimizer = "policy.megatron_cfg.optimizer"
+    assert nemo(tmp_path).required()[1].offload_optimizer
+    for override in ("policy.offload_optimizer_for_refit=false", f"{optimizer}.optimizer_cpu_offload=true"):
+        settings = nemo(tmp_path, override).required()[1]
+        assert (settings.offload_parameters, settings.offload_optimizer) == (True, False)
+    kept = nemo(tmp_path, f"{optimizer}.use_precision_aware_optimizer=false").warnings
+    assert any("leaves them on the device between steps" in one for one in kept)
 
 
 VERL = (

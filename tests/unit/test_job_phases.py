@@ -171,6 +171,17 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(
     on_host = with_reference.host_bytes_of_rank - predicted.host_bytes_of_rank
     assert on_host == (with_reference.reference_bytes if settings == AWAY else 0)
     assert "the reference model takes" in phases_table(with_reference)
+    # An engine that generates with the training's parameters, and gradients that are freed for log-probabilities.
+    shared = replace(
+        rollout, engine_bytes=MIB, engine_has_own_weights=False, freed_for_log_probabilities=("gradients",)
+    )
+    of_shared = {phase.name: phase for phase in predict_phases(job, settings, shared).phases}
+    assert of_shared["generation"].training_bytes == pytest.approx(step.static_bytes + parameters, abs=256)
+    assert of_shared["weight sync"].training_bytes == pytest.approx(step.static_bytes + parameters, abs=256)
+    assert (of_shared["generation"].engine_bytes, of_shared["weight sync"].engine_bytes) == (MIB, 0)
+    gradients = 0 if settings == AWAY else 2 * reference  # fp32 beside parameters in bf16
+    without = of_shared["log-probabilities"].training_bytes
+    assert without == pytest.approx(expected["log-probabilities"] - gradients, abs=1024)
     left = gpu_memory_bytes - predicted.outside_torch_bytes - held["generation"]
     assert by_name["generation"].left_for_engine_bytes == left
     assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2
@@ -283,7 +294,7 @@ def test_predict_shows_the_phases_of_a_job_and_judges_them(
     replays, forward_only = [], Lab.forward_only
 
     def seen_forward_only(lab: Lab, **arguments: Any) -> StepRecord:
-        replays.append(inside(lab).stepper.replays)
+        replays.append(inside(lab).stepper.replay.is_on)
         return forward_only(lab, **arguments)
 
     monkeypatch.setattr(Lab, "forward_only", seen_forward_only)

@@ -112,19 +112,64 @@ def test_parts_of_a_model_that_memlab_does_not_know_may_be_frozen(key: str, tmp_
 
 
 @pytest.mark.parametrize(
+    ("flags", "has_teacher"),
+    [
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-32B", True),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-8B", True),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-8B --tuner_type lora", False),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-32B --tuner_type lora", True),
+        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-8B --adapters out", False),
+        ("--rlhf_type grpo --teacher_model Qwen/Qwen3-32B", True),
+        ("--rlhf_type dpo --teacher_model Qwen/Qwen3-32B", False),
+        ("--rlhf_type gkd --teacher_model_server http://localhost:8000", False),
+    ],
+)
+def test_ms_swift_loads_a_teacher_unless_it_is_the_student_without_adapters(
+    flags: str, has_teacher: bool, tmp_path: Path
+) -> None:
+    """``_check_teacher`` in swift/megatron/arguments/megatron_args.py (main of August 2026)."""
+    job = script(tmp_path, f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 {flags}")
+    assert ("teacher_model" in effects(job)) == has_teacher
+
+
+def test_gkd_without_an_engine_trains_on_the_data(tmp_path: Path) -> None:
+    gkd = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type gkd --model Qwen/Qwen3-8B --max_length 2048"
+    assert script(tmp_path, gkd).required()[0].seq_length == 2048 + 512
+    assert script(tmp_path, f"{gkd} --use_vllm false").required()[0].seq_length == 2048
+
+
+@pytest.mark.parametrize(
     ("before", "devices"),
     [
         ("ASCEND_RT_VISIBLE_DEVICES=0,1 ", "Ascend's NPUs"),
         ("export ASCEND_RT_VISIBLE_DEVICES=0,1\n", "Ascend's NPUs"),
         ("export HIP_VISIBLE_DEVICES=${HIP_VISIBLE_DEVICES:-0,1}\n", "AMD's GPUs"),
+        ("export HCCL_CONNECT_TIMEOUT=1500\n", "Ascend's NPUs"),
+        ("PYTORCH_NPU_ALLOC_CONF=expandable_segments:True ", "Ascend's NPUs"),
+        ("export VLLM_ASCEND_ENABLE_NZ=0\n", "Ascend's NPUs"),
+        ("NPUS_PER_NODE=16\necho $NPUS_PER_NODE\n", "Ascend's NPUs"),
+        ("export MIOPEN_USER_DB_PATH=/tmp\n", "AMD's GPUs"),
         ("CUDA_VISIBLE_DEVICES=0,1 ", None),
+        ("export NCCL_DEBUG=WARN RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1\n", None),
     ],
 )
 def test_a_job_for_devices_of_another_maker_is_warned_of(before: str, devices: str | None, tmp_path: Path) -> None:
     job = script(tmp_path, before + SWIFT.format(model="Qwen/Qwen3-8B"))
-    said = [line for line in job.warnings if "is set, so the job runs on" in line]
+    said = [line for line in job.warnings if "is set, as jobs on" in line]
     assert len(said) == (devices is not None)
     assert devices is None or devices in said[0]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "ray_kwargs.ray_init.runtime_env.env_vars.HCCL_CONNECT_TIMEOUT=1500",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True",
+    ],
+)
+def test_keys_that_only_jobs_on_npus_have_are_a_sign_of_them(override: str, tmp_path: Path) -> None:
+    """MindSpeed reads ``use_flash_attn``, which Megatron-Core's configuration does not have."""
+    assert any("Ascend's NPUs" in line for line in script(tmp_path, f"{VERL} {override}").warnings)
 
 
 def test_verl_on_another_device_is_named(tmp_path: Path) -> None:

@@ -164,6 +164,27 @@ def test_any_job_takes_the_allocator_from_the_environment_that_ray_gives_the_ran
     assert (allocator.max_split_size_mb, allocator.expandable_segments) == (128, framework == "skyrl")
 
 
+@pytest.mark.parametrize("flag", ["--runtime-env=", "--runtime-env "])
+@pytest.mark.parametrize("framework", ["verl", "ms-swift", "megatron-lm", "slime"])
+def test_any_job_takes_the_variables_of_the_file_that_ray_is_given(framework: str, flag: str, tmp_path: Path) -> None:
+    """Over those of the script, as Ray sets them in the workers; without the file, a warning names it."""
+    (tmp_path / "env.yaml").write_text(
+        "working_dir: .\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:128'\n"
+    )
+    start = "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\nray job submit --no-wait"
+    (tmp_path / "run.sh").write_text(f"{start} {flag}env.yaml -- {_BASES[framework]}")
+
+    def read() -> Job:
+        version = "before-2026-08-20" if framework == "verl" else None
+        architecture = "qwen3-30b-a3b" if framework == "megatron-lm" else None
+        return Job.read(tmp_path / "run.sh", architecture=architecture, version=version)
+
+    assert read().required()[0].allocator.max_split_size_mb == 128
+    (tmp_path / "env.yaml").unlink()
+    assert read().required()[0].allocator.max_split_size_mb == 64
+    assert any("'env.yaml' is not beside the script" in line for line in read().warnings)
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_preference_methods_of_ms_swift_train_with_the_language_model_s_loss(method: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(
@@ -240,6 +261,25 @@ _MEMORY = [
     ("bridge", "dist.use_megatron_fsdp", "true", "less"),
     ("bridge", "env_vars.NVTE_FLASH_ATTN", "0", "either"),
     ("bridge", "model.teacher", "llama", "more"),
+    ("bridge", "dataset.enable_in_batch_packing", "true", "either"),
+    ("bridge", "dataset.defer_in_batch_packing_to_step", "true", "either"),
+    ("bridge", "dataset.pack_sequences_in_batch", "true", "either"),
+    ("bridge", "dataset.packing_buffer_size", "100", "either"),
+    ("bridge", "dataset.inter_document_masking", "true", "either"),
+    ("bridge", "dataset.skip_getting_attention_mask_from_dataset", "false", "more"),
+    ("bridge", "dataset.dataset_kwargs.get_attention_mask_from_fusion", "false", "more"),
+    ("bridge", "dataset.micro_batch_size", "4", "either"),
+    ("bridge", "model.kd_config.intermediate_layer_pairs", "[[decoder,decoder]]", "more"),
+    ("bridge", "model.kd_config.skip_lm_loss", "false", "more"),
+    ("verl", "actor_rollout_ref.rollout.name", "sglang", "either"),
+    ("verl", "actor_rollout_ref.rollout.name", "trtllm", "more"),
+    ("verl", "actor_rollout_ref.rollout.engine_kwargs.vllm.quantization", "fp8", "less"),
+    ("verl", "actor_rollout_ref.rollout.engine_kwargs.sglang.speculative_algorithm", "EAGLE", "more"),
+    ("skyrl", "generator.backend", "sglang", "either"),
+    ("skyrl", "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes", "1000", "either"),
+    ("nemo-rl", "policy.generation.backend", "sglang", "either"),
+    ("nemo-rl", "policy.generation.vllm_kwargs.cpu_offload_gb", "4", "less"),
+    ("slime", "sglang_cpu_offload_gb", "4", "less"),
     ("verl", f"{_ACTOR}.entropy_coeff", "0.01", "more"),
     ("verl", f"{_ACTOR}.calculate_entropy", "true", "more"),
     ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
@@ -254,6 +294,7 @@ _MEMORY = [
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "qkv_format", "bshd", "more"),
     ("ms-swift", "task_type", "seq_cls", "either"),
+    ("ms-swift", "linear_decoupled_in_proj", "true", "either"),
     ("ms-swift", "freeze_parameters_ratio", "1.0", "less"),
     ("ms-swift", "freeze_parameters", "model.embed_tokens", "less"),
     ("ms-swift", "freeze_parameters_regex", ".*mlp.*", "less"),

@@ -179,7 +179,9 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     state |= {field: value for field, value in own.items() if unsaid.pop(field, None)}
     if unsaid:
         moved = kept["offload_parameters"]
-        kept |= {"offload_gradients": moved, "offload_optimizer": moved}
+        kept |= {"offload_gradients": moved}
+        if "offload_optimizer" in unsaid or name != "nemo-rl":
+            kept["offload_optimizer"] = moved and not (name == "nemo-rl" and state["optimizer_cpu_offload"])
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     kept["checkpoint_input_remedy"] = FRAMEWORKS[name].fixed.get("checkpoint_input_remedy")

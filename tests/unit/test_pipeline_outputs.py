@@ -10,8 +10,6 @@ from memlab import Lab, Layout, MemorySettings, StepRecord, TrainingState
 from memlab.config.architectures import find_architecture
 from memlab.jobs.job import Job
 
-from .inside import inside
-
 NUM_TOKENS, NUM_MICROBATCHES = 256, 4
 PLAIN = MemorySettings()
 FREED = TrainingState(deallocate_pipeline_outputs=True)
@@ -28,8 +26,7 @@ def stage_step(
     replays: bool = True,
 ) -> StepRecord:
     workload = {"num_layers": num_layers, "seq_length": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES}
-    with Lab(architecture, backend="simulated", layout=layout, state=state, **workload) as lab:
-        inside(lab).stepper.replays = replays
+    with Lab(architecture, backend="simulated", layout=layout, state=state, replay=replays, **workload) as lab:
         return lab.step(settings)
 
 

@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    is_false,
     is_given,
     missing_under,
     under,
@@ -95,8 +96,45 @@ _OTHER_MODELS = (
     Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),
 )
 """Sections whose presence says that another model, or a part of the model, is trained or present."""
+_DATASET = (
+    *(
+        Missing(name, "either", "the sequences of a micro-batch are packed into one row, without their padding")
+        for name in ("enable_in_batch_packing", "defer_in_batch_packing_to_step", "pack_sequences_in_batch")
+    ),
+    Missing("packing_buffer_size", "either", "the reader of the data packs sequences into rows", is_given),
+    Missing("hybrid_context_parallel", "either", "the context parallel size changes from row to row"),
+    Missing("inter_document_masking", "either", "documents of a row are computed as packed sequences"),
+    *(
+        Missing(f"{name}_mock_dataset_config_json", "either", "rows have different lengths", is_given)
+        for name in ("sft", "varlen")
+    ),
+    Missing("varlen_sbhd_validation", "either", "rows have different lengths"),
+    *(
+        Missing(name, "more", "batches have the attention masks of whole sequences", is_false)
+        for name in ("skip_getting_attention_mask_from_dataset", "dataset_kwargs.get_attention_mask_from_fusion")
+    ),
+)
+"""What datasets decide (megatron/bridge/data/builders and GPTDatasetConfig of Megatron-Core, main of August 2026)."""
+_OF_TEXT = ("gpt_step", "llm_step", "dsv4_step")
+"""Names of steps that train on text (``scripts/training/recipe_runner.py``, main of August 2026)."""
+_OF_THE_COMMAND = (
+    Missing("step_func", "more", "it is a step of models of images, video or sound, which memlab does not have",
+            lambda value: value not in (None, *_OF_TEXT), blocks=True),
+    Missing("deterministic", "either", "deterministic kernels have other temporaries, and the loss is not fused"),
+    Missing("packed_sequence", "either", "rows are packed sequences of a length that the recipe decides"),
+)  # fmt: skip
+"""Options of ``run_recipe.py``."""
+_DISTILLATION = (
+    Missing("model.kd_config.intermediate_layer_pairs", "more", "both models keep these layers' outputs", is_given),
+    Missing("model.kd_config.skip_lm_loss", "more", "the language model's loss is computed beside the distillation's",
+            is_false),
+)  # fmt: skip
+"""Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
     *_OTHER_MODELS,
+    *missing_under("dataset", _DATASET),
+    *_DISTILLATION,
+    *_OF_THE_COMMAND,
     *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
@@ -158,6 +196,9 @@ def complete(reading: Reading) -> None:
         tokens = reading.get(packed)
         if isinstance(tokens, int) and tokens > 0:
             reading.take(packed, "seq_length", tokens)
+    rows = reading.get("dataset.micro_batch_size")
+    if rows is not None and rows != values["micro_batch_size"]:
+        reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
     tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
     if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
         reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
@@ -253,6 +294,7 @@ BRIDGE = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("bridge")
+    | keys_without_effect("bridge_dataset", "dataset")
     | keys_without_effect("bridge_provider", "model")
     | keys_without_effect("megatron_core_model", "model")
     | keys_without_effect("megatron_core_ddp", "ddp")

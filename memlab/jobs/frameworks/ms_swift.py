@@ -168,6 +168,7 @@ FRAMEWORK_MISSING = (
         "Megatron-Bridge makes the model, with other defaults",
         lambda value: value not in (None, "mcore-bridge"),
     ),
+    Missing("linear_decoupled_in_proj", "either", "linear attention has two matrices in place of one"),
     Missing("load_args", "either", "arguments that the job does not give come from the checkpoint's args.json"),
     Missing("mlp_padding_free", "less", "MLPs leave the padding of sequences out"),
     Missing("sequence_packing_scheduler", "either", "rows have different lengths", is_given),
@@ -304,11 +305,14 @@ def complete(reading: Reading) -> None:
         reading.miss("rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence")
     lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
     length = next((number for number in lengths if number), None)
-    # With this probability GKD trains on answers of the student (swift/megatron/trainers/gkd_trainer.py).
-    generates = kind == "grpo" or (kind == "gkd" and reading.get("lmbda", 0.5) != 0)
+    # With this probability GKD trains on answers of the student, where an engine makes them
+    # (``_determine_data_source`` in swift/megatron/trainers/gkd_trainer.py).
+    is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
+    generates = kind == "grpo" or (kind == "gkd" and is_on_policy)
     if length and generates:
         length += generated
     values["seq_length"] = length
+    _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
         reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
@@ -319,6 +323,20 @@ def complete(reading: Reading) -> None:
     _complete_trained(reading)
     _note_history(reading)
     _note_fusion(reading)
+
+
+def _drop_teacher(reading: Reading, kind: str | None) -> None:
+    """Drops the teacher where ms-swift loads none (``_check_teacher`` in swift/megatron/arguments/megatron_args.py)."""
+    key, teacher = "teacher_model", reading.get("teacher_model")
+    reasons = {
+        "only --rlhf_type gkd and grpo read it": kind not in _LIKELIHOOD,
+        "of adapters, the model without them is the teacher": _tuner(reading) == "lora"
+        and teacher is not None
+        and teacher == reading.get("model"),
+    }
+    for reason in [reason for reason, holds in reasons.items() if holds]:
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.without_effect[key] = reason
 
 
 def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, has_reference_model: bool) -> None:

@@ -5,6 +5,7 @@ Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -47,14 +48,15 @@ from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_para
 from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
-    draft_model,
     is_packed,
     longest_sequence,
     note_replaced_values,
     sequences_of_a_step,
+    sglang_arguments,
     take_rollout,
     take_rows,
     take_sequences,
+    vllm_arguments,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -130,6 +132,8 @@ KEYS = (
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
     Key("policy.generation.vllm_cfg.tensor_parallel_size", "engine_ranks", COUNT, 1),
     Key("policy.refit_buffer_size_gb", "bucket", NUMBER),
+    Key("policy.offload_optimizer_for_refit", "moves_optimizer", SWITCH, True),
+    Key("policy.offload_optimizer_for_logprob", "frees_optimizer", SWITCH, False),
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
@@ -164,9 +168,9 @@ FRAMEWORK_MISSING = (
     ),
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
-    Missing(f"{_GENERATION}.vllm_kwargs.kv_cache_memory_bytes", "either",
-            "the engine takes its weights and these bytes in place of its share of the memory", is_given),
-    *draft_model(f"{_GENERATION}.vllm_kwargs.speculative_config"),
+    *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
+    *sglang_arguments(f"{_GENERATION}.sglang_cfg."),
+    *sglang_arguments(f"{_GENERATION}.sglang_kwargs."),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
@@ -192,9 +196,8 @@ def complete(reading: Reading) -> None:
         values["recompute_method"], values["recompute_num_layers"] = "uniform", 1
     if not values.pop("is_fp8"):
         values["fp8_format"] = None
-    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-        values[name] = values["is_colocated"] and generates
     is_colocated = values.pop("is_colocated")
+    _take_offload(reading, is_offloading=is_colocated and generates)
     if not values.pop("is_deferred"):
         reading.miss(
             f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
@@ -229,9 +232,12 @@ def _take_rollout(
     values = reading.values
     bucket = values.pop("bucket", None)
     if not generates:
-        del values["engine_share"], values["engine_ranks"]
+        del values["engine_share"], values["engine_ranks"], values["frees_optimizer"]
         return
-    _take_engine(reading)
+    engine = _take_engine(reading)
+    # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
+    # those that stay on the device while other GPUs generate.
+    freed = ("gradients", "optimizer state") if values.pop("frees_optimizer") else ("gradients",)
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -240,7 +246,26 @@ def _take_rollout(
         micro_batch_size=rows,
         bucket_bytes=int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
+        freed_for_log_probabilities=() if is_colocated else freed,
+        engine=engine,
     )
+
+
+def _take_offload(reading: Reading, *, is_offloading: bool) -> None:
+    """Derives what leaves the device while an engine generates on it (``offload_before_refit``).
+
+    ``move_optimizer`` moves the state of torch's optimizer alone, where Megatron does not move it by itself.
+    """
+    values, optimizer = reading.values, f"{_MEGATRON}.optimizer"
+    values["offload_parameters"] = values["offload_gradients"] = is_offloading
+    is_moved = values.pop("moves_optimizer") and not values.get("optimizer_cpu_offload")
+    values["offload_optimizer"] = is_offloading and is_moved
+    if values["offload_optimizer"] and values.get("use_precision_aware_optimizer") is False:
+        reading.warnings.append(
+            f"{optimizer}.use_precision_aware_optimizer is false, so the fp32 main parameters are no state of the "
+            "optimizer, and NeMo-RL leaves them on the device between steps; memlab offloads them: the phases without "
+            "training need 4 bytes per parameter of the rank's optimizer more"
+        )
 
 
 _TENSOR = "vllm_cfg.tensor_parallel_size"
@@ -259,11 +284,15 @@ _KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
 """For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
 
 
-def _take_engine(reading: Reading) -> None:
-    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used."""
+def _take_engine(reading: Reading) -> tuple[str, str]:
+    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used.
+
+    Returns:
+        The key that chooses the engine, and the engine.
+    """
     values = reading.values
     key = f"{_GENERATION}.backend"
-    backend = str(reading.get(key, "vllm"))
+    backend = str(reading.get(key) or "vllm")
     if backend != "vllm":
         values["engine_ranks"] = 1  # those of the table are vLLM's
     for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
@@ -283,27 +312,95 @@ def _take_engine(reading: Reading) -> None:
     )
     values["engine_data_ranks"] = max(1, (experts or 1) // (tensor if isinstance(tensor, int) and tensor > 0 else 1))
     if backend == "megatron":
-        values["engine_share"] = 0.0  # it generates with the training's weights
-        reading.miss(key, "more", "Megatron's own engine has a buffer for keys and values of buffer_size_gb")
-    elif backend == "trtllm":
-        values["engine_share"] = None
-        reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
+        _take_megatron_engine(reading)
     elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
         values["engine_share"] = None
-    elif backend not in _KEYS_OF_ENGINE:
-        values["engine_share"] = None
-        reading.miss(key, "either", "memlab does not know how much memory this inference engine takes")
+    return key, backend
+
+
+_MCORE = f"{_GENERATION}.mcore_generation_config"
+_SHARES = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
+_OWN_LAYOUT = {f"{name}_parallel_size": 1 for name in _SHARES} | {"transformer_impl": None}
+"""Keys with which Megatron's engine has another model than the training, with the training's defaults."""
+
+
+def _take_megatron_engine(reading: Reading) -> None:
+    """Takes Megatron's own engine, which generates with the training's model unless its layout is another one.
+
+    See ``dedicated_inference_megatron_cfg`` in nemo_rl/models/generation/megatron/config.py. Its buffer of keys and
+    values stays on the device while the model trains if ``kv_cache_management_mode`` is ``persist``
+    (``deallocate_inference_state_buffers`` in megatron/core/inference/contexts/dynamic_context.py).
+    """
+    values, key = reading.values, f"{_GENERATION}.backend"
+    del values["engine_share"]
+    size = f"{_MCORE}.buffer_size_gb"
+    try:
+        gibibytes = NUMBER.read(reading.get(size, 10))
+    except ValueError as error:
+        entry = reading.entries.by_key[size]
+        raise refusal(entry.place, size, entry.value, error) from error
+    reading.take(size, "engine_bytes", int((gibibytes or 0) * 2**30))
+    frees_buffer = reading.get(f"{_MCORE}.kv_cache_management_mode", "persist") != "persist"
+    rebuilds = reading.get("grpo.async_grpo.recompute_kv_cache_after_weight_updates", default=False) is True
+    values["engine_sleeps"] = frees_buffer or rebuilds
+    reading.miss(key, "more", "beside its buffer of keys and values, Megatron's engine has CUDA graphs and activations")
+    of_training = {name: reading.entries.get(f"{_MEGATRON}.{name}", default) for name, default in _OWN_LAYOUT.items()}
+    of_engine = {name: reading.get(f"{_MCORE}.{name}", value) for name, value in of_training.items()}
+    of_engine["context_parallel_size"] = 1
+    values["engine_has_own_weights"] = of_engine != of_training
+    if of_engine == of_training:
+        return
+    tensor, stages, experts, expert_tensor = (
+        size if isinstance(size, int) and size > 0 else 1 for size in list(of_engine.values())[:4]
+    )
+    values["engine_ranks"] = tensor * stages
+    values["engine_data_ranks"] = max(1, experts * expert_tensor // tensor)
 
 
 def _complete_ranks(reading: Reading) -> int:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
-    ranks = nodes * per_node
-    if not values["is_colocated"]:
-        ranks -= (other_nodes * per_node) if nodes > 1 and other_nodes else (other_ranks or 0)
-    values.setdefault("world_size", ranks)
+    is_one_node = nodes == 1
+    nodes, of_node = nodes - _nodes_of_teachers(reading), per_node
+    if "reward_model" in {entry.value for key, entry in reading.entries.by_key.items() if _ENVIRONMENT.fullmatch(key)}:
+        nodes -= 0 if is_one_node else _whole(reading, "env.reward_model.resources.num_nodes")
+        of_node -= _whole(reading, "env.reward_model.resources.gpus_per_node") if is_one_node else 0
+    if not values["is_colocated"] and nodes > 1 and other_nodes:
+        nodes -= other_nodes
+    elif not values["is_colocated"]:
+        of_node -= other_ranks or 0
+    values.setdefault("world_size", nodes * of_node)
     return int(per_node)
+
+
+_ENVIRONMENT = re.compile(r"data\.(?:\w+\.)?env_name")
+"""Where the data name the environments that a job has (``extract_necessary_env_names`` in nemo_rl/data/utils.py)."""
+_TEACHERS = "on_policy_distillation"
+
+
+def _nodes_of_teachers(reading: Reading) -> int:
+    """Returns the nodes that teachers have for themselves (``create_teacher_configs_from_opd_config``)."""
+    section = f"{_TEACHERS}.non_colocated_teachers"
+    if not (reading.get(f"{_TEACHERS}.enabled") and reading.get(f"{section}.enabled")):
+        return 0
+    start = f"{_TEACHERS}.teacher_model_by_agent_name."
+    models = {key.removeprefix(start): reading.get(key) for key in reading.entries.by_key if key.startswith(start)}
+    names = list(models)
+    if reading.get(f"{_TEACHERS}.deduplicate_shared_teacher_checkpoints", default=True):
+        names = list({model: name for name, model in reversed(models.items())}.values())
+    of_all = _whole(reading, f"{section}.default_teacher_cfg.num_nodes", 1)
+    return sum(_whole(reading, f"{section}.teacher_overrides.{name}.num_nodes", of_all) for name in names)
+
+
+def _whole(reading: Reading, key: str, default: int = 0) -> int:
+    """Returns a number of nodes or GPUs, which changes how many are left for the training."""
+    try:
+        value = COUNT.read(reading.get(key))
+    except ValueError as error:
+        entry = reading.entries.by_key[key]
+        raise refusal(entry.place, key, entry.value, error) from error
+    return default if value is None else int(value)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -325,6 +422,10 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "longest": longest if is_row else scenario.seq_length,
             "sequences": sequences_of_a_step(scenario),
             "is_colocated": settings.offload_parameters,
+            "moves_optimizer": settings.offload_optimizer
+            or not settings.offload_parameters
+            or scenario.state.optimizer_cpu_offload,
+            "frees_optimizer": False,
             "allocator": values["allocator"],
         }
     )
@@ -350,7 +451,7 @@ def check(reading: Reading) -> None:
         )
 
 
-def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
@@ -358,9 +459,12 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
         1,
     ):
         reasons["recompute_method"] = "NeMo-RL recomputes whole layers only one by one (uniform 1)"
-    moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
-    if len(moved) > 1:
-        reasons["offload_parameters"] = "NeMo-RL offloads parameters, gradients and optimizer together, or nothing"
+    if settings.offload_gradients != settings.offload_parameters:
+        reasons["offload_gradients"] = "NeMo-RL offloads gradients where it offloads parameters"
+    if settings.offload_optimizer and (not settings.offload_parameters or scenario.state.optimizer_cpu_offload):
+        reasons["offload_optimizer"] = (
+            "NeMo-RL offloads the optimizer state only where it offloads parameters, and no CPU optimizer"
+        )
     return reasons
 
 

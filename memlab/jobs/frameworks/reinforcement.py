@@ -9,16 +9,33 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import Missing, is_given, refusal
+from memlab.jobs.frameworks.keys import Missing, is_given, missing_under, refusal
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
 
 
-def draft_model(key: str) -> tuple[Missing, ...]:
-    """Returns the rows of vLLM's ``speculative_config``, which is a text or a mapping of an open one."""
-    reason = "the inference engine has a draft model too"
-    return tuple(Missing(f"{key}{end}", "more", reason, is_given) for end in ("", ".method", ".model"))
+def vllm_arguments(prefix: str) -> tuple[Missing, ...]:
+    """Returns the rows of vLLM's own arguments below a prefix; ``speculative_config`` is a text or a mapping."""
+    draft, quantized = "the inference engine has a draft model too", "the inference engine's weights are quantized"
+    rows = (
+        *(Missing(f"speculative_config{end}", "more", draft, is_given) for end in ("", ".method", ".model")),
+        Missing("quantization", "less", quantized, is_given),
+        Missing("cpu_offload_gb", "less", "a part of the inference engine's weights is on the host", is_given),
+        Missing("kv_cache_memory_bytes", "either",
+                "the engine takes its weights and these bytes in place of its share of the memory", is_given),
+    )  # fmt: skip
+    return missing_under(prefix, rows)
+
+
+def sglang_arguments(prefix: str) -> tuple[Missing, ...]:
+    """Returns the rows of SGLang's own arguments, after a prefix such as ``sglang_``."""
+    return (
+        Missing(f"{prefix}enable_dp_attention", "more", "each of the engine's ranks has the whole attention"),
+        Missing(f"{prefix}speculative_algorithm", "more", "the inference engine has a draft model too", is_given),
+        Missing(f"{prefix}quantization", "less", "the inference engine's weights are quantized", is_given),
+        Missing(f"{prefix}cpu_offload_gb", "less", "a part of the inference engine's weights is on the host", is_given),
+    )
 
 
 def copies(reading: Reading) -> int:
@@ -126,6 +143,8 @@ def take_rollout(
     bucket_share: float | None = None,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
+    freed_for_log_probabilities: tuple[str, ...] = (),
+    engine: tuple[str, str] = ("", "vllm"),
 ) -> None:
     """Takes what the job does between training steps.
 
@@ -139,8 +158,12 @@ def take_rollout(
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
+        freed_for_log_probabilities: As in `Rollout`.
+        engine: The key that chooses the inference engine, and the engine.
     """
     values = reading.values
+    if is_colocated:
+        _note_engine(reading, *engine)
     share = values.pop("engine_share", None)
     if share is not None and not 0 <= share <= 1:
         reading.warnings.append(
@@ -154,6 +177,8 @@ def take_rollout(
         seq_length=max(1, seq_length or values.get("seq_length") or 1),
         micro_batch_size=max(1, micro_batch_size or 1),
         gpu_memory_utilization=share,
+        engine_bytes=values.pop("engine_bytes", None),
+        engine_has_own_weights=values.pop("engine_has_own_weights", True),
         engine_sleeps=values.pop("engine_sleeps", True),
         engine_ranks=_count(values, "engine_ranks") * _count(values, "engine_stages"),
         engine_data_ranks=_count(values, "engine_data_ranks"),
@@ -161,7 +186,29 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
+        freed_for_log_probabilities=freed_for_log_probabilities,
     )
+
+
+def _note_engine(reading: Reading, key: str, engine: str) -> None:
+    """Notes in what an engine's share of the memory differs from vLLM's, which is one of the whole GPU.
+
+    SGLang 0.5.23 leaves ``1 - mem_fraction_static`` of what is free when it loads its weights for everything else
+    (``pre_model_load_memory`` in sglang/srt/mem_cache/kv_cache_configurator.py).
+    """
+    if engine == "sglang":
+        reading.miss(
+            key,
+            "either",
+            "SGLang takes its share of the memory that is free when it starts, for weights and its cache of keys and "
+            "values: activations and CUDA graphs come on top; memlab takes that share of the whole GPU",
+        )
+    elif engine == "trtllm":
+        reading.values["engine_share"] = None
+        reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
+    elif engine not in ("vllm", "megatron"):
+        reading.values["engine_share"] = None
+        reading.miss(key, "either", "memlab does not know how much memory this inference engine takes")
 
 
 def note_replaced_values(reading: Reading, prefix: str) -> None:

@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rollout,
     take_rows,
     take_sequences,
+    vllm_arguments,
 )
 from memlab.jobs.frameworks.skyrl_megatron import (
     CANNOT_WRITE,
@@ -78,6 +79,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
+    *vllm_arguments(f"{_ENGINE}.engine_init_kwargs"),
     *megatron_missing(_MEGATRON),
 )  # fmt: skip
 
@@ -115,11 +117,20 @@ def complete(reading: Reading) -> None:
         seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else longest,
         micro_batch_size=1 if tokens > 0 else rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
+        engine=_engine(reading),
     )
     if tokens > 0:
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
         return
     take_sequences(reading, longest, sequences)
+
+
+def _engine(reading: Reading) -> tuple[str, str]:
+    """Returns the key that chooses the inference engine, and the engine; versions before 0.3 have their own key."""
+    for key in (f"{_ENGINE}.backend", "generator.backend"):
+        if reading.get(key) is not None:
+            return key, str(reading.get(key))
+    return f"{_ENGINE}.backend", "vllm"
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

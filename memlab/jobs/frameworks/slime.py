@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
     sequences_of_a_step,
+    sglang_arguments,
     take_rollout,
     take_rows,
     take_sequences,
@@ -86,9 +87,7 @@ FRAMEWORK_MISSING = (
         for name in ("freeze_params_name_list", "only_train_params_name_list")
     ),
     Missing("use_stateless_adam", "less", "Adam's moments are made anew in each update"),
-    Missing("sglang_enable_dp_attention", "more", "each of the engine's ranks has the whole attention"),
-    Missing("sglang_speculative_algorithm", "more", "the inference engine has a draft model too", is_given),
-    Missing("sglang_quantization", "less", "the inference engine's weights are quantized", is_given),
+    *sglang_arguments("sglang_"),
     Missing("use_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("use_rollout_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("release_train", "less", "the ranks of the training end before generation, so they keep nothing then"),
@@ -126,8 +125,9 @@ def complete(reading: Reading) -> None:
     tokens = _padded(reading, values.pop("tokens_per_rank"))
     of_log_probs = values.pop("log_prob_tokens") or tokens
     context = values.get("context_parallel_size") or 1
-    if reading.get("debug_train_only") or reading.get("load_debug_rollout_data"):
-        values["engine_share"] = 0.0  # no inference engine is started
+    has_engine = not (reading.get("debug_train_only") or reading.get("load_debug_rollout_data"))
+    if not has_engine:
+        values["engine_share"] = 0.0
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -135,6 +135,7 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs * context if is_dynamic and of_log_probs else longest,
         micro_batch_size=1 if is_dynamic else values.get("micro_batch_size"),
         bucket_bytes=values.pop("bucket"),
+        engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
     )
     if is_dynamic and tokens:
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)

@@ -15,13 +15,14 @@ from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, 
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
-    draft_model,
     is_packed,
     longest_sequence,
     sequences_of_a_step,
+    sglang_arguments,
     take_rollout,
     take_rows,
     take_sequences,
+    vllm_arguments,
 )
 from memlab.jobs.frameworks.verl_engine import (
     CANNOT_WRITE,
@@ -84,7 +85,8 @@ FRAMEWORK_MISSING = (
         Missing(f"{one}.enable", "more", "a reward model's engine may be on the same GPUs")
         for one in ("reward.reward_model", "reward_model")
     ),
-    *draft_model(f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config"),
+    *vllm_arguments(f"{_ROLLOUT}.engine_kwargs.vllm"),
+    *sglang_arguments(f"{_ROLLOUT}.engine_kwargs.sglang."),
     Missing("actor_rollout_ref.model.mtp.enable_rollout", "more", "the inference engine has a draft model too"),
     Missing("trainer.device", "either", "memlab predicts the job on NVIDIA's GPUs",
             lambda value: value not in (None, "cuda")),
@@ -122,6 +124,7 @@ def complete(reading: Reading) -> None:
         micro_batch_size=rows,
         bucket_bytes=(values.pop("bucket") or 0) * 2**20,
         has_reference_model=_keeps_reference_model(reading),
+        engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
     )
     if is_dynamic:
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
