@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.keys import Effect
+from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
@@ -66,6 +66,21 @@ def _logits(scenario: Scenario) -> int:
 def _whole_loss_bytes(scenario: Scenario) -> int:
     """Returns what the log-probabilities take at most: the logits, four tensors like them in fp32, and one in bf16."""
     return _logits(scenario) * (2 + 4 * 4) + _logits(scenario) * 2
+
+
+def _entropy_bytes(scenario: Scenario) -> int:
+    """Returns what the entropy of the logits takes at most: four tensors like them, in fp32.
+
+    These are a copy of the logits, their probabilities, and in backward the gradients of both and their sum
+    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026, and SkyRL's).
+    """
+    return 4 * 4 * _logits(scenario)
+
+
+def _replayed_routing_bytes(scenario: Scenario) -> int:
+    """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
+    rows = scenario.tokens_of_rank * (scenario.architecture.moe_router_topk or 0)
+    return 2 * 8 * rows * scenario.num_layers_of_stage * scenario.num_microbatches
 
 
 def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -234,6 +249,9 @@ def _parameters(scenario: Scenario) -> tuple[int, int]:
     return (dense, experts) if model.is_moe else (dense + experts, 0)
 
 
+_OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in LANGUAGE_MODEL)
+"""What freezes them changes nothing of the language model, which memlab predicts alone."""
+
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_router_dtype": _router_rows_bytes,
@@ -254,7 +272,16 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         ),
         _mask_bytes,
     ),
+    **dict.fromkeys(
+        ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
+    ),
+    **dict.fromkeys(
+        ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay", "use_routing_replay"),
+        _replayed_routing_bytes,
+    ),
     "freeze_moe_router": _router_bytes,
+    **dict.fromkeys(LANGUAGE_MODEL, _trained_bytes),
+    **dict.fromkeys(_OTHER_PARTS, lambda scenario: 0),
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
@@ -294,6 +321,7 @@ _STATE = ("gradients", "optimizer state")
 _OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
 _CAN_TAKE: dict[str, tuple[str, ...]] = {
     "freeze_moe_router": _STATE,
+    **dict.fromkeys(_OTHER_PARTS, ()),
     **dict.fromkeys(("offload_optimizer_states", "use_stateless_adam"), ("optimizer state",)),
     **dict.fromkeys(FREEZES, _OF_TRAINING),
     **dict.fromkeys(

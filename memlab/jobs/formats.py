@@ -363,6 +363,9 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         read_recipe(words, entries)
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
+    if not any(word.startswith("--config") for word, _ in words):
+        modules = (Entry("", word, line) for (flag, _), (word, line) in pairwise(words) if flag == "-m")
+        entries.program = next(modules, None)
     resolve(entries, dict(entries.environment))
 
 

@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import EFFECTS, bound_bytes
+from memlab.jobs.bounds import EFFECTS, bound_bytes, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -46,6 +46,8 @@ class Job:
     """What a job of reinforcement learning does between training steps; None for other jobs."""
     cannot_start: str | None = None
     """The rule by which the framework itself refuses the job."""
+    refused_fields: tuple[str, ...] = ()
+    """Fields of memlab, or names of `Key.field`, whose values the rule of `cannot_start` refuses."""
     not_supported: str | None = None
     """Why memlab cannot predict the job, in one line."""
     taken: tuple[Taken, ...] = ()
@@ -205,6 +207,7 @@ def _built(
     cls: type[Job], framework: Framework, reading: Reading, architecture: str | Path | Architecture | None
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
+    refused_fields: tuple[str, ...] = ()
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
@@ -228,12 +231,13 @@ def _built(
                 f"refuses the job: give these values with --set ({error})"
             )
         else:
-            cannot_start = str(error)
+            cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     _note_accelerator(reading)
+    _drop_engine(reading)
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
@@ -259,6 +263,7 @@ def _built(
         settings=settings if scenario is not None else None,
         rollout=rollout,
         cannot_start=cannot_start,
+        refused_fields=refused_fields,
         not_supported=not_supported,
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
@@ -311,6 +316,18 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         reading.not_modelled.remove(one)
         if one.place != "default":
             reading.without_effect[one.key] = "the model has no experts"
+
+
+def _drop_engine(reading: Reading) -> None:
+    """Moves what concerns an inference engine alone, where that has other GPUs, to what has no effect."""
+    if reading.rollout is None or reading.rollout.is_colocated:
+        return
+    for one in [one for one in reading.not_modelled if is_of_inference_engine(one.key)]:
+        if one.key.endswith("routing_replay"):  # the training keeps what the engine chose
+            continue
+        reading.not_modelled.remove(one)
+        if one.place != "default":
+            reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:

@@ -61,12 +61,16 @@ def predict_phases(
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
-    asleep = 0 if rollout.engine_sleeps else engine
+    # Where a job gives the bytes beside the weights, the engine is Megatron's: it pauses the weights as a whole.
+    beside = engine if rollout.engine_bytes is None or engine is None else engine - weights
+    asleep = 0 if rollout.engine_sleeps else beside
     of_sync = weights if rollout.engine_sleeps else engine
     gathered = _gathered_bytes(scenario, rollout)
     generating = between + reference_between
     if rollout.is_colocated and not rollout.engine_has_own_weights:
-        generating, gathered = generating + parameters, 0
+        generating += parameters
+    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
+        gathered = 0
     freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - loaded - reference - of_sync

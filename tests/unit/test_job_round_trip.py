@@ -189,7 +189,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     passes = scenario.num_microbatches
     if packed is not None:  # with more rows, a step needs no more memory
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
-    if name == "skyrl-sft":
+    if name in ("skyrl-sft", "verl"):  # they switch expandable segments on
         scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)

@@ -244,7 +244,7 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.settings is not None
     default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
-    default |= REMEDY if framework == "verl" else {}
+    default |= REMEDY | {"expandable_segments": True} if framework == "verl" else {}
     default["deallocate_pipeline_outputs"] = expected.get("pipeline_model_parallel_size", 1) > 1
     found = flat(job.scenario, job.settings)
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
@@ -702,7 +702,7 @@ def test_what_a_script_is_started_with_is_said_where_its_job_takes_it(
 
 
 def test_overrides_that_only_a_run_shows_are_said(tmp_path: Path) -> None:
-    text = f"$RUN python3 -m verl.trainer.main_ppo model_engine=megatron {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
+    text = f"$RUN python3 -m verl.trainer.main_ppo model_engine=megatron {ACTOR}.megatron.param_offload=true {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
     job = Job.read(write(tmp_path, "run.sh", f'{text} "$MORE" $(cat extra)'), version="2026-08-20")
     rank = "line 1: actor_rollout_ref.model.lora_rank is known only when the job runs, so memlab takes it as not given"
     assert [one.partition(": give")[0] for one in job.warnings] == [f"line 1: {UNREAD.partition(': give')[0]}", rank]
@@ -753,7 +753,7 @@ def test_a_choice_is_said_with_a_given_format_too(tmp_path: Path) -> None:
 
 def test_the_configuration_that_a_command_names_is_read_or_said(tmp_path: Path) -> None:
     def job(flags: str) -> Job:
-        text = f"python3 -m verl.trainer.main_ppo {flags} model_engine=megatron actor_rollout_ref.model.path=phi-4 {ACTOR}.ppo_micro_batch_size_per_gpu=1"
+        text = f"python3 -m verl.trainer.main_ppo {flags} model_engine=megatron actor_rollout_ref.model.path=phi-4 {ACTOR}.megatron.param_offload=true {ACTOR}.ppo_micro_batch_size_per_gpu=1"
         return Job.read(write(tmp_path, "run.sh", text), version="2026-08-20")
 
     assert not job("--config-path=config --config-name='ppo_megatron_trainer.yaml'").warnings

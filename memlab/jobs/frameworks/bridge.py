@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    frozen_parts,
     is_false,
     is_given,
     missing_under,
@@ -132,6 +133,7 @@ _DISTILLATION = (
 """Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
     *_OTHER_MODELS,
+    *frozen_parts("model."),
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,

@@ -10,7 +10,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import Architecture
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -30,6 +29,7 @@ from memlab.jobs.frameworks.keys import (
     Conversion,
     Key,
     Missing,
+    frozen_parts,
     is_given,
     missing_under,
     refusal,
@@ -57,7 +57,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     named,
     note_sequence_parallel,
 )
-from memlab.jobs.frameworks.reinforcement import LORA, take_rollout
+from memlab.jobs.frameworks.reinforcement import LORA, drop_frozen_parts, take_rollout
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
@@ -159,6 +159,7 @@ FRAMEWORK_MISSING = (
         Missing(name, "less", "quantized weights: 1 byte per parameter or less", is_given)
         for name in ("quant_method", "quant_bits")
     ),
+    *frozen_parts(""),
     Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
     Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
     Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
@@ -207,8 +208,6 @@ is the reference."""
 
 _ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 """Keys that make ``tuner_type`` ``lora`` where it is ``full`` (``MegatronArguments.__post_init__``)."""
-_OF_MULTIMODAL_MODELS = ("freeze_llm", "freeze_vit", "freeze_aligner")
-"""Read for models with a vision tower only (``_init_multimodal_full``); ``args.json`` has them for every model."""
 
 
 def _tuner(reading: Reading) -> Any:
@@ -223,21 +222,10 @@ def _complete_trained(reading: Reading) -> None:
     adapters = [key for key in _ADAPTERS if is_given(reading.get(key))]
     if adapters and _tuner(reading) != reading.entries.get("tuner_type", reading.entries.get("train_type")):
         reading.miss("tuner_type", "less", f"{adapters[0]} sets it to lora: {LORA}")
-    for key in _OF_MULTIMODAL_MODELS:
-        if reading.get(key):
-            reading.miss(key, "less", "the frozen parts of a multimodal model have no gradients and no optimizer state")
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
     if reading.get("padding_free", default=True) is False and not reading.get("packing"):
         reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
-
-
-def complete_of_model(reading: Reading, _: Architecture) -> None:
-    """Drops what concerns multimodal models alone: memlab has none of them."""
-    reading.not_modelled = [one for one in reading.not_modelled if one.key not in _OF_MULTIMODAL_MODELS]
-    for key in _OF_MULTIMODAL_MODELS:
-        if key in reading.entries.by_key:
-            reading.without_effect[key] = "only multimodal models have parts that it can freeze"
 
 
 def _note_history(reading: Reading) -> None:
@@ -310,7 +298,7 @@ def complete(reading: Reading) -> None:
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
     generates = kind == "grpo" or (kind == "gkd" and is_on_policy)
     if length and generates:
-        length += generated
+        length = _length_with_answers(reading, length, generated)
     values["seq_length"] = length
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
@@ -323,6 +311,36 @@ def complete(reading: Reading) -> None:
     _complete_trained(reading)
     _note_history(reading)
     _note_fusion(reading)
+
+
+def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
+    """Returns the tokens of the longest sequence with its answers.
+
+    Each turn generates as many tokens (``run_multi_turn`` in swift/rollout/agent_loop.py), after messages of the
+    scheduler that only the job knows. An engine on the same GPUs ends a sequence at its own longest length
+    (``set_default_max_tokens`` in swift/infer_engine/infer_engine.py); one on other GPUs has arguments of its own.
+    """
+    scheduler, turns = reading.get("multi_turn_scheduler"), reading.get("max_turns")
+    of_engine = reading.get("vllm_max_model_len")
+    is_own = reading.values.get("vllm_mode") != "server"
+    limit: int | None = of_engine if is_own and isinstance(of_engine, int) else None
+    if not scheduler:
+        together = prompt + generated
+        return together if limit is None else max(prompt, min(together, limit))
+    if limit is not None:
+        reading.take("vllm_max_model_len", "seq_length", limit)
+        return max(prompt, limit)
+    if not isinstance(turns, int) or turns < 1:
+        reading.questions.append(
+            "multi_turn_scheduler generates turn after turn, and neither max_turns nor vllm_max_model_len ends a "
+            "sequence: give --set max_turns=NUMBER"
+        )
+        return prompt + generated
+    reading.warnings.append(
+        f"multi_turn_scheduler: memlab takes sequences of a prompt with {turns} answers of {generated:,} tokens, but "
+        "the messages that the scheduler adds between turns come on top"
+    )
+    return prompt + turns * generated
 
 
 def _drop_teacher(reading: Reading, kind: str | None) -> None:
@@ -489,7 +507,7 @@ MS_SWIFT = Framework(
     | keys_without_effect("megatron_core_model", _EXTRA)
     | {f"{_EXTRA}.{number}" for number in NUMBERS_OF_THE_MODEL},
     complete=complete,
-    complete_of_model=complete_of_model,
+    complete_of_model=drop_frozen_parts,
     compose=compose,
     cannot_write=_NEVER
     | {

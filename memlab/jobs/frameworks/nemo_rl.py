@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    frozen_parts,
     is_false,
     is_given,
     missing_under,
@@ -48,6 +49,7 @@ from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_para
 from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
+    drop_frozen_parts,
     is_packed,
     longest_sequence,
     note_replaced_values,
@@ -154,6 +156,7 @@ FRAMEWORK_MISSING = (
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
+    *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
@@ -197,7 +200,7 @@ def complete(reading: Reading) -> None:
     if not values.pop("is_fp8"):
         values["fp8_format"] = None
     is_colocated = values.pop("is_colocated")
-    _take_offload(reading, is_offloading=is_colocated and generates)
+    _take_offload(reading, is_colocated=is_colocated, generates=generates)
     if not values.pop("is_deferred"):
         reading.miss(
             f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
@@ -251,15 +254,18 @@ def _take_rollout(
     )
 
 
-def _take_offload(reading: Reading, *, is_offloading: bool) -> None:
-    """Derives what leaves the device while an engine generates on it (``offload_before_refit``).
+def _take_offload(reading: Reading, *, is_colocated: bool, generates: bool) -> None:
+    """Derives what leaves the device between a weight sync and the next step (``offload_before_refit``).
 
-    ``move_optimizer`` moves the state of torch's optimizer alone, where Megatron does not move it by itself.
+    Parameters leave it where an engine generates on it. The rest also does where Megatron's engine has other GPUs
+    (``sync_weights`` in nemo_rl/weight_sync/megatron_weight_synchronizer.py). ``move_optimizer`` moves the state of
+    torch's optimizer alone, where Megatron does not move it by itself.
     """
     values, optimizer = reading.values, f"{_MEGATRON}.optimizer"
-    values["offload_parameters"] = values["offload_gradients"] = is_offloading
+    values["offload_parameters"] = is_colocated and generates
+    values["offload_gradients"] = generates and (is_colocated or _engine_of(reading) == "megatron")
     is_moved = values.pop("moves_optimizer") and not values.get("optimizer_cpu_offload")
-    values["offload_optimizer"] = is_offloading and is_moved
+    values["offload_optimizer"] = values["offload_gradients"] and is_moved
     if values["offload_optimizer"] and values.get("use_precision_aware_optimizer") is False:
         reading.warnings.append(
             f"{optimizer}.use_precision_aware_optimizer is false, so the fp32 main parameters are no state of the "
@@ -284,6 +290,10 @@ _KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
 """For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
 
 
+def _engine_of(reading: Reading) -> str:
+    return str(reading.get(f"{_GENERATION}.backend") or "vllm")
+
+
 def _take_engine(reading: Reading) -> tuple[str, str]:
     """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used.
 
@@ -291,8 +301,7 @@ def _take_engine(reading: Reading) -> tuple[str, str]:
         The key that chooses the engine, and the engine.
     """
     values = reading.values
-    key = f"{_GENERATION}.backend"
-    backend = str(reading.get(key) or "vllm")
+    key, backend = f"{_GENERATION}.backend", _engine_of(reading)
     if backend != "vllm":
         values["engine_ranks"] = 1  # those of the table are vLLM's
     for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
@@ -441,13 +450,15 @@ def check(reading: Reading) -> None:
     if reading.entries.get(fused) and reading.values.get("overlap_param_gather"):
         raise CannotStartError(
             f"{fused} is on with overlap_param_gather, which NeMo-RL refuses: set {_MEGATRON}."
-            "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out"
+            "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out",
+            "overlap_param_gather",
         )
     deferred = f"{_MEGATRON}.defer_fp32_logits"
     if reading.values.get("logprobs_chunk_size") and not reading.entries.get(deferred):
         raise CannotStartError(
             f"policy.logprob_chunk_size is {reading.values['logprobs_chunk_size']} without {deferred}, which NeMo-RL "
-            f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out"
+            f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out",
+            *("is_deferred", "logprobs_chunk_size"),
         )
 
 
@@ -460,7 +471,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     ):
         reasons["recompute_method"] = "NeMo-RL recomputes whole layers only one by one (uniform 1)"
     if settings.offload_gradients != settings.offload_parameters:
-        reasons["offload_gradients"] = "NeMo-RL offloads gradients where it offloads parameters"
+        reasons["offload_gradients"] = "NeMo-RL offloads gradients where it offloads parameters, with vLLM's engine"
     if settings.offload_optimizer and (not settings.offload_parameters or scenario.state.optimizer_cpu_offload):
         reasons["offload_optimizer"] = (
             "NeMo-RL offloads the optimizer state only where it offloads parameters, and no CPU optimizer"
@@ -480,6 +491,7 @@ NEMO_RL = Framework(
     | {f"{_OVERRIDES}.{number}" for number in NUMBERS_OF_THE_MODEL}
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
+    complete_of_model=drop_frozen_parts,
     check=check,
     compose=compose,
     fixed={"loss": "logprobs"},

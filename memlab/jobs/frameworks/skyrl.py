@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
     note_replaced_values,
+    note_segments,
     sequences_of_a_step,
     take_rollout,
     take_rows,
@@ -99,11 +100,8 @@ def complete(reading: Reading) -> None:
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
     is_colocated, after_step = values.pop("is_colocated"), values.pop("offload_after_step")
     values["offload_parameters"] = values["offload_gradients"] = is_colocated
-    if values["expandable_segments"] and not is_colocated:
-        reading.warnings.append(
-            "trainer.use_expandable_segments: SkyRL switches them on after the model is built, so its parameters and "
-            "gradients stay in segments of fixed size; memlab predicts all in expandable segments"
-        )
+    if values["expandable_segments"]:
+        note_segments(reading, "trainer.use_expandable_segments")
     values["offload_optimizer"] = is_colocated and after_step
     # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
     prompt = values.pop("prompt_length")
@@ -181,7 +179,7 @@ SKYRL = Framework(
     fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE
-    | {"allocator": "beside trainer.use_expandable_segments, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    | {"allocator": "with trainer.use_expandable_segments=false, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
     render=plain_lines,
 )

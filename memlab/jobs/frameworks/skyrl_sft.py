@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
@@ -19,6 +18,7 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    only_segments,
     sequences_of_a_step,
     take_rows,
     take_sequences,
@@ -97,9 +97,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
     """Names what SkyRL's SFT trainer cannot express of this job."""
-    if scenario.allocator == AllocatorSettings(expandable_segments=True):
-        return {}
-    return {"allocator": "SkyRL's SFT trainer switches expandable segments on, and nothing else"}
+    return only_segments(scenario, "SkyRL's SFT trainer")
 
 
 _KEEPS = "SkyRL's SFT trainer keeps the model on the device between steps"

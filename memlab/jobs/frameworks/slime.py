@@ -190,6 +190,8 @@ def _take_allocator(reading: Reading) -> None:
         found = dict(_ALLOCATOR.findall(str(entry.value))) if entry is not None else {}
         if found:
             reading.take(key, "allocator", found.get("CUDA_", found.get("")))
+    if any(_SEGMENTS.search(text) for text in texts):
+        reading.take("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "expandable_segments", value=True)
     if any(_INT4_TRAINING.search(text) for text in texts):
         reason = "each forward pass rounds a copy of every expert's weights to 4 bits and back"
         reading.miss("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "more", reason)
@@ -197,6 +199,8 @@ def _take_allocator(reading: Reading) -> None:
 
 _INT4_TRAINING = re.compile(r'"OPEN_TRAINING_INT4_FAKE_QAT_FLAG"\s*:\s*"1"')
 """slime's patch of Megatron-LM reads it (``docker/patch/latest/megatron.patch``, 624b824a)."""
+_SEGMENTS = re.compile(r'"SLIME_ENABLE_EXPANDABLE_SEGMENTS"\s*:\s*"1"')
+"""The training ranks read it before they build the model (``slime/utils/accelerator/torch_accelerator.py``)."""
 _ALLOCATOR = re.compile(r'"PYTORCH_(CUDA_|)ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
@@ -204,6 +208,14 @@ def _longest_sequence(reading: Reading) -> int | None:
     """Returns the tokens of the longest prompt with its response, as far as the file gives them."""
     prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
     together = (prompt or 0) + (response or 0)
+    own = "custom_generate_function_path"
+    if reading.get(own) and not context:
+        reading.miss(
+            own,
+            "more",
+            "the job's own function may generate several turns, so that sequences are longer than a prompt with one "
+            "response, which memlab takes: give rollout_max_context_len",
+        )
     if prompt and response:
         return int(min(together, context or together))
     if context:

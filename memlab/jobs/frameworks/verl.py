@@ -5,18 +5,21 @@ Names and defaults: ``verl/trainer/config/`` (0.9.1); `verl_engine` has those of
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
+    note_segments,
+    only_segments,
     sequences_of_a_step,
     sglang_arguments,
     take_rollout,
@@ -112,13 +115,16 @@ def complete(reading: Reading) -> None:
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
     of_log_probs = (values.pop("log_prob_tokens", None) or tokens) * (values.get("context_parallel_size") or 1)
     rows = values.pop("log_prob_micro_batch_size", None)
+    is_colocated = values.pop("is_colocated")
+    if is_colocated:
+        _take_allocator(reading)
     if values.pop("log_prob_is_dynamic", is_dynamic):
         rows = 1
     else:
         of_log_probs = longest
     take_rollout(
         reading,
-        is_colocated=values.pop("is_colocated"),
+        is_colocated=is_colocated,
         ranks_per_node=per_node,
         seq_length=of_log_probs,
         micro_batch_size=rows,
@@ -134,12 +140,47 @@ def complete(reading: Reading) -> None:
     take_sequences(reading, longest, sequences)
 
 
+def _take_allocator(reading: Reading) -> None:
+    """Takes expandable segments, which verl switches on after each weight sync, the first one before the first step.
+
+    See ``update_weights`` in verl/workers/engine_workers.py (0.9.1): only what sends weights inside the process does.
+    """
+    key = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if reading.get(key) in (None, "naive"):
+        reading.take(key, "expandable_segments", value=True)
+        note_segments(reading, key)
+
+
+def check(reading: Reading) -> None:
+    """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py (0.9.1).
+
+    Raises:
+        CannotStartError: If it refuses the job.
+    """
+    key = f"{_ROLLOUT}.expert_parallel_size"
+    experts, name = reading.get(key), reading.get(f"{_ROLLOUT}.name")
+    sizes = [
+        reading.get(f"{_ROLLOUT}.{size}", default)
+        for size, default in (("tensor_model_parallel_size", 2), ("data_parallel_size", 1))
+    ]
+    if name == "trtllm" or not all(isinstance(size, int) for size in (experts, *sizes)):
+        return
+    if experts > 1 and experts != math.prod(sizes):
+        raise CannotStartError(
+            f"{key} is {experts}, must be tensor_model_parallel_size x data_parallel_size ({sizes[0]} x {sizes[1]}), "
+            "by a rule of verl: change one of them"
+        )
+
+
 def _check_engine(reading: Reading) -> None:
     """Refuses a job of another engine: verl takes FSDP without ``model_engine=megatron`` or a configuration with it."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
+    is_chosen = chosen is not None or reading.entries.get("model_engine") is not None
     engine = engine if chosen is None else str(chosen).removesuffix("_actor")
     keys, configuration = reading.entries.by_key, reading.get("config_name")
+    if not is_chosen:
+        _note_unchosen(reading)
     if engine is None and "megatron" not in str(configuration):
         if any(key.startswith((f"{_ACTOR}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config.")) for key in keys):
             engine = "dp"
@@ -152,6 +193,17 @@ def _check_engine(reading: Reading) -> None:
             )
     if engine not in (None, "megatron"):
         reading.blocked.append(f"model_engine {engine}: memlab predicts Megatron's jobs only (model_engine=megatron)")
+
+
+def _note_unchosen(reading: Reading) -> None:
+    """Says that Hydra stops: FSDP's actor, the default of ``ppo_trainer.yaml`` (0.9.1), has no keys of Megatron."""
+    refused = [entry for key, entry in reading.entries.by_key.items() if key.startswith(f"{_ACTOR}.megatron.")]
+    program = reading.entries.program
+    if refused and program is not None and program.value == "verl.trainer.main_ppo":
+        reading.entries.causes.append(
+            f"{program.place}: {program.value} takes FSDP's actor without model_engine=megatron, so Hydra stops at "
+            f"{refused[0].key} ({refused[0].place}): add model_engine=megatron"
+        )
 
 
 def _note_critic(reading: Reading) -> None:
@@ -191,6 +243,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | named(scenario)
         | {
             "model_engine": "megatron",
+            "allocator": None,
             "is_dynamic": is_row,
             "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
             "micro_batch_size": None if is_row else scenario.micro_batch_size,
@@ -211,12 +264,13 @@ VERL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("verl") | engine_without_effect(*_PREFIXES),
     complete=complete,
+    check=check,
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE,
-    cannot_write_of=cannot_write,
+    cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,
     configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),
     versions=VERSIONS,
