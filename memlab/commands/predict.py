@@ -25,7 +25,6 @@ from memlab.commands.shared.step_flags import (
     limit_for_torch,
     memory_size,
     rank_or_all,
-    ranks_of,
 )
 from memlab.commands.shared.step_progress import ProgressLines
 from memlab.config.allocator_settings import AllocatorSettings
@@ -141,7 +140,7 @@ class _Predicted:
 
 
 def _predict(asked: AskedStep, arguments: argparse.Namespace, claimed: ExitStack) -> int:
-    job, scenarios = asked.job, ranks_of(asked.scenario, arguments.rank)
+    job, scenarios = asked.job, asked.scenario.on_ranks(arguments.rank)
     rollout = None if job is None or arguments.device_memory or arguments.forward_only else job.rollout
     found = _Predicted(() if job is None else job.not_modelled)
     with claimed, stdout_reserved_for_result():

@@ -24,7 +24,6 @@ from memlab.commands.shared.step_flags import (
     limit_for_torch,
     memory_size,
     rank_or_all,
-    ranks_of,
     whole_number,
 )
 from memlab.config.scenario import Scenario
@@ -141,7 +140,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     if arguments.gpus is not None:
         return _layout_search(arguments)
     asked = asked_step(arguments, rank=arguments.rank or 0)
-    base, source, scenarios = asked.settings, asked.job, ranks_of(asked.scenario, arguments.rank)
+    base, source, scenarios = asked.settings, asked.job, asked.scenario.on_ranks(arguments.rank)
     limit_bytes = limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
     _check_bounds(arguments)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)

@@ -206,6 +206,10 @@ class Scenario:
         """Returns what another rank of the job runs."""
         return self if rank == self.layout.rank else replace(self, layout=replace(self.layout, rank=rank))
 
+    def on_ranks(self, rank: int | None) -> list[Scenario]:
+        """Returns what a rank runs, or for None one rank of each kind."""
+        return [self.on_rank(number) for number in (self.ranks_of_every_kind if rank is None else (rank,))]
+
     @property
     def workload(self) -> dict[str, Any]:
         """What may change on a live model: the fields that `Lab.set_workload` takes."""

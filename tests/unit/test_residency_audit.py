@@ -18,8 +18,8 @@ from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement,
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
 from memlab.views.display import show
-from memlab.views.text.audits import groups_used_table, residency_table
-from memlab.views.text.columns import LINE_WIDTH
+from memlab.views.text.audits import groups_used_blocks, residency_blocks
+from memlab.views.text.columns import LINE_WIDTH, as_text
 from tests.unit.live import FULL
 
 from .inside import inside
@@ -80,7 +80,7 @@ def test_forward_and_backward_need_no_optimizer_state_and_a_sync_only_parameters
     assert not lab.audit_residency().complaints
     after = lab.step(NONE)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
-    lines = groups_used_table(used).splitlines()
+    lines = as_text(groups_used_blocks(used)).splitlines()
     assert [len(line.split()) for line in lines[1:]] == [4, 4, 4, 4, 5]
     assert lines[2].split() == ["forward", "yes", "-", "-"]
 
@@ -161,7 +161,7 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
         found = lab.audit_residency()
     words = {name: format_bytes(size) for name, size in sizes.items()}
     assert list(found.complaints) == [complaint.format(**words) for complaint in complaints]
-    assert all(complaint in " ".join(residency_table(found).split()) for complaint in found.complaints)
+    assert all(complaint in " ".join(as_text(residency_blocks(found)).split()) for complaint in found.complaints)
     assert not lab.audit_residency().complaints, "the block is left"
     after = lab.step(NONE, warm_up=False)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
@@ -300,11 +300,11 @@ def test_the_table_has_a_row_a_holder_and_fits_a_line() -> None:
         move_peak_host_bytes=2048,
     )
     assert len(audit.complaints) == 4
-    lines = residency_table(audit).splitlines()
+    lines = as_text(residency_blocks(audit)).splitlines()
     assert lines[1].split() == ["device,", "parameters:", "buffers.param_data", "0.00", "2.00", "2,097,152"]
     assert lines[3].split() == ["host,", "parameters", "2.00", "0.00", "0"]
     assert all(len(line) <= LINE_WIDTH for line in lines)
-    assert residency_table(audit_of()).endswith("\n\nevery byte is where it should be")
+    assert as_text(residency_blocks(audit_of())).endswith("\n\nevery byte is where it should be")
 
 
 def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]) -> None:

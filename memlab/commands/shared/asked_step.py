@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from memlab.commands.shared.job_flags import job_of_flags, notes_on
+from memlab.commands.shared.job_flags import job_of_flags
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.model_restrictions import check_on_model
@@ -18,6 +18,8 @@ from memlab.config.validation import check_whole_number
 from memlab.jobs.job import Job
 
 _Options = TypeVar("_Options", MemorySettings, TrainingState, AllocatorSettings)
+_MANY_PASSES = 4
+"""Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
 _TOGETHER = ("recompute_", "offload_modules", "logprobs_chunk_size", "fp8_", "cross_entropy_")
 """Beginnings of names: a flag of such a group replaces all of the job's settings of the group."""
 
@@ -53,7 +55,7 @@ def asked_step(arguments: argparse.Namespace, *, rank: int = 0, measured_ranks: 
         source, settings = job.required()
         if getattr(arguments, "forward_only", False) and job.rollout is not None:
             source = job.rollout.of_log_probabilities(source)
-        for note in notes_on(job, source, given.get("num_microbatches", source.num_microbatches), measured_ranks):
+        for note in _notes(job, source, given.get("num_microbatches", source.num_microbatches), measured_ranks):
             print(f"{job.path.name}: {note}", file=sys.stderr)
         given = {"packed_sequences": _packed_sequences(arguments, source)} | given
         state, allocator = source.state, source.allocator
@@ -110,3 +112,31 @@ def _packed_sequences(arguments: argparse.Namespace, of_job: Scenario) -> int | 
     tokens = arguments.seq_length or of_job.seq_length
     packed, ranks = of_job.packed_sequences_in(tokens), arguments.context_parallel_size or 1
     return packed if packed is None or ranks == 1 else max(1, min(packed, tokens // (2 * ranks)))
+
+
+def _notes(job: Job, scenario: Scenario, num_microbatches: int, measured_ranks: int | None) -> list[str]:
+    """Says what the user should know of a job before its figures.
+
+    Args:
+        job: As it was read.
+        scenario: What it runs.
+        num_microbatches: Of the step that is asked for.
+        measured_ranks: The ranks that there are, where a command measures.
+    """
+    notes = [*job.causes, *job.warnings]
+    missing = [f"{one.key} ({one.effect})" for one in job.not_modelled if one.effect != "unknown"]
+    if missing:
+        words = "; ".join(missing)
+        notes.append(
+            f"memlab does not model these keys, so the job may need more or less memory than memlab says: {words} "
+            f"(memlab job {job.path} explains each)"
+        )
+    stages = scenario.layout.pipeline_model_parallel_size
+    if num_microbatches > _MANY_PASSES * stages:
+        shorter = f"--num-microbatches {2 * stages} makes the step shorter"
+        notes.append(f"a step has {num_microbatches} micro-batches, which take a while: {shorter}")
+    if measured_ranks == 1 and scenario.layout.world_size > 1:
+        notes.append(
+            f"only one rank is measured, although the job's layout is {scenario.layout}: --ranks N starts more ranks"
+        )
+    return notes

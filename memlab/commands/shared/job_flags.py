@@ -6,12 +6,8 @@ import argparse
 from pathlib import Path
 
 from memlab.config.architectures import ARCHITECTURES
-from memlab.config.scenario import Scenario
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
-
-_MANY_PASSES = 4
-"""Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
 
 
 def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = True) -> None:
@@ -117,31 +113,3 @@ def _require_a_model(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
         )
-
-
-def notes_on(job: Job, scenario: Scenario, num_microbatches: int, measured_ranks: int | None) -> list[str]:
-    """Says what the user should know of a job before its figures.
-
-    Args:
-        job: As it was read.
-        scenario: What it runs.
-        num_microbatches: Of the step that is asked for.
-        measured_ranks: The ranks that there are, where a command measures.
-    """
-    notes = [*job.causes, *job.warnings]
-    missing = [f"{one.key} ({one.effect})" for one in job.not_modelled if one.effect != "unknown"]
-    if missing:
-        words = "; ".join(missing)
-        notes.append(
-            f"memlab does not model these keys, so the job may need more or less memory than memlab says: {words} "
-            f"(memlab job {job.path} explains each)"
-        )
-    stages = scenario.layout.pipeline_model_parallel_size
-    if num_microbatches > _MANY_PASSES * stages:
-        shorter = f"--num-microbatches {2 * stages} makes the step shorter"
-        notes.append(f"a step has {num_microbatches} micro-batches, which take a while: {shorter}")
-    if measured_ranks == 1 and scenario.layout.world_size > 1:
-        notes.append(
-            f"only one rank is measured, although the job's layout is {scenario.layout}: --ranks N starts more ranks"
-        )
-    return notes

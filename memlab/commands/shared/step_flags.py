@@ -8,7 +8,7 @@ import re
 from memlab.commands.shared.job_flags import add_job_file_options
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
-from memlab.config.scenario import DTYPES, Scenario
+from memlab.config.scenario import DTYPES
 from memlab.config.settings import (
     CHECKPOINT_INPUT_REMEDIES,
     OFFLOAD_MODULES,
@@ -328,12 +328,6 @@ def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
 def rank_or_all(text: str) -> int | None:
     """Reads a flag's rank; None is one rank of each kind."""
     return None if text == "all" else whole_number(text)
-
-
-def ranks_of(job: Scenario, rank: int | None) -> list[Scenario]:
-    """Returns a job on one of its ranks, or for None on one rank of each kind."""
-    numbers = job.ranks_of_every_kind if rank is None else (rank,)
-    return [job.on_rank(number) for number in numbers]
 
 
 def whole_number(text: str) -> int:

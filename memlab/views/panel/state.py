@@ -301,6 +301,11 @@ class LabState(traitlets.HasTraits):
         """Whether a run had the settings, the workload and the training state that the controls show."""
         return _had(run, self.selection)
 
+    def of_worst_rank(self, scenario: Scenario) -> Scenario:
+        """Returns a job's scenario for the rank with the highest peak in the shown run: predictions step one rank."""
+        job = None if self.shown is None else self.shown.job
+        return scenario if job is None else scenario.on_rank(job.worst_rank)
+
     @property
     def base(self) -> Run | None:
         """The run that the table and the words above the chart compare with: the pinned one, or else the first."""
@@ -629,7 +634,7 @@ def _had(run: Run, selection: Selection | None) -> bool:
 
 def _of_job(scenario: Scenario) -> Scenario:
     """Returns the scenario of a job, whichever of its ranks this one is about."""
-    return replace(scenario, layout=replace(scenario.layout, rank=0))
+    return scenario.on_rank(0)
 
 
 def _remove(records: list[StepRecord], record: StepRecord | None) -> None:
