@@ -77,7 +77,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the output folder is not empty.
     """
-    asked = asked_step(arguments, rank=arguments.rank or 0)
+    asked = asked_step(arguments, rank=arguments.rank)
     if arguments.gpu_memory is not None:
         limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
     for flag in ("forward_only", "device_memory"):
@@ -140,7 +140,7 @@ class _Predicted:
 
 
 def _predict(asked: AskedStep, arguments: argparse.Namespace, claimed: ExitStack) -> int:
-    job, scenarios = asked.job, asked.scenario.on_ranks(arguments.rank)
+    job, scenarios = asked.job, asked.on_ranks
     rollout = None if job is None or arguments.device_memory or arguments.forward_only else job.rollout
     found = _Predicted(() if job is None else job.not_modelled)
     with claimed, stdout_reserved_for_result():

@@ -139,8 +139,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     if arguments.gpus is not None:
         return _layout_search(arguments)
-    asked = asked_step(arguments, rank=arguments.rank or 0)
-    base, source, scenarios = asked.settings, asked.job, asked.scenario.on_ranks(arguments.rank)
+    asked = asked_step(arguments, rank=arguments.rank)
+    base, source, scenarios = asked.settings, asked.job, asked.on_ranks
     limit_bytes = limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
     _check_bounds(arguments)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)

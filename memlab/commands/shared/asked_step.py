@@ -29,17 +29,19 @@ class AskedStep:
     """What is run, under which settings, and the job that says so."""
 
     scenario: Scenario
+    on_ranks: list[Scenario]
+    """On the rank that is asked for, or on one rank of each kind."""
     settings: MemorySettings
     job: Job | None
     """None without ``--job``."""
 
 
-def asked_step(arguments: argparse.Namespace, *, rank: int = 0, measured_ranks: int | None = None) -> AskedStep:
+def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_ranks: int | None = None) -> AskedStep:
     """Reads the job's file, if there is one, and lays over it what the flags say.
 
     Args:
         arguments: Of `measure`, `predict` or `search`.
-        rank: The rank to measure or predict.
+        rank: The rank to measure or predict; None is one rank of each kind.
         measured_ranks: The ranks that there are, where a command measures; a single one takes no layout from a job.
             None takes what ``--world-size`` or the job says.
 
@@ -63,12 +65,13 @@ def asked_step(arguments: argparse.Namespace, *, rank: int = 0, measured_ranks: 
             world_size = source.layout.world_size
         if measured_ranks != 1:
             layout = source.layout
-    given["layout"] = _laid_over(layout, arguments, 1 if world_size is None else world_size, rank)
+    given["layout"] = _laid_over(layout, arguments, 1 if world_size is None else world_size, rank or 0)
     given["state"], given["allocator"] = _overlaid(state, arguments), _overlaid(allocator, arguments)
     settings = _overlaid(settings, arguments)
     scenario = Scenario.of(source, **given)
+    on_ranks = scenario.on_ranks(rank)
     check_on_model(settings, scenario)
-    return AskedStep(scenario, settings, job)
+    return AskedStep(scenario, on_ranks, settings, job)
 
 
 def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
