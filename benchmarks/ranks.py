@@ -37,6 +37,8 @@ from benchmarks.accuracy import JOBS, USUAL, full
 from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
 from memlab.lab import many_ranks
 from memlab.lab.rank import Rank
+from memlab.lab.request import PassRequest, StepRequest
+from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 
 REQUESTED = "MEMLAB_REQUESTED_BYTES"
@@ -48,9 +50,9 @@ ROUNDS = 2
 class CountingRank(Rank):
     """A rank that notes after each step what was requested in it."""
 
-    def step(self, forward_only: bool, kwargs: dict[str, Any]) -> Any:
-        """As `Rank.step`."""
-        record = super().step(forward_only, kwargs)
+    def take(self, request: StepRequest | PassRequest) -> StepRecord:
+        """As `Rank.take`."""
+        record = super().take(request)
         note_requested("engines")
         return record
 

@@ -114,6 +114,12 @@ class Scenario:
                 f"dtype is {self.dtype!r} with optimizer_cpu_offload, must be bf16, because Megatron's CPU optimizer "
                 "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out"
             )
+        deepest = len(self.architecture.moe_layer_freq or range(self.num_layers))
+        if self.num_layers > deepest:
+            raise ValueError(
+                f"num_layers is {self.num_layers}, must be at most {deepest}, since moe_layer_freq of "
+                f"{self.architecture.name} says which of so many layers have experts: give fewer layers"
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_attention()
@@ -161,7 +167,7 @@ class Scenario:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
-        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.is_moe):
+        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.routes):
             raise ValueError(
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
                 f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out"
@@ -262,6 +268,25 @@ class Scenario:
         return tuple(count for count in counts for _ in range(chunks))
 
     @property
+    def chunks_of_rank(self) -> tuple[range, ...]:
+        """The layers of each model chunk of the rank's pipeline stage: their numbers in the whole model, from 0.
+
+        Layers are numbered stage by stage, and then from the first stage on again (``get_transformer_layer_offset``,
+        megatron/core/transformer/transformer_layer.py, 0.16.1).
+        """
+        layout = self.layout
+        stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
+        before, own = sum(sizes[: layout.pipeline_stage]), sizes[layout.pipeline_stage]
+        starts = (chunk * sum(sizes) + before for chunk in range(chunks))
+        return tuple(range(start, start + own) for start in starts)
+
+    @property
+    def layers_of_rank(self) -> tuple[int, ...]:
+        """The layers of all chunks of the rank, as `chunks_of_rank`."""
+        return tuple(layer for chunk in self.chunks_of_rank for layer in chunk)
+
+    @property
     def num_layers_of_stage(self) -> int:
         """Layers of the rank's pipeline stage."""
         return self.layout.layers_of_stage(self.layout.pipeline_stage, self.num_layers)
@@ -280,10 +305,9 @@ class Scenario:
     def _copies_of_parameters(self) -> int:
         """The most ranks that hold the same parameters, and so reduce their gradients."""
         layout = self.layout
-        dense = layout.data_parallel_size * layout.context_parallel_size
-        if not self.architecture.is_moe or layout.expert_model_parallel_size == 1:
-            return dense
-        return max(dense, layout.ranks_of_a_stage // (layout.expert_tensor_size * layout.expert_model_parallel_size))
+        if layout.expert_model_parallel_size == 1:
+            return layout.copies_of_parameters
+        return max(layout.copies_of_parameters, layout.copies_of_experts)
 
     @property
     def tokens_of_rank(self) -> int:
@@ -372,6 +396,6 @@ def routed_by_chance(scenario: Scenario) -> Scenario:
     It decides which rank gets how many rows, and how many rows FP8 pads. A router that has just been initialized is
     less even: of 4096 tokens of Qwen3-30B-A3B, its fullest expert got 905 in the first layer, and 3802 in the second.
     """
-    if not scenario.architecture.is_moe or scenario.routing != Routing():
+    if not scenario.architecture.routes or scenario.routing != Routing():
         return scenario
     return replace(scenario, routing=Routing(kind="random", seed=scenario.seed))

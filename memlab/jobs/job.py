@@ -21,6 +21,7 @@ from memlab.jobs.building import (
     recompute_of_all_layers,
     scenario_of,
     settings_of,
+    with_layer_pattern,
 )
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
@@ -209,7 +210,7 @@ def _built(
     scenario, settings, cannot_start, not_supported = None, None, None, None
     refused_fields: tuple[str, ...] = ()
     try:
-        found = _architecture(reading, architecture)
+        found = with_layer_pattern(reading, _architecture(reading, architecture))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         framework.check(reading)
@@ -309,7 +310,7 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
 
 def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     """Moves keys that concern experts only, where a dense model has them, to those without effect."""
-    if architecture.is_moe:
+    if architecture.routes:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)

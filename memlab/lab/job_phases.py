@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING
 
 from memlab.config.rollout import Rollout
@@ -121,5 +122,6 @@ def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
     if rollout.bucket_bytes is None:
         return None
     model = scenario.architecture
-    widest = max(model.vocab_size, 2 * (model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size))
-    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * widest * model.hidden_size)
+    weights = model.weights_of(range(scenario.num_layers))
+    largest = max(model.vocab_size * model.hidden_size, *(prod(weight.shape) for weight in weights))
+    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * largest)

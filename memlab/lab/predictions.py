@@ -74,7 +74,7 @@ def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
         The predictions, without their timelines.
 
     Raises:
-        ValueError: If a step did not finish.
+        ValueError: If a step did not finish, or cannot be predicted with the installed versions.
     """
     failed = next((record for record in measured if record.status != "ok"), None)
     if failed is not None:
@@ -90,13 +90,20 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
             scenario = routed_by_chance(record.scenario)
             is_other_lab = record.step_index <= former_step  # steps of one lab are numbered in their order
             former_step = record.step_index
-            if lab is None or is_other_lab or not set(lab.scenario.differences(scenario)) <= set(WORKLOAD):
-                if lab is not None:
-                    lab.close()
-                lab = Lab(scenario, backend="simulated")
-            lab.set_workload(**scenario.workload)
-            settings = record.settings
-            predicted = lab.forward_only(settings, warm_up=True) if record.forward_only else lab.step(settings)
+            try:
+                if lab is None or is_other_lab or not set(lab.scenario.differences(scenario)) <= set(WORKLOAD):
+                    if lab is not None:
+                        lab.close()
+                    lab = Lab(scenario, backend="simulated")
+                lab.set_workload(**scenario.workload)
+                settings = record.settings
+                predicted = lab.forward_only(settings, warm_up=True) if record.forward_only else lab.step(settings)
+            except ValueError as error:
+                measured_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+                raise ValueError(
+                    f"{record.scenario}, {record}, was measured with {measured_with}, and memlab cannot predict it "
+                    f"with the versions here ({error}): leave its line out, or install those versions"
+                ) from error
             yield replace(predicted, timeline=None)
             lab.records.clear()
     finally:

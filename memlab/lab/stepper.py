@@ -147,7 +147,7 @@ class Stepper:
         self.labels.attach(live.working_modules())
         self._make_transfers()
         with self.labels.category("workspace"):
-            self.backend.fill_workspaces(self.scenario.architecture.is_moe)
+            self.backend.fill_workspaces(self.scenario.architecture.routes)
         self.apply(settings)
         self.replay = replay_of(live, self.labels, self.meter, is_wanted=self._replays)
 

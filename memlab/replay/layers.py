@@ -222,7 +222,7 @@ class LayerReplay:
     def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
         self._live, self._labels, self._meter = live, labels, meter
         layout = live.scenario.layout
-        self._is_moe = live.scenario.architecture.is_moe
+        self._is_moe = live.scenario.architecture.routes
         self._is_moe_stage = self._is_moe and layout.pipeline_model_parallel_size > 1
         followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or len(live.chunks) > 1
         self._overlaps = self._is_moe and followed

@@ -46,7 +46,7 @@ def plan_step(
         is_looked_at: Whether something looks at the real tensors of any part: `Meter.at_event`, or a fault.
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
     """
-    layout, is_moe = scenario.layout, scenario.architecture.is_moe
+    layout, is_moe = scenario.layout, scenario.architecture.routes
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates.
     has_real_tensors = scenario.state.fp8_format is not None or is_looked_at

@@ -10,8 +10,6 @@ import torch
 
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import (
-    MOE_OFFLOAD_MODULES,
-    MOE_RECOMPUTE_MODULES,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
     MemorySettings,
@@ -33,9 +31,9 @@ def offload(*modules: str) -> MemorySettings:
 
 def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
     """Draws settings that are allowed on the lab's model."""
-    is_moe = lab.scenario.architecture.is_moe
-    recompute_modules = [name for name in RECOMPUTE_MODULES if is_moe or name not in MOE_RECOMPUTE_MODULES]
-    offload_modules = [name for name in OFFLOAD_MODULES if is_moe or name not in MOE_OFFLOAD_MODULES]
+    model = lab.scenario.architecture
+    recompute_modules = [name for name in RECOMPUTE_MODULES if name not in model.absent_modules("recompute_modules")]
+    offload_modules = [name for name in OFFLOAD_MODULES if name not in model.absent_modules("offload_modules")]
     while True:
         values: dict[str, Any] = {"recompute_granularity": rng.choice([None, "full", "selective"])}
         if values["recompute_granularity"] == "full":

@@ -134,7 +134,7 @@ def test_a_rank_has_its_part_of_the_weights_where_more_ranks_share_them_than_the
 
 
 def test_a_dense_model_has_an_mlp_to_split_and_no_experts_to_spread() -> None:
-    with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose from 1"):
+    with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose 1"):
         Scenario.of(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
     uneven = replace(PHI, ffn_hidden_size=17921)
     with pytest.raises(ValueError, match="must divide the 17921 columns of the MLP of phi-4: choose from 1"):

@@ -38,7 +38,7 @@ def saved_by_formula(name: str, architecture_name: str) -> int:
         "qkv_linear": 2 * hidden + per_row + qk_norms,
         "core_attn": 2 * query + 2 * key + per_row * a.num_attention_heads,
         "attn_proj": query,
-        "mlp_norm": hidden + per_row if a.is_moe else 0,
+        "mlp_norm": hidden + per_row if a.routes else 0,
         "expert_fc1": routed * a.hidden_size * 2,
         "moe_act": routed * (2 * (a.moe_ffn_hidden_size or 0) * 2 + 4),
     }[name]

@@ -148,7 +148,7 @@ def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(arch
         except ValueError as error:
             reason = str(error)
         assert reasons.get(f"{field}:{module}") == reason
-    assert ("offload_modules:expert_fc1" in reasons) == ("recompute_modules:moe" in reasons) == (not model.is_moe)
+    assert ("offload_modules:expert_fc1" in reasons) == ("recompute_modules:moe" in reasons) == (not model.routes)
     assert "offload_modules:attn_norm" in reasons
 
 
@@ -591,9 +591,9 @@ def random_run(rng: random.Random) -> Run:
         num_microbatches=rng.choice([1, 3]),
         seed=rng.choice([1234, 0]),
         dtype=rng.choice(["bf16", "fp32"]),
-        expert_buffers=architecture.is_moe and rng.choice([True, False]),
+        expert_buffers=architecture.routes and rng.choice([True, False]),
     )
-    settings = rng.choice([case for case in CASES if architecture.is_moe or "moe" not in str(case)])
+    settings = rng.choice([case for case in CASES if architecture.routes or "moe" not in str(case)])
     return Run(number=1, scenario=scenario, settings=settings, backend="cpu")
 
 

@@ -130,7 +130,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
             "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 4",
             "num_microbatches is 1, must be a multiple of the number of stages, 2, if the schedule is interleaved: choose from 2, 4, 6",
         ),
-        ("--world-size 2 --expert-model-parallel-size 2", "must be 1, since phi-4-tiny is dense: choose from 1"),
+        ("--world-size 2 --expert-model-parallel-size 2", "must be 1, since phi-4-tiny is dense: choose 1"),
         ("--world-size 2 --expert-tensor-parallel-size 2", "and phi-4-tiny is dense: leave it out"),
         ("--world-size 0", "world_size is 0, must be a whole number of at least 1"),
         ("--world-size 2 --rank 2", "rank is 2, must be from 0 to 1, of 2 ranks (DP2): choose another rank or layout"),

@@ -657,7 +657,7 @@ def test_ctrl_c_or_a_request_to_terminate_waits_for_the_pass_of_a_job_or_ends_it
     signals = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
 
     def interrupted_call(group: RankGroup, method: str, *args: Any) -> list[Any]:
-        if method == "step":
+        if method == "take":
             threading.Timer(0.5, os.kill, (os.getpid(), signals[error])).start()
             assert stopping.wait(60)
         return call(group, method, *args)

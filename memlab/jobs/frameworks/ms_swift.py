@@ -40,6 +40,7 @@ from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
+    LAYERS,
     MISSING,
     OFFLOAD,
     PIPELINE,
@@ -67,7 +68,7 @@ _RECOMPUTE = tuple(
 )
 
 _EXTRA = "megatron_extra_kwargs"
-_PASSED_ON = (*PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
+_PASSED_ON = (*LAYERS, *PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
 _FLASH_OF_A_VERSION = Conversion(
     lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
 )
@@ -118,13 +119,14 @@ KEYS = (
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
     *under(_EXTRA, _PASSED_ON),
+    *LAYERS,  # of ms-swift 3
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
     "add_qkv_bias", "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
-    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_layer_freq", "moe_pad_expert_input_to_capacity",
+    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
     "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",

@@ -30,6 +30,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
@@ -57,7 +58,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     return (
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
-        *under(transformer, (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+        *under(transformer, (*LAYERS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
         *under(f"{optim}.override_optimizer_config", OPTIMIZER),
