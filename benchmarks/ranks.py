@@ -38,7 +38,6 @@ from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
 from memlab.lab import many_ranks
 from memlab.lab.rank import Rank
 from memlab.lab.request import PassRequest, StepRequest
-from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 
 REQUESTED = "MEMLAB_REQUESTED_BYTES"
