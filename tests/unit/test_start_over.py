@@ -16,6 +16,8 @@ from memlab.replay.layers import LayerReplay, NotReplayableError
 from tests.unit.live import FULL
 from tests.unit.replayed import Case, require_identical, take_anew
 
+from .inside import inside
+
 PLAIN = MemorySettings()
 
 
@@ -148,7 +150,7 @@ def test_real_tensors_do_not_start_over() -> None:
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=5, seq_length=32, backend="simulated") as lab:
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
         expected = lab.step()
         assert stepper.replay.num_replayed
         assert lab.start_over()
@@ -164,7 +166,7 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(m
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=6, seq_length=32, backend="simulated") as lab:
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
         lab.step()
         with monkeypatch.context() as patch:
             patch.setattr(LayerReplay, "backward_of", _is_not_known)
