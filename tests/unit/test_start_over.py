@@ -17,6 +17,8 @@ from memlab.replay.replayer import Replayer
 from tests.unit.live import FULL
 from tests.unit.replayed import Case, require_identical, take_anew
 
+from .inside import inside
+
 PLAIN = MemorySettings()
 
 
@@ -149,7 +151,7 @@ def test_real_tensors_do_not_start_over() -> None:
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=5, seq_length=32, backend="simulated") as lab:
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
         expected = lab.step()
         assert stepper.replay.num_replayed
         assert lab.start_over()
@@ -165,7 +167,7 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(m
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=6, seq_length=32, backend="simulated") as lab:
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
         lab.step()
         with monkeypatch.context() as patch:
             patch.setattr(Replayer, "gradient_of", _is_not_known)

@@ -282,6 +282,7 @@ def complete(reading: Reading) -> None:
         values["architecture"] = loaded
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
     values["grad_reduce_in_bf16"] = values.get("main_grads_dtype") == "bf16"
+    _complete_offload(reading)
     per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
@@ -315,16 +316,30 @@ def complete(reading: Reading) -> None:
     _note_fusion(reading)
 
 
+def _complete_offload(reading: Reading) -> None:
+    """Takes what leaves the device: gradients with the parameters (``offload_megatron_model_to_cpu``).
+
+    Under Ray, parameters leave it too where anything else does, and for an engine on the same GPUs in any case
+    (``_generation_context`` in swift/ray/megatron/base_trainer.py).
+    """
+    values = reading.values
+    is_colocated = "rollout.gpus" in reading.entries.by_key and values.get("vllm_mode") == "colocate"
+    if values.get("ranks_of_training") and (is_colocated or values.get("offload_optimizer")):
+        values["offload_parameters"] = True
+    values["offload_gradients"] = values.get("offload_parameters")
+
+
 def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
     """Returns the tokens of the longest sequence with its answers.
 
     Each turn generates as many tokens (``run_multi_turn`` in swift/rollout/agent_loop.py), after messages of the
     scheduler that only the job knows. An engine on the same GPUs ends a sequence at its own longest length
-    (``set_default_max_tokens`` in swift/infer_engine/infer_engine.py); one on other GPUs has arguments of its own.
+    (``set_default_max_tokens`` in swift/infer_engine/infer_engine.py), and under Ray any engine. A server has arguments
+    of its own.
     """
     scheduler, turns = reading.get("multi_turn_scheduler"), reading.get("max_turns")
     of_engine = reading.get("vllm_max_model_len")
-    is_own = reading.values.get("vllm_mode") != "server"
+    is_own = reading.values.get("vllm_mode") != "server" or "rollout.gpus" in reading.entries.by_key
     limit: int | None = of_engine if is_own and isinstance(of_engine, int) else None
     if not scheduler:
         together = prompt + generated
@@ -469,8 +484,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what ms-swift cannot express of a job."""
     reasons = {}
-    if settings.offload_gradients != settings.offload_optimizer:
-        reasons["offload_gradients"] = "ms-swift offloads gradients with the optimizer state"
+    if settings.offload_gradients != settings.offload_parameters:
+        reasons["offload_gradients"] = "ms-swift frees the gradients where it offloads the parameters"
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     return reasons
