@@ -180,7 +180,7 @@ def test_models_with_the_same_parts_have_transformers_number_of_parameters(
     assert (
         architecture.family,
         architecture.qk_layernorm,
-        architecture.is_moe,
+        architecture.routes,
         architecture.moe_router_pre_softmax,
     ) == (
         config["model_type"],
@@ -209,6 +209,8 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "gemma3"}, "'gemma3' is not supported: memlab reads qwen3_moe, mixtral, phi3, llama, mistral"),
+        ({"mlp_only_layers": [0, "1"]}, r"mlp_only_layers is \[0, '1'\], must be a list of numbers of layers"),
+        ({"decoder_sparse_step": 2, "num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
         ({"model_type": "qwen2"}, "'qwen2' is not supported, since it has biases of queries, keys and values: memlab"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias true is not supported"),
@@ -223,7 +225,6 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"num_local_experts": 64}, "it has num_experts 128 and num_local_experts 64, two names for the same number"),
         ({"num_experts": 1, "num_experts_per_tok": 1}, "moe_router_topk is 1 without moe_router_pre_softmax"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not modelled"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),

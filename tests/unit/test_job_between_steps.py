@@ -126,8 +126,9 @@ def test_frozen_parts_of_nemo_rl_s_models_have_no_gradients(part: str, is_counte
     job = Job.read(tmp_path / "job.yaml", overrides=[f"{FREEZE}{part}=true"], architecture="qwen3-8b")
     scenario, _ = job.required()
     found = effects(job)[FREEZE + part]
-    # Each of 2 tensor parallel ranks has half: 2 bytes of gradient per parameter, and 12 of state over 8 copies.
-    expected = (2 + 12 / 8) * scenario.architecture.num_parameters / 2 if is_counted else 0
+    # Each of 2 tensor parallel ranks has half: 2 bytes of gradient per parameter, and 10 of state over 8 copies
+    # (moments of 4 bytes, and the 2 bytes that the main parameters have beyond bf16).
+    expected = (2 + 10 / 8) * scenario.architecture.num_parameters / 2 if is_counted else 0
     assert found.effect == "less"
     assert found.bound_bytes == pytest.approx(expected, rel=0.001)
 
@@ -238,3 +239,159 @@ def test_hydra_stops_at_keys_of_megatron_without_its_engine(chosen: str, stops: 
     """Hydra 1.3: "Could not override", because dp_actor.yaml has no section of Megatron."""
     causes = verl(tmp_path, chosen=chosen).causes
     assert any("Hydra stops at actor_rollout_ref.actor.megatron." in cause for cause in causes) == stops
+
+
+@pytest.mark.parametrize(
+    ("flags", "sleeps"),
+    [
+        ("--colocate", True),
+        ("--colocate --no-offload-rollout", False),
+        ("--colocate --offload-rollout", True),
+        ("--colocate --no-offload-rollout --offload", True),
+        ("--colocate --no-offload-rollout --release-train", True),
+    ],
+)
+def test_slime_s_engine_leaves_the_device_unless_it_is_told_to_stay(flags: str, sleeps: bool, tmp_path: Path) -> None:
+    """``slime_validate_args`` in slime/utils/arguments.py."""
+    rollout = script(tmp_path, f"{SLIME} --seq-length 4096 {flags}").rollout
+    assert rollout is not None
+    assert rollout.engine_sleeps == sleeps
+
+
+@pytest.mark.parametrize(("value", "sleeps"), [("true", True), ("false", False)])
+def test_nemo_rl_s_sglang_leaves_the_device_only_where_its_server_says_so(
+    value: str, sleeps: bool, tmp_path: Path
+) -> None:
+    """``finish_generation`` in nemo_rl/models/generation/sglang/sglang_generation.py."""
+    key = "policy.generation.sglang_cfg.sglang_server_config.needs_offload"
+    rollout = nemo(tmp_path, f"{key}={value}", backend="sglang").rollout
+    assert rollout is not None
+    assert rollout.engine_sleeps == sleeps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "freed"),
+    [
+        ([], ("gradients",)),
+        (["async_rl.min_groups_for_streaming_train=8"], ("gradients",)),
+        (["async_rl.min_groups_for_streaming_train=4"], ()),
+    ],
+)
+def test_gradients_of_a_step_that_has_begun_stay_for_log_probabilities(
+    overrides: list[str], freed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``keep_train_buffers=step_open`` in nemo_rl/algorithms/single_controller.py; a step has 8 prompts."""
+    rollout = nemo(tmp_path, *overrides, backend="vllm", colocated=False).rollout
+    assert rollout is not None
+    assert rollout.freed_for_log_probabilities == freed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "freed"),
+    [
+        ("", ("gradients", "optimizer state")),
+        ("trainer.algorithm.use_kl_loss=false", ()),
+        (
+            "trainer.algorithm.use_kl_loss=false trainer.algorithm.use_kl_in_reward=true",
+            ("gradients", "optimizer state"),
+        ),
+        ("trainer.placement.colocate_policy_ref=false", ()),
+        ("trainer.placement.colocate_all=true", ()),
+    ],
+)
+def test_a_reference_model_of_skyrl_takes_the_policy_s_place(
+    overrides: str, freed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``_get_colocation_group`` in skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0."""
+    apart = "" if "colocate_all" in overrides else "trainer.placement.colocate_all=false "
+    rollout = script(tmp_path, SKYRL + apart + overrides).rollout
+    assert rollout is not None
+    assert rollout.freed_for_log_probabilities == freed
+
+
+def test_skyrl_offloads_the_optimizer_in_any_case_with_megatron(tmp_path: Path) -> None:
+    """Only fsdp_strategy.py reads ``offload_after_step``; ``_prepare_for_weight_sync`` offloads the state (0.3.0)."""
+    key = "trainer.policy.optimizer_config.offload_after_step"
+    job = script(tmp_path, f"{SKYRL} {key}=false")
+    assert job.required()[1].offload_optimizer
+    assert key in job.without_effect
+
+
+@pytest.mark.parametrize(
+    ("flags", "offloaded"),
+    [
+        ("--offload_model true", (True, True, False)),
+        ("--offload_optimizer true", (False, False, True)),
+        ("--offload_model true --offload_optimizer true", (True, True, True)),
+    ],
+)
+def test_ms_swift_frees_gradients_where_it_offloads_parameters(
+    flags: str, offloaded: tuple[bool, bool, bool], tmp_path: Path
+) -> None:
+    """``offload_megatron_model_to_cpu`` in swift/megatron/trainers/utils.py, 4.6.0."""
+    _, settings = script(tmp_path, f"{SWIFT} --rlhf_type grpo {flags}").required()
+    found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    assert found == offloaded
+
+
+@pytest.mark.parametrize(
+    ("lines", "offloaded", "tokens"),
+    [
+        ("colocate_groups: [[train, rollout]]\n", (True, True, False), 3072),
+        ("colocate_groups: [[train, rollout]]\noffload_optimizer: true\n", (True, True, True), 3072),
+        ("offload_optimizer: true\n", (True, True, True), 3072),
+        ("", (False, False, False), 3072),
+        ("vllm_max_model_len: 2560\n", (False, False, False), 2560),
+    ],
+)
+def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
+    lines: str, offloaded: tuple[bool, bool, bool], tokens: int, tmp_path: Path
+) -> None:
+    """``_generation_context`` in swift/ray/megatron/base_trainer.py, 4.6.0."""
+    text = "rlhf_type: grpo\nmodel: Qwen/Qwen3-8B\nmax_length: 2048\nmax_completion_length: 1024\n"
+    groups = "train: {gpus: 4, tensor_model_parallel_size: 2}\nrollout: {gpus: 4, vllm_tensor_parallel_size: 1}\n"
+    (tmp_path / "job.yaml").write_text(text + lines + groups)
+    job = Job.read(tmp_path / "job.yaml", format_name="ms-swift")
+    scenario, settings = job.required()
+    found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    assert (found, scenario.seq_length) == (offloaded, tokens)
+
+
+_REFERENCE, _OWN = "actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.rollout.log_prob_"
+_COMPARES = "actor_rollout_ref.actor.use_kl_loss=True"
+_DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "rows"),
+    [
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 1024, 2),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 1024, 8),
+        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 1024, 8),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=32768 {_COMPARES}", 32768, 1),
+        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 1024, 32),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=8192 {_COMPARES}", 16384, 1),
+    ],
+)
+def test_passes_of_verl_s_reference_model_have_sizes_of_their_own(
+    overrides: str, tokens: int, rows: int, tmp_path: Path
+) -> None:
+    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1."""
+    rollout = verl(tmp_path, overrides).rollout
+    assert rollout is not None
+    assert (rollout.seq_length, rollout.micro_batch_size) == (tokens, rows)
+
+
+def test_verl_refuses_budgets_for_some_of_its_passes(tmp_path: Path) -> None:
+    """``assert self.config.actor.use_dynamic_bsz == ...`` in verl/workers/engine_workers.py, 0.9.1."""
+    job = verl(tmp_path, f"{_OWN}use_dynamic_bsz=True")
+    assert "set both to the same" in str(job.cannot_start)
+    assert verl(tmp_path, f"{_OWN}use_dynamic_bsz=True {_DYNAMIC}").cannot_start is None
+
+
+def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
+    """``TrainingWorker`` in verl/workers/engine_workers.py, 0.9.1, sets the engine's key from the model's."""
+    of_model, of_engine = (f"actor_rollout_ref.{part}.use_remove_padding" for part in ("model", "actor.megatron"))
+    job = verl(tmp_path, f"{of_model}=False {of_engine}=False")
+    assert effects(job)[of_model].effect == "more"
+    assert of_engine not in effects(job)

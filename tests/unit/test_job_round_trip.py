@@ -45,7 +45,7 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
             [ARCHITECTURES[name] for name in ("qwen3-30b-a3b", "phi-4", "qwen3-235b-a22b", "phi-4-mini")]
         )
         tensor, context, stages = dice.choice((1, 2, 4)), dice.choice((1, 1, 2)), dice.choice((1, 1, 2, 4))
-        experts = dice.choice((1, 2, 8)) if architecture.is_moe else 1
+        experts = dice.choice((1, 2, 8)) if architecture.routes else 1
         if dice.random() < 0.4:
             architecture = replace(architecture, name=odd_name(dice))
         values = {name: draw(dice) for name, draw in STATES.items() if dice.random() < 0.4}
@@ -62,7 +62,7 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
                     virtual_pipeline_model_parallel_size=dice.choice((1, 1, 2)),
                     expert_model_parallel_size=experts,
                     expert_tensor_parallel_size=1
-                    if architecture.is_moe and tensor > 1 and dice.random() < 0.7
+                    if architecture.routes and tensor > 1 and dice.random() < 0.7
                     else None,
                     data_parallel_size=dice.choice((1, 2, 8)),
                 ),
@@ -84,7 +84,7 @@ def odd_name(dice: random.Random) -> str:
 def write_model(architecture: Architecture, folder: Path) -> Architecture:
     """Writes the model's own config.json, and returns what memlab reads from it."""
     values: dict[str, Any] = {
-        "model_type": "qwen3_moe" if architecture.is_moe else "phi3",
+        "model_type": "qwen3_moe" if architecture.routes else "phi3",
         "num_hidden_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "intermediate_size": architecture.ffn_hidden_size,

@@ -37,6 +37,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
@@ -61,7 +62,7 @@ KEYS = (
     Key("nnodes", "nodes", COUNT, 1),
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
     *under("model", (*SIZES, CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
-    *under("model", ARCHITECTURE),
+    *under("model", (*ARCHITECTURE, *LAYERS)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", COUNT),
@@ -274,7 +275,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture = scenario.architecture
     sizes = {key.field: getattr(architecture, key.field, None) for key in ARCHITECTURE}
-    if not architecture.is_moe:
+    if not architecture.routes:
         sizes |= dict.fromkeys(name for name in sizes if "moe" in name)
     return (
         common(scenario, settings)

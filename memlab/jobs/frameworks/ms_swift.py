@@ -40,6 +40,7 @@ from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
+    LAYERS,
     MISSING,
     OFFLOAD,
     PIPELINE,
@@ -67,7 +68,7 @@ _RECOMPUTE = tuple(
 )
 
 _EXTRA = "megatron_extra_kwargs"
-_PASSED_ON = (*PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
+_PASSED_ON = (*LAYERS, *PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
 _FLASH_OF_A_VERSION = Conversion(
     lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
 )
@@ -118,13 +119,14 @@ KEYS = (
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
     *under(_EXTRA, _PASSED_ON),
+    *LAYERS,  # of ms-swift 3
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
     "add_qkv_bias", "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
-    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_layer_freq", "moe_pad_expert_input_to_capacity",
+    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
     "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",
@@ -280,6 +282,7 @@ def complete(reading: Reading) -> None:
         values["architecture"] = loaded
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
     values["grad_reduce_in_bf16"] = values.get("main_grads_dtype") == "bf16"
+    _complete_offload(reading)
     per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
@@ -313,16 +316,30 @@ def complete(reading: Reading) -> None:
     _note_fusion(reading)
 
 
+def _complete_offload(reading: Reading) -> None:
+    """Takes what leaves the device: gradients with the parameters (``offload_megatron_model_to_cpu``).
+
+    Under Ray, parameters leave it too where anything else does, and for an engine on the same GPUs in any case
+    (``_generation_context`` in swift/ray/megatron/base_trainer.py).
+    """
+    values = reading.values
+    is_colocated = "rollout.gpus" in reading.entries.by_key and values.get("vllm_mode") == "colocate"
+    if values.get("ranks_of_training") and (is_colocated or values.get("offload_optimizer")):
+        values["offload_parameters"] = True
+    values["offload_gradients"] = values.get("offload_parameters")
+
+
 def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
     """Returns the tokens of the longest sequence with its answers.
 
     Each turn generates as many tokens (``run_multi_turn`` in swift/rollout/agent_loop.py), after messages of the
     scheduler that only the job knows. An engine on the same GPUs ends a sequence at its own longest length
-    (``set_default_max_tokens`` in swift/infer_engine/infer_engine.py); one on other GPUs has arguments of its own.
+    (``set_default_max_tokens`` in swift/infer_engine/infer_engine.py), and under Ray any engine. A server has arguments
+    of its own.
     """
     scheduler, turns = reading.get("multi_turn_scheduler"), reading.get("max_turns")
     of_engine = reading.get("vllm_max_model_len")
-    is_own = reading.values.get("vllm_mode") != "server"
+    is_own = reading.values.get("vllm_mode") != "server" or "rollout.gpus" in reading.entries.by_key
     limit: int | None = of_engine if is_own and isinstance(of_engine, int) else None
     if not scheduler:
         together = prompt + generated
@@ -468,8 +485,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what ms-swift cannot express of a job."""
     reasons = {}
-    if settings.offload_gradients != settings.offload_optimizer:
-        reasons["offload_gradients"] = "ms-swift offloads gradients with the optimizer state"
+    if settings.offload_gradients != settings.offload_parameters:
+        reasons["offload_gradients"] = "ms-swift frees the gradients where it offloads the parameters"
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     return reasons

@@ -37,6 +37,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_OPTIMIZER,
     OFFLOAD,
@@ -98,7 +99,7 @@ KEYS = (
     *under(_MEGATRON, OFFLOAD[:2]),
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
-    *under(_OVERRIDES, (*PIPELINE, *_PASSED[:-1])),
+    *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED[:-1])),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
@@ -240,7 +241,9 @@ def _take_rollout(
     engine = _take_engine(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
-    freed = ("gradients", "optimizer state") if values.pop("frees_optimizer") else ("gradients",)
+    freed = ["gradients"] + ["optimizer state"] * values.pop("frees_optimizer")
+    if is_colocated or _trains_in_parts(reading):
+        freed = []
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -249,7 +252,7 @@ def _take_rollout(
         micro_batch_size=rows,
         bucket_bytes=int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
-        freed_for_log_probabilities=() if is_colocated else freed,
+        freed_for_log_probabilities=tuple(freed),
         engine=engine,
     )
 
@@ -272,6 +275,18 @@ def _take_offload(reading: Reading, *, is_colocated: bool, generates: bool) -> N
             "optimizer, and NeMo-RL leaves them on the device between steps; memlab offloads them: the phases without "
             "training need 4 bytes per parameter of the rank's optimizer more"
         )
+
+
+def _trains_in_parts(reading: Reading) -> bool:
+    """Whether a step computes log-probabilities again after it has begun, so that its gradients have to stay.
+
+    See ``keep_train_buffers`` in nemo_rl/algorithms/single_controller.py; the others do not have the section.
+    """
+    if not any(key.startswith("async_rl.") for key in reading.entries.by_key):
+        return False
+    keys = ("async_rl.min_groups_for_streaming_train", "grpo.num_prompts_per_step")
+    part, prompts = (reading.get(key, 32) for key in keys)
+    return isinstance(part, int) and isinstance(prompts, int) and part < prompts
 
 
 _TENSOR = "vllm_cfg.tensor_parallel_size"
@@ -322,8 +337,12 @@ def _take_engine(reading: Reading) -> tuple[str, str]:
     values["engine_data_ranks"] = max(1, (experts or 1) // (tensor if isinstance(tensor, int) and tensor > 0 else 1))
     if backend == "megatron":
         _take_megatron_engine(reading)
-    elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
-        values["engine_share"] = None
+    elif backend == "sglang":
+        if f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
+            values["engine_share"] = None
+        # ``finish_generation`` in nemo_rl/models/generation/sglang/sglang_generation.py does nothing without it.
+        server = f"{_GENERATION}.sglang_cfg.sglang_server_config"
+        values["engine_sleeps"] = reading.get(f"{server}.needs_offload") is not False
     return key, backend
 
 

@@ -49,7 +49,6 @@ KEYS = (
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
     Key("trainer.use_expandable_segments", "expandable_segments", SWITCH, True),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
-    Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
@@ -98,11 +97,10 @@ def complete(reading: Reading) -> None:
         values["recompute_granularity"] = None
     is_flash = values.pop("is_flash")
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
-    is_colocated, after_step = values.pop("is_colocated"), values.pop("offload_after_step")
-    values["offload_parameters"] = values["offload_gradients"] = is_colocated
+    is_colocated = values.pop("is_colocated")
+    values["offload_parameters"] = values["offload_gradients"] = values["offload_optimizer"] = is_colocated
     if values["expandable_segments"]:
         note_segments(reading, "trainer.use_expandable_segments")
-    values["offload_optimizer"] = is_colocated and after_step
     # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
     prompt = values.pop("prompt_length")
     longest = (values.pop("input_length") or prompt) + values.pop("response_length")
@@ -115,12 +113,26 @@ def complete(reading: Reading) -> None:
         seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else longest,
         micro_batch_size=1 if tokens > 0 else rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
+        freed_for_log_probabilities=() if is_colocated else _freed_by_reference_model(reading),
         engine=_engine(reading),
     )
     if tokens > 0:
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
         return
     take_sequences(reading, longest, sequences)
+
+
+def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
+    """Returns what is off the device in a pass for log-probabilities, although it is on it for generation.
+
+    A reference model has the policy's GPUs (``placement.colocate_policy_ref``), and its pass comes first: the policy
+    then leaves the device, and for its own pass the parameters alone return (``_ensure_on_gpu`` in
+    skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0).
+    """
+    algorithm = "trainer.algorithm"
+    compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
+    is_together = reading.get("trainer.placement.colocate_policy_ref", default=True)
+    return ("gradients", "optimizer state") if any(compares) and is_together else ()
 
 
 def _engine(reading: Reading) -> tuple[str, str]:
@@ -144,7 +156,6 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_checkpointing": settings.recompute_granularity is not None,
             "is_colocated": settings.offload_parameters,
             "expandable_segments": scenario.allocator.expandable_segments,
-            "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
             "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
             "prompt_length": longest // 2,
             "input_length": None,
@@ -160,8 +171,8 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"
-    if settings.offload_optimizer and not settings.offload_parameters:
-        reasons["offload_optimizer"] = "SkyRL offloads the optimizer state only where it offloads parameters"
+    if settings.offload_optimizer != settings.offload_parameters:
+        reasons["offload_optimizer"] = "SkyRL offloads the optimizer state where it offloads parameters"
     return reasons
 
 

@@ -59,6 +59,8 @@ KEYS = (
     Key("offload_train", "is_offloaded", SWITCH, None),
     Key("no_offload_train", "stays", SWITCH, False),
     Key("offload", "is_offloaded_too", SWITCH, False),
+    Key("offload_rollout", "engine_is_offloaded", SWITCH, None),
+    Key("no_offload_rollout", "engine_stays", SWITCH, False),
     Key("num_steps_per_rollout", "steps_per_rollout", COUNT, None),
     Key("rollout_batch_size", "prompts", COUNT, None),
     Key("n_samples_per_prompt", "responses_per_prompt", COUNT, 1),
@@ -153,7 +155,11 @@ def _complete_offload(reading: Reading, *, is_colocated: bool) -> None:
     """Takes what leaves the device between phases, as ``slime_validate_args`` decides it."""
     values = reading.values
     is_offloaded, is_offloaded_too = values.pop("is_offloaded"), values.pop("is_offloaded_too")
-    stays = values.pop("stays")
+    stays, engine_stays = values.pop("stays"), values.pop("engine_stays")
+    # ``--release-train`` colocated, and ``--offload``, offload the engine in any case.
+    given = values.pop("engine_is_offloaded")
+    is_forced = is_offloaded_too or (is_colocated and bool(reading.get("release_train")))
+    values["engine_sleeps"] = is_forced or not (engine_stays or given is False)
     has_critic = reading.get("advantage_estimator") == "ppo"
     if has_critic:
         reading.miss("advantage_estimator", "more", "a critic is trained too: its parameters, gradients and state")
@@ -245,6 +251,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_offloaded": None,
             "is_offloaded_too": False,
             "stays": False,
+            "engine_is_offloaded": None,
+            "engine_stays": False,
             "steps_per_rollout": None,
             "prompts": None,
             "responses_per_prompt": 1,
