@@ -177,7 +177,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:
         raise CannotStartError(str(error), *error.fields) from error
-    return Scenario(
+    scenario = Scenario(
         architecture=architecture,
         num_layers=num_layers,
         seq_length=seq_length,
@@ -189,6 +189,17 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         state=state_of(reading, layout),
         allocator=_allocator(reading),
     )
+    _drop_overlap(reading, scenario)
+    return scenario
+
+
+def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
+    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
+    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
+        return
+    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the pipeline is not interleaved"
 
 
 def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:

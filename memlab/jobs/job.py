@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import EFFECTS, bound_bytes, is_of_inference_engine
+from memlab.jobs.bounds import bound, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -215,9 +215,8 @@ def _built(
         framework.complete_of_model(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found)
-        _drop_overlap(reading, scenario)
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
-        _bound(reading, scenario, settings)
+        bound(reading, scenario, settings)
     except CannotStartError as error:
         scenario = None
         if reading.guessed:
@@ -329,26 +328,6 @@ def _drop_engine(reading: Reading) -> None:
         reading.not_modelled.remove(one)
         if one.place != "default":
             reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
-
-
-def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
-    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
-    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
-        return
-    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the pipeline is not interleaved"
-
-
-def _bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
-    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
-    ranks = [replace(scenario, layout=replace(scenario.layout, rank=rank)) for rank in scenario.ranks_of_every_kind]
-    for index, one in enumerate(reading.not_modelled):
-        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
-        if None not in bounds and one.effect != "unknown":
-            name = one.key.rpartition(".")[2]
-            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

@@ -355,3 +355,43 @@ def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
     scenario, settings = job.required()
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert (found, scenario.seq_length) == (offloaded, tokens)
+
+
+_REFERENCE, _OWN = "actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.rollout.log_prob_"
+_COMPARES = "actor_rollout_ref.actor.use_kl_loss=True"
+_DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "rows"),
+    [
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 1024, 2),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 1024, 8),
+        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 1024, 8),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=32768 {_COMPARES}", 32768, 1),
+        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 1024, 32),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=8192 {_COMPARES}", 16384, 1),
+    ],
+)
+def test_passes_of_verl_s_reference_model_have_sizes_of_their_own(
+    overrides: str, tokens: int, rows: int, tmp_path: Path
+) -> None:
+    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1."""
+    rollout = verl(tmp_path, overrides).rollout
+    assert rollout is not None
+    assert (rollout.seq_length, rollout.micro_batch_size) == (tokens, rows)
+
+
+def test_verl_refuses_budgets_for_some_of_its_passes(tmp_path: Path) -> None:
+    """``assert self.config.actor.use_dynamic_bsz == ...`` in verl/workers/engine_workers.py, 0.9.1."""
+    job = verl(tmp_path, f"{_OWN}use_dynamic_bsz=True")
+    assert "set both to the same" in str(job.cannot_start)
+    assert verl(tmp_path, f"{_OWN}use_dynamic_bsz=True {_DYNAMIC}").cannot_start is None
+
+
+def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
+    """``TrainingWorker`` in verl/workers/engine_workers.py, 0.9.1, sets the engine's key from the model's."""
+    of_model, of_engine = (f"actor_rollout_ref.{part}.use_remove_padding" for part in ("model", "actor.megatron"))
+    job = verl(tmp_path, f"{of_model}=False {of_engine}=False")
+    assert effects(job)[of_model].effect == "more"
+    assert of_engine not in effects(job)

@@ -363,10 +363,11 @@ def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
 def _drop_teacher(reading: Reading, kind: str | None) -> None:
     """Drops the teacher where ms-swift loads none (``_check_teacher`` in swift/megatron/arguments/megatron_args.py)."""
     key, teacher = "teacher_model", reading.get("teacher_model")
+    if teacher is None:
+        return
     reasons = {
         "only --rlhf_type gkd and grpo read it": kind not in _LIKELIHOOD,
         "of adapters, the model without them is the teacher": _tuner(reading) == "lora"
-        and teacher is not None
         and teacher == reading.get("model"),
     }
     for reason in [reason for reason, holds in reasons.items() if holds]:
