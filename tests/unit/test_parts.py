@@ -14,7 +14,6 @@ from memlab.config.parameters import parameters_of_rank
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
 
-
 _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
 _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
 MODELS = [ARCHITECTURES[name] for name in ("llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny")]
