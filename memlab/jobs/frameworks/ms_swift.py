@@ -365,6 +365,9 @@ def _drop_teacher(reading: Reading, kind: str | None) -> None:
     key, teacher = "teacher_model", reading.get("teacher_model")
     if teacher is None:
         return
+    if reading.get("offload_teacher_model"):
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.miss(key, "more", "a frozen teacher model on the same ranks, on the device in its own pass alone")
     reasons = {
         "only --rlhf_type gkd and grpo read it": kind not in _LIKELIHOOD,
         "of adapters, the model without them is the teacher": _tuner(reading) == "lora"
