@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, che
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
+WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
+"""Fields that may change on a live model."""
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
     "layout": Layout,
@@ -174,17 +176,18 @@ class Scenario:
     @classmethod
     def of(
         cls,
-        architecture: Architecture | str | Path,
+        architecture: Scenario | Architecture | str | Path,
         *,
         num_layers: int | None = None,
         seq_length: int | None = None,
-        routing: Routing | str = Routing(),  # noqa: B008  # frozen
+        routing: Routing | str | None = None,
         **others: Any,
     ) -> Scenario:
-        """Builds a scenario from what a user writes: names and paths are looked up, what is left out is filled in.
+        """Makes a scenario from what a user writes: names and paths are looked up, what is left out is filled in.
 
         Args:
-            architecture: An `Architecture`, a known name, or the path of a Hugging Face ``config.json``.
+            architecture: An `Architecture`, a known name, or the path of a Hugging Face ``config.json``. Or a scenario,
+                which gives what is left out.
             num_layers: None takes all layers of the architecture.
             seq_length: None takes the architecture's default.
             routing: A `Routing`, or what `find_routing` reads, such as ``"skewed:2"``.
@@ -193,14 +196,34 @@ class Scenario:
         Raises:
             ValueError: If a name is unknown, a file cannot be read, or a value breaks its rule.
         """
-        found = architecture if isinstance(architecture, Architecture) else find_architecture(architecture)
-        return cls(
-            architecture=found,
-            num_layers=found.num_layers if num_layers is None else num_layers,
-            seq_length=found.default_seq_length if seq_length is None else seq_length,
-            routing=find_routing(routing) if isinstance(routing, str) else routing,
-            **others,
-        )
+        values: dict[str, Any] = {}
+        if not isinstance(architecture, Scenario):
+            model = architecture if isinstance(architecture, Architecture) else find_architecture(architecture)
+            values = {"architecture": model, "num_layers": model.num_layers, "seq_length": model.default_seq_length}
+        found = {"num_layers": num_layers, "seq_length": seq_length}
+        values |= {name: value for name, value in found.items() if value is not None} | others
+        if routing is not None:
+            values["routing"] = find_routing(routing) if isinstance(routing, str) else routing
+        if isinstance(architecture, Scenario):
+            return replace(architecture, **values) if values else architecture
+        return cls(**values)
+
+    def on_rank(self, rank: int) -> Scenario:
+        """Returns what another rank of the job runs."""
+        return self if rank == self.layout.rank else replace(self, layout=replace(self.layout, rank=rank))
+
+    def on_ranks(self, rank: int | None) -> list[Scenario]:
+        """Returns what a rank runs, or for None one rank of each kind."""
+        return [self.on_rank(number) for number in (self.ranks_of_every_kind if rank is None else (rank,))]
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What may change on a live model: the fields that `Lab.set_workload` takes."""
+        return {name: getattr(self, name) for name in WORKLOAD}
+
+    def differences(self, other: Scenario) -> list[str]:
+        """Names the fields in which another scenario differs."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
     @property
     def tokens_per_step(self) -> int:

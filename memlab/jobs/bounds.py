@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, para
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
@@ -346,6 +348,17 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
 }
 """By the end of a key whose effect is less: in which categories it can take bytes away. ``cpu_offloading`` also moves
 weights with ``cpu_offloading_weights``, off by default (megatron/core/model_parallel_config.py, 0.16.1)."""
+
+
+def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
+    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
+    ranks = scenario.on_ranks(None)
+    for index, one in enumerate(reading.not_modelled):
+        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
+        if None not in bounds and one.effect != "unknown":
+            name = one.key.rpartition(".")[2]
+            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
+            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
 
 
 def bound_bytes(key: str, scenario: Scenario, settings: MemorySettings) -> int | None:

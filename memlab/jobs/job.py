@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import EFFECTS, bound_bytes, is_of_inference_engine
+from memlab.jobs.bounds import bound, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -215,9 +215,8 @@ def _built(
         framework.complete_of_model(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found)
-        _drop_overlap(reading, scenario)
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
-        _bound(reading, scenario, settings)
+        bound(reading, scenario, settings)
     except CannotStartError as error:
         scenario = None
         if reading.guessed:
@@ -331,26 +330,6 @@ def _drop_engine(reading: Reading) -> None:
             reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
 
 
-def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
-    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
-    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
-        return
-    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the pipeline is not interleaved"
-
-
-def _bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
-    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
-    ranks = [replace(scenario, layout=replace(scenario.layout, rank=rank)) for rank in scenario.ranks_of_every_kind]
-    for index, one in enumerate(reading.not_modelled):
-        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
-        if None not in bounds and one.effect != "unknown":
-            name = one.key.rpartition(".")[2]
-            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
-
-
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
     shown = [replace(one, value=_shown(one.value)) for one in missing]
     return [replace(one, value=str(one.value)) if isinstance(one.value, (list, dict)) else one for one in shown]
@@ -365,7 +344,7 @@ def _shown(value: Any) -> Any:
     return "known only when the job runs" if Entry("", value).is_unknown else value
 
 
-_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size")
+_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size", "moe_layer_freq")
 """Sizes that are read beside another architecture, or that are padded after reading."""
 
 
@@ -391,7 +370,9 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")
     if name is not None and reading.values.get("hidden_size") is None:
-        return architecture_named(str(name), reading.path.parent)
+        found = architecture_named(str(name), reading.path.parent)
+        said = [one.memlab_value for one in reading.taken if one.field == "add_qkv_bias" and one.place != "default"]
+        return replace(found, add_qkv_bias=said[-1]) if said else found
     return architecture_of(reading.values, reading.path.stem)
 
 

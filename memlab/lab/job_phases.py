@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.request import PassRequest
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
@@ -47,13 +47,10 @@ def predict_phases(
     """
     from memlab.lab.lab import Lab
 
-    values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
     of_pass = rollout.of_log_probabilities(scenario)
-    with Lab(**values, backend="simulated", replay=replay) as lab:
+    with Lab(scenario, backend="simulated", replay=replay) as lab:
         trained = lab.step(settings, on_progress=on_progress)
-        passed = lab.forward_only(
-            seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True
-        )
+        passed = lab.take(PassRequest(scenario=of_pass, warm_up=True))
     between = trained.static_bytes
     away = trained.offloaded_bytes_by_group
     parameters = away.get("parameters", 0)

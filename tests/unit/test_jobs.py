@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from memlab.cli import build_parser, main
-from memlab.commands.shared.job_flags import take_job
-from memlab.commands.shared.step_flags import checked_step, layout_of_the_job
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
@@ -952,8 +951,7 @@ def test_a_remedy_of_the_framework_is_that_of_every_candidate(tmp_path: Path) ->
     in_file = Job.read(path, overrides=[f"{transformer}.{name}={value}" for name, value in FULL.items()]).settings
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FULL.items())
     arguments = build_parser(["predict"]).parse_args(shlex.split(f"predict --job {path} {flags}"))
-    take_job(arguments)
-    assert checked_step(arguments, scenario.layout)[1] == in_file
+    assert asked_step(arguments).settings == in_file
     tried = candidates(settings, scenario, depth=1)
     assert in_file in tried
     assert all(one.checkpoint_input_remedy for one in tried if checkpoints_moe_layers(one, scenario.architecture))
@@ -992,10 +990,8 @@ def test_a_command_takes_the_job_and_flags_replace_parts_of_it(
     def step_of(flags: str) -> tuple[Scenario, MemorySettings]:
         memory = "--gpu-memory 80GiB" if command == "search" else ""
         arguments = build_parser([command]).parse_args(shlex.split(f"{command} --job {path} {flags} {memory}"))
-        take_job(arguments)
-        layout = layout_of_the_job(arguments, getattr(arguments, "world_size", 16), 0)
-        workload, found = checked_step(arguments, layout)
-        return Scenario.of(**workload), found
+        asked = asked_step(arguments, measured_ranks=16 if command == "measure" else None)
+        return asked.scenario, asked.settings
 
     assert step_of("") == (scenario, settings)
     assert "8 micro-batches" in capsys.readouterr().err
@@ -1013,10 +1009,10 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
 ) -> None:
     path = write(tmp_path, "run.sh", JOBS[0][2])
     arguments = build_parser(["measure"]).parse_args(["measure", "--job", str(path), "--num-layers", "4"])
-    take_job(arguments, num_ranks=1)
+    asked = asked_step(arguments, measured_ranks=1)
     assert "only one rank is measured, although the job's layout is TP2 EP8 ETP1 DP8" in capsys.readouterr().err
-    assert layout_of_the_job(arguments, 1, 0) == Layout()
-    assert (arguments.num_layers, arguments.recompute_granularity) == (4, "full")
+    assert asked.scenario.layout == Layout()
+    assert (asked.scenario.num_layers, asked.settings.recompute_granularity) == (4, "full")
 
 
 @pytest.mark.parametrize(

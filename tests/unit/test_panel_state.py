@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from memlab.cli import build_parser, main
-from memlab.commands.shared.step_flags import layout_of_the_job
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, without_effect
@@ -718,6 +718,7 @@ def test_the_command_of_a_rank_of_a_job_repeats_its_layout(backend: str, words: 
     command = exports.measure_command(Run(number=1, scenario=scenario, settings=MemorySettings(), backend=backend))
     assert command.startswith(words)
     arguments = build_parser().parse_args(shlex.split(command.partition("memlab ")[2]))
-    again = layout_of_the_job(arguments, 4, getattr(arguments, "rank", 0))
-    assert again == layout
+    measured_ranks = None if backend == "simulated" else arguments.ranks
+    again = asked_step(arguments, rank=getattr(arguments, "rank", 0), measured_ranks=measured_ranks)
+    assert again.scenario == scenario
     assert getattr(arguments, "routing", None) == ("skewed:2" if backend == "simulated" else None)
