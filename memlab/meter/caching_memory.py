@@ -25,7 +25,7 @@ _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
 
 
 class CachingMemory:
-    """Device memory in blocks of torch's allocator; see `memlab.meter.memory.Memory`.
+    """Device memory in blocks of torch's allocator; for the methods see `memlab.meter.memory.PlainMemory`.
 
     Args:
         labels: Say on which stream a storage is made, and whether it is pinned.

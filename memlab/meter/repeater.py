@@ -19,7 +19,7 @@ from memlab.meter.events import EventLog
 from memlab.meter.finished_step import FinishedStep, Found
 from memlab.meter.labels import Labels
 from memlab.meter.recording import FORWARD, Recording, Replay, Role, freed_by, record
-from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
+from memlab.meter.repetition import Inserted, Period, is_live, repeat
 from memlab.meter.storages import Storages
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import POOLS
@@ -87,11 +87,10 @@ class Repeater:
         used = np.unique(period.storage[period.on_device]).tolist()
         opening, self._found = self.memory.opening(left.live), left
         blocks, allocator = _blocks_of(finished.found_by_number(used)), self.memory.trial()
-        try:
-            answer = request(allocator, period, [0], blocks, self.memory.limit_bytes)
-        except DoesNotFitError:
+        served = period.run(allocator, [0], blocks, self.memory.limit_bytes)
+        if served is None:
             return None
-        rows = period.again(answer, [0], len(opening) - 1)
+        rows = period.again(served, [0], len(opening) - 1)
         self.storages.num_steps += 1
         self.log.out_of_memory = None
         self._commit(allocator, blocks, rows, finished.left_by_number(used))
@@ -119,10 +118,7 @@ class Repeater:
             return False
         blocks, allocator = _blocks_of(objects, of_passes), self.memory.trial()
         opening, limit_bytes = self.log.opening, self.memory.limit_bytes
-        try:
-            done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening) - 1)
-        except DoesNotFitError:
-            return False
+        done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening) - 1)
         if done is None:
             return False
         objects = {done.moved.get(number, number): each for number, each in objects.items()}

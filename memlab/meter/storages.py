@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from memlab.meter.allocations import StorageAllocation, label_others
+from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.events import EventLog
 from memlab.meter.labels import Labels
-from memlab.meter.memory import Memory
+from memlab.meter.memory import PlainMemory
 from memlab.meter.observers import Frees, tensors_in
 from memlab.record.transfer import GROUPS
 from memlab.vocabulary import CATEGORIES, POOLS
@@ -37,7 +38,7 @@ class Storages:
         memory: Gives each storage its bytes.
     """
 
-    def __init__(self, labels: Labels, log: EventLog, memory: Memory) -> None:
+    def __init__(self, labels: Labels, log: EventLog, memory: PlainMemory | CachingMemory) -> None:
         self.live: dict[int, StorageAllocation] = {}
         self.num_births = 0
         """How many storages have been allocated so far."""
