@@ -377,7 +377,11 @@ def categories_it_can_take(key: str) -> tuple[str, ...] | None:
 
 def is_of_inference_engine(key: str) -> bool:
     """Whether a key concerns the engine that generates, and not the training step."""
-    return key.startswith(_OF_ENGINE) or not {"rollout", "generation", "inference_engine"}.isdisjoint(key.split("."))
+    return (
+        key.startswith(_OF_ENGINE)
+        or key.endswith("mtp.enable_rollout")
+        or not {"rollout", "generation", "inference_engine"}.isdisjoint(key.split("."))
+    )
 
 
 _OF_ENGINE = ("sglang_", "vllm_", "generator.")
