@@ -419,3 +419,24 @@ def test_a_draft_model_of_an_engine_on_other_gpus_is_no_matter_of_the_training(t
     key = "actor_rollout_ref.model.mtp.enable_rollout"
     assert effects(verl(tmp_path, f"{key}=True"))[key].effect == "more"
     assert key not in effects(verl(tmp_path, f"{key}=True actor_rollout_ref.hybrid_engine=False"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_flight"),
+    [
+        ([], 1),
+        (["policy.megatron_cfg.pipeline_model_parallel_size=2"], 2),
+        (["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=512"], None),
+    ],
+)
+def test_rows_that_nemo_rl_does_not_pack_have_a_causal_mask(
+    overrides: list[str], in_flight: int | None, tmp_path: Path
+) -> None:
+    """``process_microbatch`` in nemo_rl/models/megatron/data.py: 1 byte per pair of tokens, made of 2 x 4 bytes."""
+    key = "policy.sequence_packing.enabled"
+    found = effects(nemo(tmp_path, f"{key}=false", *overrides)).get(key)
+    if in_flight is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.effect, found.bound_bytes) == ("more", 512**2 * (in_flight + 8))
