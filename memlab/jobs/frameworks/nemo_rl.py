@@ -161,6 +161,8 @@ FRAMEWORK_MISSING = (
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
+    # ``process_microbatch`` in nemo_rl/models/megatron/data.py.
+    Missing("policy.sequence_packing.enabled", "more", "rows that are not packed have a causal mask", is_false),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
     *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
     *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
