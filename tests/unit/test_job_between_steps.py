@@ -78,7 +78,10 @@ def test_what_nemo_rl_takes_off_the_device_before_a_weight_sync(
     backend: str, colocated: bool, overrides: list[str], offloaded: tuple[bool, bool, bool], tmp_path: Path
 ) -> None:
     """``offload_before_refit`` of megatron_weight_synchronizer.py; collective_weight_synchronizer.py has none."""
-    _, settings = nemo(tmp_path, *overrides, backend=backend, colocated=colocated).required()
+    job = nemo(tmp_path, *overrides, backend=backend, colocated=colocated)
+    _, settings = job.required()
+    assert job.rollout is not None
+    assert job.rollout.bucket_bytes == (0 if backend == "megatron" else None)
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert found == offloaded
 
@@ -355,3 +358,51 @@ def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
     scenario, settings = job.required()
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert (found, scenario.seq_length) == (offloaded, tokens)
+
+
+_REFERENCE, _OWN = "actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.rollout.log_prob_"
+_COMPARES = "actor_rollout_ref.actor.use_kl_loss=True"
+_DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "rows"),
+    [
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 1024, 2),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 1024, 8),
+        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 1024, 8),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=32768 {_COMPARES}", 32768, 1),
+        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 1024, 32),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=8192 {_COMPARES}", 16384, 1),
+    ],
+)
+def test_passes_of_verl_s_reference_model_have_sizes_of_their_own(
+    overrides: str, tokens: int, rows: int, tmp_path: Path
+) -> None:
+    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1."""
+    rollout = verl(tmp_path, overrides).rollout
+    assert rollout is not None
+    assert (rollout.seq_length, rollout.micro_batch_size) == (tokens, rows)
+
+
+def test_verl_refuses_budgets_for_some_of_its_passes(tmp_path: Path) -> None:
+    """``assert self.config.actor.use_dynamic_bsz == ...`` in verl/workers/engine_workers.py, 0.9.1."""
+    job = verl(tmp_path, f"{_OWN}use_dynamic_bsz=True")
+    assert "set both to the same" in str(job.cannot_start)
+    assert verl(tmp_path, f"{_OWN}use_dynamic_bsz=True {_DYNAMIC}").cannot_start is None
+
+
+def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
+    """``TrainingWorker`` in verl/workers/engine_workers.py, 0.9.1, sets the engine's key from the model's."""
+    of_model, of_engine = (f"actor_rollout_ref.{part}.use_remove_padding" for part in ("model", "actor.megatron"))
+    job = verl(tmp_path, f"{of_model}=False {of_engine}=False")
+    assert effects(job)[of_model].effect == "more"
+    assert of_engine not in effects(job)
+
+
+@pytest.mark.parametrize(("offloaded", "reason"), [("true", "in its own pass alone"), ("false", "on the same ranks")])
+def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str, tmp_path: Path) -> None:
+    flags = f"--rlhf_type gkd --teacher_model Qwen/Qwen3-32B --offload_teacher_model {offloaded}"
+    found = effects(script(tmp_path, SWIFT + flags))["teacher_model"]
+    assert (found.effect, found.reason.endswith(reason)) == ("more", True)
+    assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect

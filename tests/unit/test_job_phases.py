@@ -32,7 +32,7 @@ VERL = (
     "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 "
     "data.max_prompt_length=1024 data.max_response_length=3072"
 )
-OF_SEQUENCES = f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
+OF_SEQUENCES = f"actor_rollout_ref.actor.use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
 LOCAL = "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=local"
 CONTEXT = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
 OFFLOADED = " ".join(f"actor_rollout_ref.actor.megatron.{name}_offload=True" for name in ("param", "grad", "optimizer"))
@@ -69,7 +69,7 @@ SLIME = (
         (
             "run.sh",
             f"{VERL} {OF_SEQUENCES} {ROLLOUT}.free_cache_engine=False",
-            2,
+            None,
             {"seq_length": 4096, "micro_batch_size": 3, "engine_sleeps": False},
         ),
         ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 2 * GIB}),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.config.architectures import find_architecture
 from memlab.lab.progress import StepStopped
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
-from memlab.replay.layers import LayerReplay, NotReplayableError
+from memlab.replay.passes import NotReplayableError
+from memlab.replay.replayer import Replayer
 from memlab.vocabulary import PHASES
 from tests.unit.replayed import Case, random_case, require_identical, take
 
@@ -317,6 +320,24 @@ def test_the_layers_of_large_checkpoints_are_replayed(
         require_identical(one, other)
 
 
+@pytest.mark.parametrize("pattern", [(0, 0, 0, 1), (1, 0)])
+def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[int, ...]) -> None:
+    """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""
+    num_layers = 4 * len(pattern) + 4
+    freq = tuple(islice(cycle(pattern), num_layers))
+    model = replace(find_architecture("qwen3-moe-tiny"), num_layers=num_layers, moe_layer_freq=freq)
+    records: dict[bool, list[StepRecord]] = {}
+    for replay in (False, True):
+        with Lab(model, seq_length=32, backend="simulated", replay=replay) as lab:
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            records[replay] = [lab.step(warm_up=False)]
+            if replay:
+                assert stepper.replay.num_replayed >= num_layers - 4 * len(pattern) - 2, "the first and the last layer"
+            records[replay].append(lab.step(_LAYERNORM, warm_up=False))
+    for one, other in zip(*records.values(), strict=True):
+        require_identical(one, other)
+
+
 def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_where_each_dispatcher_lets_go() -> None:
     records = []
     for replay in (False, True):
@@ -435,7 +456,7 @@ def test_a_step_after_one_that_ran_out_of_memory_runs_out_alike(settings: Memory
 def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool
 ) -> None:
-    def fail(replay: LayerReplay, *_: Any) -> Any:
+    def fail(replayer: Replayer, *_: Any) -> Any:
         monkeypatch.undo()
         raise NotReplayableError("the first replayed backward pass of this test")
 
@@ -454,7 +475,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
             if not offloads_at_start:
                 lab.step(away, warm_up=False)
             if replay:
-                monkeypatch.setattr(LayerReplay, "backward_of", fail)
+                monkeypatch.setattr(Replayer, "gradient_of", fail)
             timeline = lab.step(until_update, warm_up=False).timeline
             assert timeline is not None
             opening = timeline.breakdown(timeline.num_opening_events - 1)
@@ -462,7 +483,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     stepped, replayed = found
     assert replayed == stepped
     assert bool(stepped[2]) == offloads_at_start
-    assert LayerReplay.backward_of is not fail, "the step has begun again"
+    assert Replayer.gradient_of is not fail, "the step has begun again"
 
 
 def test_micro_batches_that_are_not_known_to_repeat_are_stepped_in_the_same_step() -> None:

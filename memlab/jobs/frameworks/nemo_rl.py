@@ -150,6 +150,8 @@ _OWN_ARGUMENTS = (
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
 _DEFAULTS = {"moe_router_dtype": "fp64", "moe_router_load_balancing_type": "none"}
 """What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
+_OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
+"""What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
             is_false, True),
@@ -173,7 +175,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
-    *sglang_arguments(f"{_GENERATION}.sglang_cfg."),
+    *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
     *sglang_arguments(f"{_GENERATION}.sglang_kwargs."),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
@@ -250,7 +252,8 @@ def _take_rollout(
         ranks_per_node=per_node,
         seq_length=seq_length,
         micro_batch_size=rows,
-        bucket_bytes=int(bucket * 2**30) if bucket else None,
+        # Megatron copies weights from tensor to tensor.
+        bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
         freed_for_log_probabilities=tuple(freed),
         engine=engine,

@@ -28,6 +28,7 @@ from memlab.jobs.frameworks.reinforcement import (
     vllm_arguments,
 )
 from memlab.jobs.frameworks.verl_engine import (
+    BEFORE,
     CANNOT_WRITE,
     FIXED,
     VERSIONS,
@@ -55,9 +56,15 @@ KEYS = (
     Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", COUNT, 256),
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
-    Key(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_is_dynamic", SWITCH),
-    Key(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "log_prob_tokens", COUNT),
-    Key(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT),
+    *(
+        Key(f"{prefix}.log_prob_{key}", f"{model}_{field}", conversion)
+        for model, prefix in (("policy", _ROLLOUT), ("reference", "actor_rollout_ref.ref"))
+        for key, field, conversion in (
+            ("use_dynamic_bsz", "is_dynamic", SWITCH),
+            ("max_token_len_per_gpu", "tokens", COUNT),
+            ("micro_batch_size_per_gpu", "rows", COUNT),
+        )
+    ),
     Key(f"{_ROLLOUT}.gpu_memory_utilization", "engine_share", NUMBER, 0.5),
     Key(f"{_ROLLOUT}.free_cache_engine", "engine_sleeps", SWITCH, True),
     Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", COUNT, 2),
@@ -98,6 +105,9 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ROLLOUT}.dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ROLLOUT}.enable_rollout_routing_replay", "more", "the chosen experts of each token are kept"),
+    Missing("trainer.v1.trainer_mode", "either",
+            "other GPUs generate, and the engine of the training's GPUs sleeps unless it is lent to them",
+            lambda value: value == "separate_async"),
     Missing(f"{_ROLLOUT}.disaggregation.enabled", "either", "prefill and decoding have different engines"),
 )  # fmt: skip
 
@@ -113,15 +123,10 @@ def complete(reading: Reading) -> None:
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
-    of_log_probs = (values.pop("log_prob_tokens", None) or tokens) * (values.get("context_parallel_size") or 1)
-    rows = values.pop("log_prob_micro_batch_size", None)
+    of_log_probs, rows = _largest_pass(reading, longest, tokens, is_dynamic=is_dynamic)
     is_colocated = values.pop("is_colocated")
     if is_colocated:
         _take_allocator(reading)
-    if values.pop("log_prob_is_dynamic", is_dynamic):
-        rows = 1
-    else:
-        of_log_probs = longest
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -140,6 +145,22 @@ def complete(reading: Reading) -> None:
     take_sequences(reading, longest, sequences)
 
 
+def _largest_pass(reading: Reading, longest: int, tokens: int, *, is_dynamic: bool) -> tuple[int, int]:
+    """Returns the tokens of a row, and the rows, of the largest pass without backward.
+
+    The policy's and the reference model's have keys of their own (``ActorRolloutRefWorker`` in
+    verl/workers/engine_workers.py, 0.9.1), and take the actor's where these are not given.
+    """
+    values, passes = reading.values, []
+    for model in ("policy", "reference"):
+        own, rows = values.pop(f"{model}_tokens", None) or tokens, values.pop(f"{model}_rows", None) or 1
+        if values.pop(f"{model}_is_dynamic", is_dynamic):
+            passes.append((own * (values.get("context_parallel_size") or 1), 1))
+        else:
+            passes.append((longest, rows))
+    return max(passes if _compares(reading) else passes[:1], key=math.prod)
+
+
 def _take_allocator(reading: Reading) -> None:
     """Takes expandable segments, which verl switches on after each weight sync, the first one before the first step.
 
@@ -152,11 +173,15 @@ def _take_allocator(reading: Reading) -> None:
 
 
 def check(reading: Reading) -> None:
-    """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py (0.9.1).
+    """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py, and of ``engine_workers.py`` (0.9.1).
 
     Raises:
         CannotStartError: If it refuses the job.
     """
+    key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
+    is_dynamic = reading.get(own) or False
+    if reading.version != BEFORE and (reading.get(key, is_dynamic) or False) != is_dynamic:
+        raise CannotStartError(f"{key} is another value than {own}, which verl refuses: set both to the same")
     key = f"{_ROLLOUT}.expert_parallel_size"
     experts, name = reading.get(key), reading.get(f"{_ROLLOUT}.name")
     sizes = [
@@ -216,15 +241,19 @@ def _note_critic(reading: Reading) -> None:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 
+def _compares(reading: Reading) -> bool:
+    """Whether a penalty compares the policy with a reference model."""
+    return True in [reading.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
+
+
 def _keeps_reference_model(reading: Reading) -> bool:
     """Returns whether a reference model is on the device wherever the parameters are.
 
     A penalty by KL divergence needs one (``need_reference_policy`` in verl/trainer/ppo/utils.py), unless adapters are
     trained. It is offloaded as the parameters are (``ref/megatron_ref.yaml``), unless its own key says otherwise.
     """
-    compares = [reading.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
     adapters = [reading.entries.get(f"actor_rollout_ref.model.{key}") for key in ("lora.rank", "lora_rank")]
-    if True not in compares or any(adapters):
+    if not _compares(reading) or any(adapters):
         return False
     moves = bool(reading.values.get("offload_parameters"))
     key = "actor_rollout_ref.ref.megatron.param_offload"

@@ -77,7 +77,6 @@ _ENGINE_MISSING = (
     Missing("entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing("dynamic_context_parallel", "either", "the context parallel size changes from row to row"),
     Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
-    Missing("use_remove_padding", "more", "rows are padded to the longest sequence", is_false),
     Missing("pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
     Missing("sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
     Missing("qat.enable", "either", "weights are quantized in forward"),
@@ -95,6 +94,8 @@ _MODEL_MISSING = (
     Missing("use_fused_kernels", "less",
             "a fused linear cross entropy computes log-probabilities without whole logits, which saves at most the "
             "logits and their fp32 copies"),
+    # It replaces the engine's own key (``TrainingWorker`` in verl/workers/engine_workers.py, 0.9.1).
+    Missing("use_remove_padding", "more", "rows are padded to the longest sequence", is_false),
     Missing("mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
 )  # fmt: skip
 
