@@ -9,9 +9,11 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
+from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.model import published_architecture
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
@@ -146,6 +148,27 @@ def sequences_of_a_step(scenario: Scenario) -> int:
     if not is_packed(scenario):
         return scenario.micro_batch_size * rows * copies_of_model
     return rows * scenario.seq_length // longest_sequence(scenario) * copies_of_model
+
+
+def composed(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns the values by the tables' fields of a job that trains on a budget of tokens, or on sequences of a batch.
+
+    Each framework takes those that its table has: half of the longest sequence is a prompt, of which each has one
+    response, as `take_rows` and `take_sequences` read them back.
+    """
+    is_row, longest, sequences = is_packed(scenario), longest_sequence(scenario), sequences_of_a_step(scenario)
+    return (
+        common(scenario, settings)
+        | named(scenario)
+        | {
+            **dict.fromkeys(("is_packed", "is_dynamic"), is_row),
+            **dict.fromkeys(("prompts", "sequences"), sequences),
+            "responses_per_prompt": 1,
+            "longest": longest,
+            "prompt_length": longest // 2,
+            "response_length": longest - longest // 2,
+        }
+    )
 
 
 def take_rollout(
