@@ -174,6 +174,7 @@ FRAMEWORK_MISSING = (
         default=1,
     ),
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
+    Missing(f"{_GENERATION}.refit_transport", "more", "the weights are sent in buffers of this transport", is_given),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
     *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
