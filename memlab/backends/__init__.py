@@ -75,12 +75,8 @@ def find_backend(name: str | Backend) -> Backend:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
     from memlab.backends import cpu, cuda, simulated
 
-    if name == "cpu":
-        return cpu.backend("requested")
-    if name == "cuda":
-        return cuda.backend("requested")
-    if name == "simulated":
-        return simulated.backend("requested")
+    if name != "auto":
+        return {"cpu": cpu, "cuda": cuda, "simulated": simulated}[name].backend("requested")
     cuda.prepare_environment()
     unavailable = cuda.check_available()
     if unavailable is None:
