@@ -79,7 +79,7 @@ def name_smaller_loss(record: StepRecord) -> StepRecord:
     if not state.copies_logits_in_fp32:
         return record
     option = "cross_entropy_loss_fusion and cross_entropy_fusion_impl 'te'"
-    if state.loss == "logprobs":
+    if state.loss != "cross_entropy":
         option = f"logprobs_chunk_size {_USUAL_CHUNK_SIZE}"
     smaller = f"The loss copies all logits in fp32; with {option} it does not"
     advice = f"{failure.advice}. {smaller}" if failure.advice else smaller

@@ -25,7 +25,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.model import cpu_optimizer
-from memlab.model.losses import PolicyGradientLoss
+from memlab.model.losses import LossFromLogits
 from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
 from memlab.model.process_group import initialize_megatron, seed_megatron
 from memlab.upstream.patching import patched
@@ -45,7 +45,7 @@ class LiveModel:
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
-    loss: PolicyGradientLoss = field(default_factory=PolicyGradientLoss, repr=False)
+    loss: LossFromLogits = field(default_factory=LossFromLogits, repr=False)
     """The loss of the training states in which the GPTModel does not compute it."""
     discarded_optimizers: list[Any] = field(default_factory=list)
     """CPU optimizers that Megatron has replaced, while they are still allocated (`cpu_optimizer`)."""
