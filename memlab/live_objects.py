@@ -9,7 +9,8 @@ here look at the list within one call of C, in which no other thread runs, and r
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, compress, repeat, starmap
 from typing import Any
 
@@ -22,11 +23,20 @@ def instances_of(classes: Collection[type]) -> list[Any]:
     Args:
         classes: Written in Python: an object of such a class refers to it (CPython 3.9 and later).
     """
+    return _found(classes, list)
+
+
+def references_to_instances_of(classes: Collection[type]) -> list[weakref.ref[Any]]:
+    """Returns weak references to what `instances_of` returns, so that none lives longer because it was found."""
+    return _found(classes, lambda found: list(map(weakref.ref, found)))
+
+
+def _found(classes: Collection[type], collected: Callable[[Iterator[Any]], list[Any]]) -> list[Any]:
     # A collection in the middle could run a finalizer, and Python code lets other threads run.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return list(_with_their_class(classes))
+        return collected(_with_their_class(classes))
     finally:
         if was_enabled:
             gc.enable()

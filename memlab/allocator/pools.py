@@ -9,10 +9,12 @@ first: ``BlockComparatorSize``. A search never leaves its stream.)
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Hashable
+from copy import copy
+from typing import Self
 
-from memlab.allocator.replay import Block
+from memlab.allocator.block_table import BlockTable
+from memlab.allocator.protocol import NO_BLOCK
 from memlab.allocator.rules import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
@@ -22,12 +24,7 @@ from memlab.allocator.rules import (
 )
 
 _ADDRESSES_BYTES = 2**50
-"""Addresses of a pool: more than the memory of any GPU, so that they never run out."""
-
-
-def pool_number(block: Block) -> int:
-    """Returns the number of the pool that a block is of: pools share no addresses."""
-    return block.address // _ADDRESSES_BYTES
+"""Addresses of an expandable segment: more than the memory of any GPU, so that they never run out."""
 
 
 class SegmentPool:
@@ -36,16 +33,18 @@ class SegmentPool:
     Args:
         number: Of the pool: 0 and 1 for the default stream, 2 and 3 for the next one. Even ones are the pools of
             requests up to 1 MiB.
+        blocks: All blocks of the device.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, blocks: BlockTable) -> None:
         self.reserved_bytes = 0
         self.num_searches = 0
         """Requests that searched the pool: the clock by which garbage collection tells the age of a free block."""
         self.number = number
         self.is_small = number % 2 == 0
-        self._top = number * _ADDRESSES_BYTES
-        self._free: list[tuple[int, int, Block]] = []
+        self._blocks = blocks
+        self._top = 0
+        self._free: list[tuple[int, int, int]] = []
         """Size and address of the free blocks, in torch's search order, and the blocks."""
         self.smallest_split_bytes = smallest_split_bytes(in_small_segment=self.is_small)
         """From this size on, the free end of a block becomes a block of its own."""
@@ -55,82 +54,84 @@ class SegmentPool:
         """The largest free block, 0 if there is none."""
         return self._free[-1][0] if self._free else 0
 
-    def find(self, num_bytes: int) -> Block | None:
-        """Returns the smallest free block that holds so many bytes, and leaves it in the pool."""
+    def find(self, num_bytes: int) -> int:
+        """Returns the smallest free block that holds so many bytes, and leaves it in the pool; or `NO_BLOCK`."""
         place = bisect_left(self._free, (num_bytes,))
-        return self._free[place][2] if place < len(self._free) else None
+        return self._free[place][2] if place < len(self._free) else NO_BLOCK
 
-    def take(self, num_bytes: int) -> Block | None:
+    def take(self, num_bytes: int) -> int:
         """Takes the block that `find` returns out of the pool."""
         free = self._free
         place = bisect_left(free, (num_bytes,))
-        return free.pop(place)[2] if place < len(free) else None
+        return free.pop(place)[2] if place < len(free) else NO_BLOCK
 
     def growth_bytes(self, num_bytes: int) -> int:
         """Returns by how much `grow` would raise the reserved bytes."""
         return segment_bytes(num_bytes)
 
-    def grow(self, num_bytes: int) -> Block:
+    def grow(self, num_bytes: int) -> int:
         """Reserves memory, and returns a free block for so many bytes that is not in the pool."""
         size = segment_bytes(num_bytes)
-        block = Block(self._top, size, True, self._top)
+        block = self._blocks.add(self._top, size, self.number)
         self._top += size
-        self.reserved_bytes += size
+        self._reserve(size)
         return block
 
-    def offer(self, block: Block) -> None:
+    def _reserve(self, num_bytes: int) -> None:
+        """Takes memory from the device, or returns it (below 0)."""
+        self.reserved_bytes += num_bytes
+        self._blocks.reserved_bytes += num_bytes
+
+    def offer(self, block: int) -> None:
         """Puts a free block into the pool."""
-        block.free_since = self.num_searches
-        insort(self._free, (block.num_bytes, block.address, block))
+        blocks = self._blocks
+        blocks.free_since[block] = self.num_searches
+        insort(self._free, (blocks.num_bytes[block], blocks.address[block], block))
 
-    def withdraw(self, block: Block) -> None:
+    def withdraw(self, block: int) -> None:
         """Takes a free block out of the pool."""
-        del self._free[bisect_left(self._free, (block.num_bytes, block.address))]
+        blocks = self._blocks
+        del self._free[bisect_left(self._free, (blocks.num_bytes[block], blocks.address[block]))]
 
-    def free(self, block: Block) -> Block:
+    def free(self, block: int) -> int:
         """Frees a block, merges it with its free neighbours, and returns the whole."""
-        block.is_free = True
-        after, before = block.after, block.before
-        if after is not None and after.is_free:
+        blocks = self._blocks
+        is_free = blocks.is_free
+        is_free[block] = True
+        after, before = blocks.after[block], blocks.before[block]
+        if after != NO_BLOCK and is_free[after]:
             self.withdraw(after)
-            _merge(block, after)
-        if before is not None and before.is_free:
+            blocks.join(block, after)
+        if before != NO_BLOCK and is_free[before]:
             self.withdraw(before)
-            _merge(before, block)
+            blocks.join(before, block)
             block = before
         self.offer(block)
         return block
 
-    def free_segments(self) -> list[Block]:
+    def free_segments(self) -> list[int]:
         """Returns the segments in which nothing is allocated, each as its one block, the smallest first."""
-        return [block for block in self.blocks() if block.before is None and block.after is None]
+        before, after = self._blocks.before, self._blocks.after
+        return [block for *_, block in self._free if before[block] == after[block] == NO_BLOCK]
 
-    def age(self, block: Block) -> int:
+    def age(self, block: int) -> int:
         """Returns how many requests have searched the pool since a block was freed."""
-        return self.num_searches - block.free_since
+        return self.num_searches - self._blocks.free_since[block]
 
-    def give_back(self, segment: Block) -> None:
+    def give_back(self, segment: int) -> None:
         """Returns a segment in which nothing is allocated to the device."""
         self.withdraw(segment)
-        self.reserved_bytes -= segment.num_bytes
+        self._reserve(-self._blocks.num_bytes[segment])
+        self._blocks.remove(segment)
 
-    def blocks(self) -> list[Block]:
-        """Returns the free blocks."""
-        return [block for _, _, block in self._free]
-
-    def state(self) -> tuple[Any, ...]:
-        """Returns what decides about later requests; see `CachingAllocator.state`."""
+    def state(self) -> Hashable:
+        """Returns what decides about later requests; see `Allocator.state`."""
         return self.reserved_bytes, self._top, tuple([(size, address) for size, address, _ in self._free])
 
-    def copy(self, copies: Mapping[int, Block]) -> Self:
-        """Returns a pool in the same state.
-
-        Args:
-            copies: Its blocks, by the identity of the own ones.
-        """
-        other = type(self)(self.number)
-        other.reserved_bytes, other.num_searches, other._top = self.reserved_bytes, self.num_searches, self._top
-        other._free = [(size, address, copies[id(block)]) for size, address, block in self._free]
+    def copy(self, blocks: BlockTable) -> Self:
+        """Returns a pool in the same state, of a copy of its blocks."""
+        other = copy(self)
+        other._blocks, other._free = blocks, self._free.copy()
         return other
 
     def empty(self) -> None:
@@ -146,19 +147,18 @@ class ExpandablePool(SegmentPool):
     free neighbours merge across what would be two segments otherwise.
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, blocks: BlockTable) -> None:
+        super().__init__(number, blocks)
         self.smallest_split_bytes = MIN_BLOCK_BYTES
         self._page_bytes = SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
-        self._start = self._top
-        self._unmapped = {self._start: Block(self._start, _ADDRESSES_BYTES, False, self._start)}
-        """By address. They are not free: a block there has no memory."""
+        self._unmapped: set[int] = set()
+        """They are not free: a block there has no memory. None while no page is mapped."""
 
-    def find(self, num_bytes: int) -> Block | None:
+    def find(self, num_bytes: int) -> int:
         """Returns the free block that can grow least among the smallest ones that hold so many bytes."""
         place = bisect_left(self._free, (num_bytes,))
         if place == len(self._free):
-            return None
+            return NO_BLOCK
         block = self._free[place][2]
         for index in range(place + 1, len(self._free)):
             other = self._free[index][2]
@@ -167,132 +167,111 @@ class ExpandablePool(SegmentPool):
             block = other
         return block
 
-    def take(self, num_bytes: int) -> Block | None:
+    def take(self, num_bytes: int) -> int:
         """Takes the block that `find` returns out of the pool."""
         block = self.find(num_bytes)
-        if block is not None:
+        if block != NO_BLOCK:
             self.withdraw(block)
         return block
 
     def growth_bytes(self, num_bytes: int) -> int:
         """Returns the bytes of the pages that `grow` would map."""
-        block: Block | None = self._place_to_grow(num_bytes)
+        blocks, block = self._blocks, self._place_to_grow(num_bytes)
         needed, growth = num_bytes, 0
         while needed > 0:
-            assert block is not None
-            size = block.num_bytes
-            if self._is_unmapped(block):
+            size = blocks.num_bytes[block]
+            if block in self._unmapped:
                 size = min(size, -(-needed // self._page_bytes) * self._page_bytes)
                 growth += size
             needed -= size
-            block = block.after
+            block = blocks.after[block]
         return growth
 
-    def grow(self, num_bytes: int) -> Block:
+    def grow(self, num_bytes: int) -> int:
         """Maps pages, and returns a free block for so many bytes that is not in the pool."""
-        block = self._place_to_grow(num_bytes)
-        if self._is_unmapped(block):
+        blocks, block = self._blocks, self._place_to_grow(num_bytes)
+        if block in self._unmapped:
             block = self._map(block, num_bytes)
-        while block.num_bytes < num_bytes:
-            assert block.after is not None, "the last block is unmapped"
-            block = self._map(block.after, num_bytes - block.num_bytes)
+        while blocks.num_bytes[block] < num_bytes:
+            block = self._map(blocks.after[block], num_bytes - blocks.num_bytes[block])  # the last block is unmapped
         self.withdraw(block)
         return block
 
-    def free_segments(self) -> list[Block]:
+    def free_segments(self) -> list[int]:
         """Returns none: only pages are returned to the device, and garbage collection leaves them alone."""
         return []
 
-    def blocks(self) -> list[Block]:
-        """Returns the free blocks, and those without memory."""
-        return [*super().blocks(), *self._unmapped.values()]
-
-    def state(self) -> tuple[Any, ...]:
+    def state(self) -> Hashable:
         """Returns what decides about later requests."""
-        return *super().state(), tuple((block.address, block.num_bytes) for block in self._unmapped.values())
+        unmapped = [(self._blocks.address[block], self._blocks.num_bytes[block]) for block in self._unmapped]
+        return super().state(), tuple(sorted(unmapped))
 
-    def copy(self, copies: Mapping[int, Block]) -> Self:
+    def copy(self, blocks: BlockTable) -> Self:
         """Returns a pool in the same state."""
-        other = super().copy(copies)
-        other._unmapped = {address: copies[id(block)] for address, block in self._unmapped.items()}
+        other = super().copy(blocks)
+        other._unmapped = self._unmapped.copy()
         return other
 
     def empty(self) -> None:
         """Returns every page in which nothing is allocated to the device."""
-        for block in super().blocks():
+        for *_, block in self._free.copy():
             self._unmap(block)
+        if not self.reserved_bytes:
+            for block in self._unmapped:
+                self._blocks.remove(block)
+            self._unmapped.clear()
 
-    def _size_with_growth(self, block: Block) -> int:
-        after = block.after
-        return block.num_bytes + (after.num_bytes if after is not None and self._is_unmapped(after) else 0)
+    def _size_with_growth(self, block: int) -> int:
+        after, num_bytes = self._blocks.after[block], self._blocks.num_bytes
+        return num_bytes[block] + (num_bytes[after] if after in self._unmapped else 0)
 
-    def _is_unmapped(self, block: Block) -> bool:
-        return self._unmapped.get(block.address) is block
-
-    def _place_to_grow(self, num_bytes: int) -> Block:
+    def _place_to_grow(self, num_bytes: int) -> int:
         """Returns the first of neighbours, free or unmapped, at the lowest address that has room (and no memory)."""
-        for address in sorted(self._unmapped):
-            first = self._unmapped[address]
-            if first.before is not None and first.before.is_free:
-                first = first.before
+        blocks = self._blocks
+        if not self._unmapped:
+            self._unmapped.add(blocks.add(0, _ADDRESSES_BYTES, self.number, is_free=False))
+        for hole in sorted(self._unmapped, key=blocks.address.__getitem__):
+            before = blocks.before[hole]
+            first = before if before != NO_BLOCK and blocks.is_free[before] else hole
             room, block = 0, first
-            while room < num_bytes and (block.is_free or self._is_unmapped(block)):
-                room += block.num_bytes
-                if block.after is None:
-                    break
-                block = block.after
+            while room < num_bytes and block != NO_BLOCK and (blocks.is_free[block] or block in self._unmapped):
+                room += blocks.num_bytes[block]
+                block = blocks.after[block]
             if room >= num_bytes:
                 return first
         raise AssertionError("the last block has more addresses than any GPU has memory")
 
-    def _map(self, block: Block, num_bytes: int) -> Block:
+    def _map(self, block: int, num_bytes: int) -> int:
         """Maps pages from a block's start on, and returns the free block that they are then part of."""
-        size = min(block.num_bytes, -(-num_bytes // self._page_bytes) * self._page_bytes)
-        del self._unmapped[block.address]
-        self.reserved_bytes += size
-        if size < block.num_bytes:
-            rest = _cut(block, size)
-            self._unmapped[rest.address] = rest
+        blocks = self._blocks
+        size = min(blocks.num_bytes[block], -(-num_bytes // self._page_bytes) * self._page_bytes)
+        self._unmapped.remove(block)
+        self._reserve(size)
+        if size < blocks.num_bytes[block]:
+            self._unmapped.add(blocks.split(block, size))
         return self.free(block)
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: int) -> None:
         """Returns the pages that lie in a free block as a whole."""
-        first = -(-(block.address - self._start) // self._page_bytes) * self._page_bytes + self._start
-        end = (block.address + block.num_bytes - self._start) // self._page_bytes * self._page_bytes + self._start
-        if first >= end:
+        blocks, page = self._blocks, self._page_bytes
+        start, end = blocks.address[block], blocks.address[block] + blocks.num_bytes[block]
+        first, last = -(-start // page) * page, end // page * page
+        if first >= last:
             return
         self.withdraw(block)
-        self.reserved_bytes -= end - first
+        self._reserve(first - last)
         middle = block
-        if first > block.address:
-            middle = _cut(block, first - block.address)
+        if first > start:
+            middle = blocks.split(block, first - start)
             self.offer(block)
-        if end < middle.address + middle.num_bytes:
-            self.offer(_cut(middle, end - middle.address))
-        middle.is_free = False
-        if middle.after is not None and self._is_unmapped(middle.after):
-            del self._unmapped[middle.after.address]
-            _merge(middle, middle.after)
-        if middle.before is not None and self._is_unmapped(middle.before):
-            middle = middle.before
-            assert middle.after is not None
-            _merge(middle, middle.after)
-        self._unmapped[middle.address] = middle
-
-
-def _cut(block: Block, num_bytes: int) -> Block:
-    """Cuts a block after so many bytes, and returns the second part, as free or not as the first."""
-    rest = Block(
-        block.address + num_bytes, block.num_bytes - num_bytes, block.is_free, block.segment, block, block.after
-    )
-    if block.after is not None:
-        block.after.before = rest
-    block.after, block.num_bytes = rest, num_bytes
-    return rest
-
-
-def _merge(block: Block, after: Block) -> None:
-    block.num_bytes += after.num_bytes
-    block.after = after.after
-    if after.after is not None:
-        after.after.before = block
+        if last < end:
+            self.offer(blocks.split(middle, last - first))
+        blocks.is_free[middle] = False
+        after, before = blocks.after[middle], blocks.before[middle]
+        if after in self._unmapped:
+            self._unmapped.remove(after)
+            blocks.join(middle, after)
+        if before in self._unmapped:
+            blocks.join(before, middle)
+            middle = before
+        self._unmapped.add(middle)

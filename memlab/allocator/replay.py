@@ -9,30 +9,14 @@ address in the history replaces its search for a block that fits.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from memlab.allocator.block_table import BlockTable
+from memlab.allocator.protocol import NO_BLOCK
 from memlab.allocator.rules import SMALL_REQUEST_BYTES, SMALL_SEGMENT_BYTES, rounded_bytes, splits_remainder
 
 Change = Literal["allocated", "freed", "completed", "reserved", "returned"]
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment. Blocks of one segment are linked in the order of their addresses."""
-
-    address: int
-    num_bytes: int
-    is_free: bool
-    segment: int
-    """Address of the segment that the block is part of."""
-    before: Block | None = None
-    after: Block | None = None
-    free_since: int = 0
-    """When a simulated pool got it back, on the pool's clock."""
-    number: int = -1
-    """Of the block in a `RequestLog`."""
 
 
 class Blocks:
@@ -54,38 +38,49 @@ class Blocks:
     ) -> None:
         self._expandable = expandable
         self._unsplit_from_bytes = unsplit_from_bytes
-        self._blocks: dict[int, Block] = {}
-        self._segment_bytes: dict[int, int] = {}
-        self.reserved_bytes = 0
+        self._blocks = BlockTable()
+        self._at: dict[int, int] = {}
+        """The blocks by address."""
         self.waiting: set[int] = set()
         """Addresses of blocks that were freed while another stream still used them."""
         for segment in segments:
             self._open(segment)
 
     def _open(self, segment: Mapping[str, Any]) -> None:
-        self.reserved_bytes += segment["total_size"]
-        self._segment_bytes[segment["address"]] = segment["total_size"]
-        before: Block | None = None
+        blocks, pool = self._blocks, _pool_of_segment(segment["total_size"])
+        blocks.reserved_bytes += segment["total_size"]
+        before = NO_BLOCK
         for part in segment["blocks"]:
-            block = Block(part["address"], part["size"], part["state"] == "inactive", segment["address"], before=before)
-            if before is not None:
-                before.after = block
+            is_free = part["state"] == "inactive"
+            block = blocks.add(part["address"], part["size"], pool, is_free=is_free)
+            if before != NO_BLOCK:
+                blocks.after[before], blocks.before[block] = block, before
             before = block
-            if not (block.is_free and self._expandable):
-                self._blocks[block.address] = block
+            if not (is_free and self._expandable):
+                self._at[part["address"]] = block
             if part["state"] == "active_pending_free":
-                self.waiting.add(block.address)
+                self.waiting.add(part["address"])
 
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks.values())
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes of all segments."""
+        return self._blocks.reserved_bytes
+
+    def allocated(self) -> dict[int, int]:
+        """Returns the bytes of each block that is not free, by its address."""
+        return {
+            address: self._blocks.num_bytes[block]
+            for address, block in self._at.items()
+            if not self._blocks.is_free[block]
+        }
 
     def largest_free_bytes(self, requested_bytes: int) -> int | None:
         """Returns the largest free block that such a request may take; None where segments are expandable."""
         if self._expandable:
             return None
-        is_small = rounded_bytes(requested_bytes) <= SMALL_REQUEST_BYTES
-        free = (block for block in self if block.is_free and self._is_small(block) == is_small)
-        return max((block.num_bytes for block in free), default=0)
+        blocks, pool = self._blocks, int(rounded_bytes(requested_bytes) > SMALL_REQUEST_BYTES)
+        of_pool = (each for each in self._at.values() if blocks.pool[each] == pool)
+        return max((blocks.num_bytes[each] for each in of_pool if blocks.is_free[each]), default=0)
 
     def replay(self, entry: Mapping[str, Any]) -> tuple[Change, int, int] | None:
         """Applies one entry of the history.
@@ -98,7 +93,7 @@ class Blocks:
             return "allocated", entry["addr"], self._allocate(entry["addr"], entry["size"])
         if action == "free_requested":
             self.waiting.add(entry["addr"])
-            return "freed", entry["addr"], self._block(entry["addr"]).num_bytes
+            return "freed", entry["addr"], self._blocks.num_bytes[self._block(entry["addr"])]
         if action == "free_completed":
             self.waiting.discard(entry["addr"])
             return "completed", entry["addr"], self._free(entry["addr"])
@@ -110,63 +105,59 @@ class Blocks:
             return "returned", entry["addr"], entry["size"]
         return None
 
-    def _block(self, address: int) -> Block:
-        block = self._blocks.get(address)
+    def _block(self, address: int) -> int:
+        block = self._at.get(address)
         assert block is not None, f"the allocator's history names a block at {address:#x} that does not exist"
         return block
 
     def _allocate(self, address: int, requested_bytes: int) -> int:
-        num_bytes = rounded_bytes(requested_bytes)
+        blocks, num_bytes = self._blocks, rounded_bytes(requested_bytes)
         if self._expandable:
-            self._blocks[address] = Block(address, num_bytes, False, address)
+            self._at[address] = blocks.add(address, num_bytes, 0, is_free=False)
             return num_bytes
         block = self._block(address)
-        assert block.is_free, f"the allocator's history allocates the block at {address:#x} twice"
-        block.is_free = False
-        if num_bytes < self._unsplit_from_bytes and self._splits(block, block.num_bytes - num_bytes):
-            remainder = Block(address + num_bytes, block.num_bytes - num_bytes, True, block.segment, block, block.after)
-            if block.after is not None:
-                block.after.before = remainder
-            block.after, block.num_bytes = remainder, num_bytes
-            self._blocks[remainder.address] = remainder
-        return block.num_bytes
-
-    def _splits(self, block: Block, remaining_bytes: int) -> bool:
-        return splits_remainder(remaining_bytes, in_small_segment=self._is_small(block))
-
-    def _is_small(self, block: Block) -> bool:
-        """Whether a block is in a segment of requests up to 1 MiB."""
-        return self._segment_bytes[block.segment] == SMALL_SEGMENT_BYTES
+        assert blocks.is_free[block], f"the allocator's history allocates the block at {address:#x} twice"
+        remainder = blocks.num_bytes[block] - num_bytes
+        is_small = blocks.pool[block] == 0
+        if num_bytes < self._unsplit_from_bytes and splits_remainder(remainder, in_small_segment=is_small):
+            self._at[address + num_bytes] = blocks.split(block, num_bytes)
+        blocks.is_free[block] = False
+        return blocks.num_bytes[block]
 
     def _free(self, address: int) -> int:
-        block = self._block(address)
-        num_bytes = block.num_bytes
+        blocks, block = self._blocks, self._block(address)
+        num_bytes = blocks.num_bytes[block]
         if self._expandable:
-            del self._blocks[address]
+            del self._at[address]
+            blocks.remove(block)
             return num_bytes
-        block.is_free = True
-        if block.after is not None and block.after.is_free:
-            self._merge(block, block.after)
-        if block.before is not None and block.before.is_free:
-            self._merge(block.before, block)
+        blocks.is_free[block] = True
+        after, before = blocks.after[block], blocks.before[block]
+        if after != NO_BLOCK and blocks.is_free[after]:
+            self._join(block, after)
+        if before != NO_BLOCK and blocks.is_free[before]:
+            self._join(before, block)
         return num_bytes
 
-    def _merge(self, block: Block, after: Block) -> None:
-        block.num_bytes += after.num_bytes
-        block.after = after.after
-        if after.after is not None:
-            after.after.before = block
-        del self._blocks[after.address]
+    def _join(self, block: int, after: int) -> None:
+        del self._at[self._blocks.address[after]]
+        self._blocks.join(block, after)
 
     def _reserve(self, address: int, num_bytes: int) -> None:
-        self.reserved_bytes += num_bytes
+        self._blocks.reserved_bytes += num_bytes
         if not self._expandable:
-            self._segment_bytes[address] = num_bytes
-            self._blocks[address] = Block(address, num_bytes, True, address)
+            self._at[address] = self._blocks.add(address, num_bytes, _pool_of_segment(num_bytes))
 
     def _return(self, address: int, num_bytes: int) -> None:
-        self.reserved_bytes -= num_bytes
+        self._blocks.reserved_bytes -= num_bytes
         if not self._expandable:
             block = self._block(address)
-            assert block.is_free and block.num_bytes == num_bytes, f"a segment in use at {address:#x} is returned"
-            del self._blocks[address], self._segment_bytes[address]
+            is_whole = self._blocks.is_free[block] and self._blocks.num_bytes[block] == num_bytes
+            assert is_whole, f"a segment in use at {address:#x} is returned"
+            del self._at[address]
+            self._blocks.remove(block)
+
+
+def _pool_of_segment(num_bytes: int) -> int:
+    """Returns 0 for a segment of requests up to 1 MiB, and 1 for another."""
+    return int(num_bytes != SMALL_SEGMENT_BYTES)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 from memlab.config.architectures import Architecture
-from memlab.config.validation import check_whole_number, is_whole_number
+from memlab.config.validation import RuleError, check_whole_number, is_whole_number
 
 MOST_RANKS = 2**17
 """The largest job: 131,072 ranks, more than any that was run as one. Megatron makes its groups rank by rank."""
@@ -21,6 +21,7 @@ _SHORT = {
     "DP": "data_parallel_size",
 }
 _ONE_RANK = "one rank"
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +60,17 @@ class Layout:
                 continue
             check_whole_number(field.name, value, at_most=MOST_RANKS)
         if self.world_size > MOST_RANKS:
-            raise ValueError(
+            raise RuleError(
                 f"the layout has {self.world_size:,} ranks ({self}), must have at most {MOST_RANKS:,} (more than "
                 "any real "
                 "job has): give smaller sizes"
             )
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
-            raise ValueError(
+            raise RuleError(
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "
-                "pipeline_model_parallel_size is 1: there is nothing to interleave with"
+                "pipeline_model_parallel_size is 1: there is nothing to interleave with",
+                "virtual_pipeline_model_parallel_size",
+                "pipeline_model_parallel_size",
             )
         tensor, experts = self.expert_tensor_size, self.expert_model_parallel_size
         if self.ranks_of_a_stage % (tensor * experts):
@@ -80,15 +83,18 @@ class Layout:
             )
             derived = self.expert_tensor_parallel_size is None and tensor > 1
             whose = " (without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks)"
-            raise ValueError(
+            raise RuleError(
                 f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
                 f"must divide the {self.ranks_of_a_stage} ranks of a stage: {advice}, or "
-                f"use more ranks{whose if derived else ''}"
+                f"use more ranks{whose if derived else ''}",
+                "expert_model_parallel_size",
+                "expert_tensor_parallel_size",
             )
         if not is_whole_number(self.rank, at_least=0) or self.rank >= self.world_size:
-            raise ValueError(
+            raise RuleError(
                 f"rank is {self.rank!r}, must be from 0 to {self.world_size - 1}, of {self.world_size} ranks "
-                f"({self}): choose another rank or layout"
+                f"({self}): choose another rank or layout",
+                "rank",
             )
 
     @property
@@ -162,7 +168,7 @@ class Layout:
         """Checks the layout against what it splits.
 
         Raises:
-            ValueError: If a size does not divide what it splits.
+            RuleError: If a size does not divide what it splits.
         """
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
         experts = architecture.num_moe_experts or 1
@@ -171,15 +177,17 @@ class Layout:
             size, columns = self.expert_tensor_size, architecture.moe_ffn_hidden_size
             mlp = ("expert_tensor_parallel_size", size, "columns of an expert", columns)
         if not architecture.is_moe and self.expert_tensor_parallel_size is not None:
-            raise ValueError(
+            raise RuleError(
                 f"expert_tensor_parallel_size is {self.expert_tensor_parallel_size}, and {architecture.name} is dense: "
-                "leave it out"
+                "leave it out",
+                "expert_tensor_parallel_size",
             )
         if context > 1 and seq_length % (2 * context):
             choices = [str(size) for size in range(1, 65) if size == 1 or seq_length % (2 * size) == 0]
-            raise ValueError(
+            raise RuleError(
                 f"context_parallel_size is {context}, must divide the {seq_length} tokens of a sequence into "
-                f"{2 * context} chunks, two per rank: choose from {', '.join(choices)}"
+                f"{2 * context} chunks, two per rank: choose from {', '.join(choices)}",
+                "context_parallel_size",
             )
         self._check_heads(architecture)
         for name, size, what, amount in (
@@ -199,7 +207,11 @@ class Layout:
                     if what == "layers"
                     else ""
                 )
-                raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}")
+                raise RuleError(
+                    f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}",
+                    name,
+                    *(_ENDS if what == "layers" else ()),
+                )
         self._check_chunks(num_layers, num_microbatches)
 
     def _check_heads(self, architecture: Architecture) -> None:
@@ -222,9 +234,10 @@ class Layout:
         rule = broken(self.tensor_model_parallel_size)
         if rule is not None:
             choices = ", ".join(str(size) for size in range(1, min(heads, 128) + 1) if broken(size) is None)
-            raise ValueError(
+            raise RuleError(
                 f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, {rule}, by a rule of Megatron-Core: "
-                f"choose from {choices}"
+                f"choose from {choices}",
+                "tensor_model_parallel_size",
             )
 
     def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
@@ -235,15 +248,17 @@ class Layout:
         if uneven:
             common = math.gcd(*layers)
             choices = [str(count) for count in range(1, common + 1) if common % count == 0]
-            raise ValueError(
+            raise RuleError(
                 f"virtual_pipeline_model_parallel_size is {chunks}, must divide the {uneven[0]} layers of a pipeline "
-                f"stage: choose from {', '.join(choices)}"
+                f"stage: choose from {', '.join(choices)}",
+                "virtual_pipeline_model_parallel_size",
             )
         if chunks > 1 and num_microbatches % stages:
-            raise ValueError(
+            raise RuleError(
                 f"num_microbatches is {num_microbatches}, must be a multiple of the number of stages, {stages}, "
                 "if the schedule is "
-                f"interleaved: choose from {stages}, {2 * stages}, {3 * stages} and so on"
+                f"interleaved: choose from {stages}, {2 * stages}, {3 * stages} and so on",
+                "num_microbatches",
             )
 
     def _stages_and_layers(self, num_layers: int) -> list[tuple[str, int, str, int]]:
@@ -251,9 +266,10 @@ class Layout:
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         has_ends = first is not None or last is not None
         if has_ends and (self.pipeline_model_parallel_size == 1 or rest < stages or (not stages and rest)):
-            raise ValueError(
+            raise RuleError(
                 f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave {rest} "
-                f"of {num_layers} layers to {stages} stages, must leave at least one to each stage: give other numbers"
+                f"of {num_layers} layers to {stages} stages, must leave at least one to each stage: give other numbers",
+                *_ENDS,
             )
         if has_ends and stages and rest % stages:
             given = "num_layers_in_first_pipeline_stage" if last is None else "num_layers_in_last_pipeline_stage"
@@ -263,9 +279,10 @@ class Layout:
             fewer = at_ends + more - stages
             fewest = self.pipeline_model_parallel_size - stages  # one layer for each stage at an end
             choices = f"{fewer} or {at_ends + more}" if fewer >= fewest else f"{at_ends + more}"
-            raise ValueError(
+            raise RuleError(
                 f"{given} is {at_ends}, which leaves {rest} of {num_layers} layers to the other {stages} stages, must "
-                f"leave the same number to each of them: choose {choices}"
+                f"leave the same number to each of them: choose {choices}",
+                *_ENDS,
             )
         return [("pipeline_model_parallel_size", stages, "layers", rest)] if stages and not has_ends else []
 

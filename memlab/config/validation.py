@@ -35,6 +35,19 @@ def is_whole_number(value: object, at_least: int = 1, at_most: int | None = None
     return at_least <= value and (at_most is None or value <= at_most)
 
 
+class RuleError(ValueError):
+    """A value breaks a rule.
+
+    Args:
+        message: The value, the rule and the next action, in one line for people.
+        fields: Whose values decide.
+    """
+
+    def __init__(self, message: str, *fields: str) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
 def check_whole_number(
     name: str, value: object, at_least: int = 1, at_most: int | None = None, *, action: str = "give another value"
 ) -> None:
@@ -48,13 +61,13 @@ def check_whole_number(
         action: What the user should do, as in the message.
 
     Raises:
-        ValueError: With value, rule and next action.
+        RuleError: With value, rule and next action.
     """
     if not is_whole_number(value, at_least):
-        raise ValueError(f"{name} is {shortened(value)}, must be a whole number of at least {at_least}: {action}")
+        raise RuleError(f"{name} is {shortened(value)}, must be a whole number of at least {at_least}: {action}", name)
     if not is_whole_number(value, at_least, at_most):
-        raise ValueError(
-            f"{name} is {shortened(value)}, must be at most {at_most:,} (more than any real job has): {action}"
+        raise RuleError(
+            f"{name} is {shortened(value)}, must be at most {at_most:,} (more than any real job has): {action}", name
         )
 
 

@@ -89,6 +89,9 @@ class Fit:
     verdict_with_expandable_segments: Verdict | None = None
     """The verdict if torch's allocator has expandable segments; None unless only fragmentation prevents the step
     without them."""
+    certain_bytes: int | None = None
+    """What torch has to be able to reserve so that the step is sure to complete, where that decides: where even the
+    upper end of the peak is within the limit (`needs_whole_reserve`)."""
     alternatives: tuple[Alternative, ...] = ()
     """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred. A
     forward-only pass has none: they are about what is kept for backward."""
@@ -128,6 +131,11 @@ class Fit:
     def __str__(self) -> str:
         size, outside = format_bytes(self.gpu_memory_bytes), format_bytes(self.outside_torch_bytes)
         margin = verdict_margin(self.verdict, self.limit_bytes, self.peak_range)
+        if self.certain_bytes is not None:
+            margin += (
+                f"; the step is sure to complete with {format_bytes(self.certain_bytes)}, which is all that torch "
+                "reserves without a limit, and what measured steps needed more"
+            )
         if self.verdict_with_most_outside == self.verdict:
             return f"{self.verdict} {size} minus about {outside} outside torch{margin}; based on {self.basis}"
         most = f"{self.verdict_with_most_outside} if they take {format_bytes(self.most_outside_torch_bytes)}"
@@ -240,6 +248,7 @@ def judge_fit(
         verdict=verdict,
         verdict_with_most_outside=with_most,
         basis=basis_of(record.scenario, record.backend, is_measured=is_measured),
+        certain_bytes=_certain_bytes(record, peak, limit_bytes) if verdict == "may fit" else None,
     )
     fitting: list[Alternative] = []
     try:
@@ -248,6 +257,15 @@ def judge_fit(
     except KeyboardInterrupt:
         raise FitInterrupted(replace(fit, alternatives=_by_cost(fitting))) from None
     return replace(fit, alternatives=_by_cost(fitting))
+
+
+def _certain_bytes(record: StepRecord, peak: PeakRange, limit_bytes: int) -> int | None:
+    """Returns with which limit the step is sure to complete; None unless that is what decides within this limit."""
+    if not (peak.is_predicted and needs_whole_reserve(record.scenario)) or peak.may_be_higher or peak.may_be_lower:
+        return None
+    reserved = (record.peak_reserved_bytes or 0) + peak.more_bytes
+    certain = round(reserved * (1 + measured_margin(record.scenario).share))
+    return certain if peak.upper_bytes <= limit_bytes < certain else None
 
 
 def _by_cost(alternatives: list[Alternative]) -> tuple[Alternative, ...]:

@@ -68,6 +68,21 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
     return _logits(scenario) * (2 + 4 * 4) + _logits(scenario) * 2
 
 
+def _entropy_bytes(scenario: Scenario) -> int:
+    """Returns what the entropy of the logits takes at most: four tensors like them, in fp32.
+
+    These are a copy of the logits, their probabilities, and in backward the gradients of both and their sum
+    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026, and SkyRL's).
+    """
+    return 4 * 4 * _logits(scenario)
+
+
+def _replayed_routing_bytes(scenario: Scenario) -> int:
+    """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
+    rows = scenario.tokens_of_rank * (scenario.architecture.moe_router_topk or 0)
+    return 2 * 8 * rows * scenario.num_layers_of_stage * scenario.num_microbatches
+
+
 def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
     """Returns a mask of 1 byte and a copy of 2 bytes for each element of both residuals of each layer in flight."""
     elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -253,6 +268,13 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
             "get_attention_mask_from_fusion",
         ),
         _mask_bytes,
+    ),
+    **dict.fromkeys(
+        ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
+    ),
+    **dict.fromkeys(
+        ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay", "use_routing_replay"),
+        _replayed_routing_bytes,
     ),
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),

@@ -13,7 +13,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.config.validation import shortened
+from memlab.config.validation import RuleError, shortened
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
@@ -47,8 +47,10 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     world_size = reading.values.get("world_size")
     if min(tensor, context, pipeline, world_size or 1) < 1:
         given = {**sizes, "world_size": world_size or 1}
-        small = ", ".join(f"{name} {size}" for name, size in given.items() if size < 1)
-        raise CannotStartError(f"the layout has {small}, must have sizes of at least 1: give larger ones")
+        small = {name: f"{name} {size}" for name, size in given.items() if size < 1}
+        raise CannotStartError(
+            f"the layout has {', '.join(small.values())}, must have sizes of at least 1: give larger ones", *small
+        )
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
         world_size = math.lcm(per_copy, experts * pipeline) if architecture.is_moe else per_copy
@@ -58,12 +60,13 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     if world_size % per_copy:
         raise CannotStartError(
             f"the job has {world_size} ranks, must have a multiple of {per_copy} (tensor {tensor} x context {context} "
-            f"x pipeline {pipeline}): change a size, or the number of ranks"
+            f"x pipeline {pipeline}): change a size, or the number of ranks",
+            *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
         )
     try:
         return Layout(**sizes, data_parallel_size=world_size // per_copy)
-    except ValueError as error:
-        raise CannotStartError(str(error)) from error
+    except RuleError as error:
+        raise CannotStartError(str(error), *error.fields) from error
 
 
 def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:
@@ -76,7 +79,8 @@ def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:
     if remainder or layers < 1 or of_stage % layers:
         raise CannotStartError(
             f"{key} is {layers}, must divide the layers of a stage, {num_layers} / {stages}, by a rule of "
-            "Megatron-LM's arguments: change one of the three"
+            "Megatron-LM's arguments: change one of the three",
+            key,
         )
     field = "num_virtual_stages_per_pipeline_rank"
     reading.take(key, field, of_stage // layers)
@@ -116,7 +120,8 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     if together % (stages * chunks):
         raise CannotStartError(
             f"the pipeline has {together} layers ({num_layers} of the model, and {len(counted)} for {keys}), must have "
-            f"a multiple of {stages * chunks} (stages {stages} x chunks {chunks}): change one of them"
+            f"a multiple of {stages * chunks} (stages {stages} x chunks {chunks}): change one of them",
+            *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
         )
     if chunks > 1:
         raise ValueError(
@@ -169,8 +174,8 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     _check_whole_sequences(reading, layout, seq_length)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
-    except ValueError as error:
-        raise CannotStartError(str(error)) from error
+    except RuleError as error:
+        raise CannotStartError(str(error), *error.fields) from error
     return Scenario(
         architecture=architecture,
         num_layers=num_layers,
@@ -246,7 +251,8 @@ def _num_microbatches(reading: Reading, layout: Layout) -> int:
     if global_batch % per_pass:
         raise CannotStartError(
             f"the global batch has {global_batch} sequences, must be a multiple of {per_pass} (micro-batch "
-            f"{values.get('micro_batch_size') or 1} x data parallel {layout.data_parallel_size}): change one of them"
+            f"{values.get('micro_batch_size') or 1} x data parallel {layout.data_parallel_size}): change one of them",
+            *("global_batch_size", "micro_batch_size"),
         )
     return int(global_batch // per_pass)
 
@@ -324,7 +330,9 @@ def _complete_recompute(reading: Reading, values: dict[str, Any]) -> None:
     if values.get("moe_layer_recompute"):  # as `TransformerConfig.__post_init__` has it, megatron-core 0.16.1
         if granularity == "full":
             raise CannotStartError(
-                "moe_layer_recompute is true with full recompute, which Megatron-Core refuses: leave one of the two out"
+                "moe_layer_recompute is true with full recompute, which Megatron-Core refuses: leave one of the two "
+                "out",
+                *("moe_layer_recompute", "recompute_granularity"),
             )
         if granularity is None:
             values["recompute_method"] = values["recompute_num_layers"] = None
@@ -358,7 +366,8 @@ def _drop_method(reading: Reading, values: dict[str, Any]) -> None:
         one = next(one for one in reversed(reading.taken) if one.field == "recompute_num_layers")
         raise CannotStartError(
             f"{one.key} is {one.memlab_value} ({one.place}) with selective recompute, must be null there by a rule of "
-            "Megatron-Core: set it to null, or choose full recompute"
+            "Megatron-Core: set it to null, or choose full recompute",
+            *("recompute_num_layers", "recompute_granularity"),
         )
     values["recompute_method"] = None
 

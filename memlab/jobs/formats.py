@@ -23,7 +23,7 @@ from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.slurm import take_ranks
 from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
-from memlab.jobs.yaml_tree import Node, flat, read_yaml
+from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
 
 _MOST_BYTES = 8 * 2**20
 _MOST_BYTES_OF_A_CONFIGURATION = 2 * 2**20
@@ -310,6 +310,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             entries.environment = dict(command.variables)
             _take_overrides(words, path, framework, entries)
         entries.environment = entries.environment | command.variables
+        _take_environment_of_ray(command, path, entries)
         if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
             entries.causes.append(script.lacks_arguments)
     if not entries.by_key:
@@ -417,6 +418,16 @@ def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> 
         f"line {command.line}: the launcher adds flags of its own for DISPATCHER, PR, VPP, OPTIMIZER_OFFLOAD and "
         "A2A_OVERLAP, which memlab does not read: give those that matter with --set KEY=VALUE"
     )
+
+
+def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> None:
+    """Takes the ``env_vars`` of the file that ``ray job submit --runtime-env`` names (Ray 2.x), above the script's."""
+    for (before, _), (word, line) in pairwise(command.words):
+        if before != "--runtime-env" and not word.startswith("--runtime-env="):
+            continue
+        root = _argument_file(word.removeprefix("--runtime-env="), line, path, entries)
+        if root is not None and isinstance(root.value, dict):
+            entries.environment = entries.environment | texts_of(root.value.get("env_vars"))
 
 
 def _take_values_above_flags(path: Path, entries: Entries) -> None:

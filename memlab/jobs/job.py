@@ -46,6 +46,8 @@ class Job:
     """What a job of reinforcement learning does between training steps; None for other jobs."""
     cannot_start: str | None = None
     """The rule by which the framework itself refuses the job."""
+    refused_fields: tuple[str, ...] = ()
+    """Fields of memlab, or names of `Key.field`, whose values the rule of `cannot_start` refuses."""
     not_supported: str | None = None
     """Why memlab cannot predict the job, in one line."""
     taken: tuple[Taken, ...] = ()
@@ -205,6 +207,7 @@ def _built(
     cls: type[Job], framework: Framework, reading: Reading, architecture: str | Path | Architecture | None
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
+    refused_fields: tuple[str, ...] = ()
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
@@ -228,7 +231,7 @@ def _built(
                 f"refuses the job: give these values with --set ({error})"
             )
         else:
-            cannot_start = str(error)
+            cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
@@ -238,7 +241,7 @@ def _built(
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
     for key, entry in reading.entries.by_key.items():
-        if key in said:
+        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
             continue
         if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(
@@ -259,6 +262,7 @@ def _built(
         settings=settings if scenario is not None else None,
         rollout=rollout,
         cannot_start=cannot_start,
+        refused_fields=refused_fields,
         not_supported=not_supported,
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
@@ -270,12 +274,13 @@ def _built(
 
 _OTHER_ACCELERATORS = {
     "Ascend's NPUs": re.compile(
-        r"(HCCL|ASCEND|VLLM_ASCEND|TORCH_HCCL)_\w+|PYTORCH_NPU_ALLOC_CONF|NPUS?_PER_NODE|CPU_AFFINITY_CONF|use_flash_attn"
+        r"(HCCL|ASCEND|VLLM_ASCEND|TORCH_HCCL)_\w+(?<!_PORT_RANGE)|PYTORCH_NPU_ALLOC_CONF|NPUS?_PER_NODE|CPU_AFFINITY_CONF|use_flash_attn"
     ),
     "AMD's GPUs": re.compile(r"(HIP|ROCR)_VISIBLE_DEVICES|(MIOPEN|HSA|ROCM)_\w+"),
 }
 """Variables that only jobs on devices of another maker set: of their collective library, compiler and driver, and
-MindSpeed's field of Megatron's configuration (public scripts of verl, ms-swift and slime, August 2026)."""
+MindSpeed's field of Megatron's configuration (public scripts of verl, ms-swift and slime, August 2026). The ranges of
+ports are in verl's own ``trainer/runtime_env.yaml``, which jobs on all devices use."""
 
 
 def _note_accelerator(reading: Reading) -> None:

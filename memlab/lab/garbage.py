@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from memlab.meter.protocol import Meter
-from memlab.meter.simulated_meter import SimulatedMeter
 
 _NEVER = 2**31 - 1
 
@@ -26,7 +25,7 @@ class Garbage:
     """
 
     def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+        self._simulated = meter.repeater
         self._births_before: int | None = None
         """Allocations before the block of `kept_young`; None outside of it."""
         self._births_at_collection = -1
@@ -34,7 +33,7 @@ class Garbage:
     @property
     def is_collected(self) -> bool:
         """Whether a simulated meter has counted no allocation since the last collection."""
-        return isinstance(self._meter, SimulatedMeter) and self._births_at_collection == self._meter.num_births
+        return self._simulated is not None and self._births_at_collection == self._simulated.num_births
 
     @contextmanager
     def kept_young(self) -> Iterator[None]:
@@ -42,11 +41,11 @@ class Garbage:
 
         Collections of the youngest generation go on. They free most cycles. At the end of the block, none is left.
         """
-        if not isinstance(self._meter, SimulatedMeter):
+        if self._simulated is None:
             yield
             return
         threshold = gc.get_threshold()
-        self._births_before = self._meter.num_births
+        self._births_before = self._simulated.num_births
         gc.set_threshold(threshold[0], _NEVER, threshold[2])
         try:
             yield
@@ -65,19 +64,18 @@ class Garbage:
         Returns:
             What `is_enough` said last.
         """
-        meter = self._meter
         for generation in (1, 2):
             gc.collect(generation)
             if is_enough():
-                if isinstance(meter, SimulatedMeter):
-                    self._births_at_collection = meter.num_births
+                if self._simulated is not None:
+                    self._births_at_collection = self._simulated.num_births
                 return True
         return False
 
     def collect(self) -> None:
         """Frees what is in reference cycles; after it, no garbage holds a storage."""
-        meter, before = self._meter, self._births_before
-        if not isinstance(meter, SimulatedMeter):
+        meter, before = self._simulated, self._births_before
+        if meter is None:
             gc.collect()
             return
         old_garbage_may_hold = before is None or meter.has_residual_before(before)

@@ -133,8 +133,7 @@ class Lab:
                 scenario, ranks, backend if isinstance(backend, str) else backend.name, {"allocator": allocator}
             )
         else:
-            self._session = _session_here(scenario, backend, allocator)
-            self._session.stepper.replays = replay
+            self._session = _session_here(scenario, backend, allocator, replays=replay)
         self._worker = self._session.worker
         with Lab._opening:
             try:
@@ -658,7 +657,9 @@ class Lab:
         Lab._open = None if Lab._open is self else Lab._open
 
 
-def _session_here(scenario: Scenario, backend_name: str | Backend, allocator: AllocatorSettings | None) -> Session:
+def _session_here(
+    scenario: Scenario, backend_name: str | Backend, allocator: AllocatorSettings | None, *, replays: bool
+) -> Session:
     """Makes the session of a model in this process.
 
     Raises:
@@ -673,7 +674,7 @@ def _session_here(scenario: Scenario, backend_name: str | Backend, allocator: Al
     if allocator is None:
         scenario = replace(scenario, allocator=backend.allocator())
     backend.check(scenario)
-    return Session(scenario, backend)
+    return Session(scenario, backend, replays=replays)
 
 
 def _close_open_lab() -> None:

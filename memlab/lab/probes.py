@@ -208,7 +208,7 @@ def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
     Of a simulated step that only repeats the last one, no tensor would be seen.
     """
     saved = SavedInRegions()
-    with stepper.without_replay(), saved.watching():
+    with stepper.replay.suspended(), saved.watching():
         stepper.step()
     return saved
 

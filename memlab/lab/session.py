@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
-from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
@@ -34,10 +33,11 @@ class Session:
     Args:
         scenario: What a step runs.
         backend: Where the model lives.
+        replays: Whether a simulated step repeats what earlier events have shown.
     """
 
-    def __init__(self, scenario: Scenario, backend: Backend) -> None:
-        self.stepper = Stepper(scenario, backend)
+    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool) -> None:
+        self.stepper = Stepper(scenario, backend, replays=replays)
         self.worker = Worker(self.stepper.job_context, lambda: f"{self.stepper.scenario}, {self.stepper.settings}")
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
@@ -129,8 +129,7 @@ class Session:
 
     def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
         """Returns a context that logs the requests to a simulated allocator; on other backends, its value is None."""
-        meter = self.stepper.meter
-        return meter.logging_requests() if isinstance(meter, SimulatedMeter) else nullcontext()
+        return self.stepper.meter.logging_requests()
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built; see `Lab.start_over`."""

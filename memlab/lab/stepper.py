@@ -9,7 +9,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,16 +35,12 @@ from memlab.lab.progress import StepStopped
 from memlab.meter import collectives
 from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model import apply_settings, cpu_optimizer, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.as_built import AsBuilt
 from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
 from memlab.model.change_state import check_configs, set_in_place
-from memlab.model.layer_replay import LayerReplay, NotReplayableError
-from memlab.model.microbatch_replay import MicrobatchReplay
 from memlab.model.recover_failed_step import forget_discarded_outputs, recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
@@ -56,14 +52,17 @@ from memlab.model.retention.recipe_release import Held, objects_held, release_re
 from memlab.model.retention.remedies import CheckpointRemedy
 from memlab.model.retention.retained_leaves import Retained, find_retained
 from memlab.model.silence_warnings import silence_megatron
-from memlab.model.training_step import forward_only_step, train_step, update_parameters
-from memlab.model.update_replay import UpdateReplay
+from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS
+from memlab.replay.layers import NotReplayableError
+from memlab.replay.no_replay import NoReplay
+from memlab.replay.plan import Plan
+from memlab.replay.steps import replay_of
 
 
 class ModelLost(RuntimeError):  # noqa: N818  # what happened, not a kind of error
@@ -92,20 +91,12 @@ class Stepper:
         self._taps: dict[Tap, bool] = {}
         """Whether each is guarded."""
         self._bookkeeping_seconds = 0.0
-        self.replays = replays
-        """Whether a simulated step replays passes through equal layers."""
-        self._has_stopped_replay = False
-        """Whether a pass was replayed whose backward was not known: then all are stepped until the model is rebuilt or
-        starts over."""
-        self._replay: LayerReplay | None = None
-        self._update: UpdateReplay | None = None
+        self._replays = replays
+        self.replay = NoReplay()
+        """What repeats parts of the model's steps."""
         self._as_built: AsBuilt | None = None
         self._is_as_built = False
         """Whether the model has taken no step since `start_over`."""
-        self._repeatable: dict[str, Any] | None = None
-        """What was measured of the last step, if nothing but memory may differ in the next one."""
-        self._follows_full_recompute = False
-        """Whether MoE layers may still keep the graphs of a step with full recompute."""
         self._has_discarded_outputs = False
         """Whether modules may keep checkpoints of a forward-only pass, after which no backward has used them up."""
         self._pinned_host_memory = True
@@ -142,10 +133,8 @@ class Stepper:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self._adopt(live, self.settings)
             # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            may_start_over = not self.backend.computes and not self.scenario.state.optimizer_cpu_offload
-            if may_start_over and isinstance(self.meter, StorageMeter):
-                self._as_built = AsBuilt(live)
-                self.meter.remember()
+            if not self.backend.computes and not self.scenario.state.optimizer_cpu_offload:
+                self._as_built = AsBuilt(live, self.meter.remember())
         except BaseException as error:
             release_tensors(error)
             raise
@@ -153,56 +142,42 @@ class Stepper:
     def _adopt(self, live: LiveModel, settings: MemorySettings) -> None:
         self.live = live
         self._as_built = None
-        self._repeatable = None
         self._is_as_built = False
-        self._resume_replay()
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
-        if self.replays and isinstance(self.meter, SimulatedMeter):
-            self._replay = LayerReplay(live, self.labels, self.meter)
-            self._update = UpdateReplay(self.labels, self.meter)
         self._make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
         self.apply(settings)
-        self._follows_full_recompute = False  # a new model
+        self.replay = replay_of(live, self.labels, self.meter, is_wanted=self._replays)
 
     def start_over(self) -> bool:
         """Implements `Lab.start_over`."""
         meter = self.meter
         if self._as_built is None or self.is_tapped or self.transfers.has_fault:
             return False
-        assert isinstance(meter, StorageMeter), "only simulated models are remembered"
         limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
         try:
             self.transfers.load()
             self.transfers.end_step(MemorySettings())
-            if self._update is not None:
-                self._update.free_state()
+            self.replay.free_state()
             self.apply(MemorySettings())
             self._as_built.restore()
-            if not self.garbage.collect_until(partial(self._restored, meter)):
+            if not self.garbage.collect_until(partial(self._restored, self._as_built)):
                 return False
         finally:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
-        self._follows_full_recompute = False
-        self._resume_replay()
+        self.replay.start_over()
         self.num_steps = 0
         self._is_as_built = True
         return True
 
-    @staticmethod
-    def _restored(meter: StorageMeter) -> bool:
+    def _restored(self, as_built: AsBuilt) -> bool:
         """Returns whether the meter is as it was when the model was built: not if something else is allocated now."""
         torch.cuda.empty_cache()
-        meter.free_cached_pinned_memory()
-        return meter.restore()
-
-    def _resume_replay(self) -> None:
-        """Allows replay again after an error stopped it; for a model that is new or has started over."""
-        if self._has_stopped_replay:
-            self.replays, self._has_stopped_replay = True, False
+        self.meter.free_cached_pinned_memory()
+        return as_built.restore_memory()
 
     def change_state(self, state: TrainingState, allocator: AllocatorSettings, settings: MemorySettings) -> StateChange:
         """Changes the training state and the settings, and rebuilds what reads the state only when it is built.
@@ -242,11 +217,8 @@ class Stepper:
         return what_rebuilds(self.scenario.state, state)
 
     def _enter(self, scenario: Scenario) -> None:
-        self._repeatable = None
-        self._forget_passes()
+        self.replay.forget(self.scenario, self.settings)
         self.scenario = scenario
-        if self._update is not None:
-            self._update.forget()
         change_attention_backend(scenario.state.attention_backend)
 
     def _rebuild(self, rebuilt: Rebuilt, scenario: Scenario, settings: MemorySettings) -> None:
@@ -309,7 +281,7 @@ class Stepper:
         if hasattr(self, "live"):
             megatron_globals.release(self.live, leave=False)
             del self.live
-            self._forget_replay()
+            self._drop_replay()
         else:  # its build has failed
             megatron_globals.forget_model()
         self.labels.release()
@@ -337,9 +309,8 @@ class Stepper:
                 forget_discarded_outputs(module)
             self._has_discarded_outputs = False
         apply_settings.apply(self.live, settings)
-        self._forget_passes(settings)
+        self.replay.forget_passes(self.scenario, self.settings, settings)
         self.settings = settings
-        self._repeatable = None
         self._offload_watch.misled = False
 
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
@@ -376,7 +347,7 @@ class Stepper:
     @property
     def is_collected(self) -> bool:
         """Whether the last collection of garbage was after all steps that were not repeated, so that there is none."""
-        return (self._repeatable is not None or self._is_as_built) and self.garbage.is_collected
+        return (self.replay.is_unchanged or self._is_as_built) and self.garbage.is_collected
 
     def set_workload(self, scenario: Scenario) -> None:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
@@ -386,7 +357,7 @@ class Stepper:
         """
         if scenario == self.scenario:
             return
-        self._forget_passes()
+        self.replay.forget_passes(self.scenario, self.settings)
         self.scenario = self.live.scenario = scenario
         self.apply(self.settings)
         self.meter.free_cached_pinned_memory()
@@ -427,7 +398,7 @@ class Stepper:
 
     def _drop_own_names(self) -> None:
         del self.transfers
-        self._forget_replay()
+        self._drop_replay()
         self.labels.release()
 
     def _left_by_holder(self) -> dict[str, int]:
@@ -452,43 +423,19 @@ class Stepper:
         finally:
             for name in ("live", "transfers"):
                 vars(self).pop(name, None)
-            self._forget_replay()
+            self._drop_replay()
             self.labels.release()
             self.meter.free_cached_pinned_memory()
             self.meter.close()
 
-    @property
-    def num_replayed(self) -> int:
-        """Forward passes through layers that were replayed in the last step that did not repeat another one whole."""
-        return 0 if self._replay is None or not self.replays else self._replay.num_replayed
-
     def retained(self) -> list[Retained]:
         """Implements `Lab.retained`."""
-        return find_retained(self.live, {} if self._replay is None else self._replay.kept_in_graphs())
+        return find_retained(self.live, self.replay.kept_in_graphs())
 
-    def _forget_passes(self, next_settings: MemorySettings | None = None) -> None:
-        """Forgets what passes do: they may do something else from now on."""
-        if self._recomputes_all_of_moe and not _keeps_groups(self.settings, next_settings):
-            self._follows_full_recompute = True
-        if self._replay is not None:
-            self._replay.forget()
-
-    @contextmanager
-    def without_replay(self) -> Iterator[None]:
-        """Runs every pass in the block, as something looks at real tensors or graphs."""
-        replays, self.replays = self.replays, False
-        try:
-            yield
-        finally:
-            self.replays = replays
-
-    def _forget_replay(self) -> None:
-        """Drops what keeps tensors of the model to replay its passes and updates, or to start over."""
-        if self._replay is not None:
-            self._replay.release()
-        self._replay = self._update = self._as_built = None
-        if isinstance(self.meter, StorageMeter):
-            self.meter.forget_remembered()
+    def _drop_replay(self) -> None:
+        """Drops what keeps tensors of the model to replay parts of its steps, or to start over."""
+        self.replay.release()
+        self.replay, self._as_built = NoReplay(), None
 
     def step(
         self,
@@ -508,9 +455,16 @@ class Stepper:
             The record of a step that finished, ran out of memory or was stopped. The model is usable after each.
         """
         labels, meter = self.labels, self.meter
-        if not forward_only and (repeated := self._repeated(on_move)) is not None:
+        plan = self.replay.plan(
+            self.scenario,
+            self.settings,
+            forward_only=forward_only,
+            is_tapped=self.is_tapped,
+            has_fault=self.transfers.has_fault,
+        )
+        if (repeated := self._repeated(plan, on_move)) is not None:
             return repeated
-        self._repeatable, self._is_as_built = None, False
+        self._begin()
         on_host, sent_before = self.transfers.residency.on_host, collectives.sent_bytes.copy()
         torch.cuda.synchronize()
         meter.start(self._categories())
@@ -520,7 +474,7 @@ class Stepper:
         labels.on_move = on_move
         try:
             with self._offload_watch.watching(on_host=self.meter.track_host_tensor):
-                measured |= self._phases(forward_only=forward_only, suspend_offload=suspend_offload)
+                measured |= self._phases(plan, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._ended_early(error, forward_only=forward_only)
             measured |= self._offload_seen(forward_only=forward_only)
@@ -529,7 +483,7 @@ class Stepper:
             self._recover(error)
             # The step begins again, with each group where it was.
             self.transfers.put_on_host(on_host)
-            self.replays, self._has_stopped_replay = False, True
+            self.replay.stop()
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)
@@ -541,43 +495,36 @@ class Stepper:
         self.num_steps += 1
         self.sent_bytes = collectives.sent_since(sent_before)
         record = self._record(measured | {"forward_only": forward_only})
-        if record.status == "ok" and not forward_only:
-            self._follows_full_recompute = False
-        self._repeatable = measured if self._may_repeat(forward_only=forward_only) and record.status == "ok" else None
+        if record.status == "ok":
+            self.replay.step_taken(plan, measured, forward_only=forward_only)
         return record
 
-    def _repeated(self, on_move: Callable[[], None] | None) -> StepRecord | None:
+    def _begin(self) -> None:
+        self.replay.begin()
+        self._is_as_built = False
+
+    def _repeated(self, plan: Plan, on_move: Callable[[], None] | None) -> StepRecord | None:
         """Returns the record of a step that only repeats the last one; None if it has to be taken."""
-        if self._repeatable is None or not isinstance(self.meter, SimulatedMeter) or not self._may_repeat():
-            return None
         started = time.perf_counter()
-        timeline = self.meter.repeat_step()
-        if timeline is None:
+        repeated = self.replay.repeat_step(plan)
+        if repeated is None:
             return None
-        scenario = self.scenario
-        self.labels.num_repeated += 2 * scenario.num_layers_of_stage * scenario.num_microbatches
+        timeline, measured = repeated
         self.labels.on_move = on_move
         try:
             self.labels.enter_phase("idle")
         finally:
             self.labels.on_move = None
         self.num_steps += 1
-        measured = self._repeatable | {"step_seconds": time.perf_counter() - started, "forward_only": False}
+        measured = measured | {"step_seconds": time.perf_counter() - started, "forward_only": False}
         return self._record(measured, timeline)
-
-    def _may_repeat(self, *, forward_only: bool = False) -> bool:
-        """Whether a step depends only on the settings, the workload and what is allocated when it begins."""
-        if forward_only or self.settings.offload_modules:
-            return False
-        return self.replays and not self._needs_real_passes()
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Runs the block, a training step without a record; the model is usable again if it raises."""
-        self._repeatable, self._is_as_built = None, False
-        steps_layers = nullcontext() if self._replay is None else self._replay.during_step(replays=False)
+        self._begin()
         try:
-            with steps_layers:
+            with self.replay.parts(Plan()):
                 yield
         except BaseException as error:
             self._recover(error)
@@ -591,14 +538,11 @@ class Stepper:
     def _recover(self, error: BaseException) -> None:
         self.labels.on_move = None
         recover(self.live, self.settings, error)
-        self._forget_passes()
-        if self._replay is not None:
-            self._replay.abandon()
-        if self._update is not None:
-            self._update.forget()
+        self.replay.forget(self.scenario, self.settings)
+        self.replay.abandon()
         self._offload_watch.misled = False
 
-    def _phases(self, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
+    def _phases(self, plan: Plan, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
         away = groups_on_host(self.settings)
         needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
         freed: dict[str, int] = {}
@@ -612,24 +556,22 @@ class Stepper:
         with self._off_the_clock():
             require_resident(self.live, needed)
 
-        update = self._update if self.replays and not self._needs_real_update() else None
-        adds_to_groups = bool(freed) or forward_only or update is None or not update.is_known(self.live)
-
         def load_for_update() -> None:
             nonlocal load_seconds
             if self.settings.offload_optimizer_except_update:
                 self.labels.enter_phase("load")
                 load_seconds += self.transfers.load(["optimizer state"])
 
-        microbatches = None if forward_only else self._microbatches()
-        replaying = self._replaying(forward_only)
-        with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), replaying:
+        if forward_only:  # it frees the graphs that layers retain, and what replaces them has no role
+            self.replay.forget_passes(self.scenario, self.settings)
+        with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), self.replay.parts(plan) as parts:
             if forward_only:
                 self._has_discarded_outputs = self.settings.recompute_granularity == "selective"
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
-                loss = train_step(self.live, self.labels, load_for_update, microbatches, update or update_parameters)
+                loss = train_step(self.live, self.labels, load_for_update, parts.microbatches, parts.update)
+        adds_to_groups = bool(freed) or forward_only or parts.leaves_new
         with self._off_the_clock():  # the groups get their category before they leave the device
             self.meter.categorise(self._categories() if adds_to_groups else self.transfers.workspaces())
         with self.labels.phase_of("offload"):
@@ -644,102 +586,7 @@ class Stepper:
 
     def _categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what may lack its category: nothing, if all that is allocated has been asked for before."""
-        meter = self.meter
-        if self.replays and isinstance(meter, SimulatedMeter) and not meter.has_new:
-            return {}
-        return self.transfers.categories()
-
-    def _replaying(self, forward_only: bool) -> AbstractContextManager[None]:
-        """Returns a context for a step: its layers are replayed, where that is known to give the same events.
-
-        Each pass must start its own communication if that overlaps with computation. FP8 keeps state between passes,
-        and taps and `Meter.at_event` look at real tensors. After an out-of-memory, what the graph that an MoE layer's
-        dispatcher retains keeps depends on where that happened. On a pipeline stage, an MoE layer that is recomputed in
-        the backward pass of one micro-batch frees what its dispatcher retains of another's pass; with several model
-        chunks, that may be any. The first step after full recompute frees its graphs: each may cover layers that are in
-        different units now, or keep what other layers have made.
-        """
-        meter = self.meter
-        if self._replay is None or not isinstance(meter, SimulatedMeter):
-            return nullcontext()
-        offloads = bool(self.settings.offload_modules)
-        needs_real_passes = forward_only or self._needs_real_passes()
-        layout, is_recomputed = self.scenario.layout, False
-        if self.scenario.architecture.is_moe:
-            needs_real_passes |= self._follows_full_recompute
-            needs_real_passes |= meter.device_memory_bytes is not None
-            is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
-            needs_real_passes |= is_recomputed and layout.virtual_pipeline_model_parallel_size > 1
-        if offloads:
-            needs_real_passes |= not self._offload_repeats()
-        if forward_only:
-            self._forget_passes()  # it frees the graphs that layers retain, and what replaces them has no role
-        replays = self.replays and not needs_real_passes
-        if not self.replays and not self._replay.has_orphans:
-            return nullcontext()
-        num_microbatches = self.scenario.num_microbatches
-        return self._replay.during_step(
-            replays=replays,
-            num_microbatches=num_microbatches,
-            offloads=replays and offloads,
-            recomputes_moe=replays and is_recomputed,
-        )
-
-    @property
-    def _recomputes_all_of_moe(self) -> bool:
-        return self.scenario.architecture.is_moe and self.settings.recompute_granularity == "full"
-
-    def _offload_repeats(self) -> bool:
-        """Whether layers that offload activations are known to have equal passes."""
-        settings = self.settings
-        return (
-            self.scenario.layout.pipeline_model_parallel_size == 1
-            and settings.activation_offload_fraction == 1
-            and self.meter.device_memory_bytes is None
-        )
-
-    def _needs_real_passes(self) -> bool:
-        """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
-        return self._needs_real_microbatches() or self._overlaps
-
-    def _needs_real_microbatches(self) -> bool:
-        """Whether micro-batches differ between the first and the last, or something looks at real tensors."""
-        return (
-            # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
-            (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
-            or self.scenario.rows_vary
-            or self.is_tapped
-            or self._keeps_state_or_looks
-        )
-
-    def _needs_real_update(self) -> bool:
-        """Whether an update may do more than the one before, or something looks at real tensors."""
-        return self._keeps_state_or_looks or self._overlaps
-
-    @property
-    def _keeps_state_or_looks(self) -> bool:
-        has_fp8 = self.scenario.state.fp8_format is not None
-        return has_fp8 or self.transfers.has_fault or getattr(self.meter, "looks", False)
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether data-parallel communication begins in forward or backward: of the first and the last micro-batch.
-
-        Those between run under DDP's ``no_sync``, and only gather parameters that have been gathered already.
-        """
-        return self.scenario.state.overlap_grad_reduce or self.scenario.state.overlap_param_gather
-
-    def _microbatches(self) -> MicrobatchReplay | None:
-        """Returns what inserts micro-batches in the step; None if all are stepped."""
-        layout, meter = self.scenario.layout, self.meter
-        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_microbatches():
-            return None
-        if self.settings.offload_modules or not meter.may_repeat:  # a group has been offloaded before the passes
-            return None
-        if layout.virtual_pipeline_model_parallel_size > 1:
-            return None
-        assert self._replay is not None, "a simulated model that replays has one"
-        return MicrobatchReplay(meter, self.labels, self.scenario, self._replay.leave_out)
+        return self.transfers.categories() if self.replay.has_new else {}
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -781,8 +628,7 @@ class Stepper:
     def _record(self, measured: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
         if timeline is None:
             self.meter.categorise(self._categories())
-            if self._replay is not None:
-                self._replay.categorise_retained()
+            self.replay.categorise_retained()
             timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
@@ -801,7 +647,7 @@ class Stepper:
             step_index=self.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
-            kept_gather_bytes=self.meter.kept_gather_bytes if isinstance(self.meter, SimulatedMeter) else 0,
+            kept_gather_bytes=self.meter.kept_gather_bytes,
             uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,
@@ -823,14 +669,6 @@ class Stepper:
     def _host_reserved_bytes(self) -> int | None:
         by_torch = self.meter.host_reserved_bytes()
         return None if by_torch is None else by_torch + registered_bytes()
-
-
-def _keeps_groups(former: MemorySettings, settings: MemorySettings | None) -> bool:
-    """Whether each unit of replay covers whole checkpoints of a former uniform full recompute."""
-    if settings is None or former.recompute_method != "uniform":
-        return False
-    size = (settings.recompute_num_layers or 1) if settings.recompute_method == "uniform" else 1
-    return size % (former.recompute_num_layers or 1) == 0
 
 
 def _in_one_line(error: BaseException) -> str:

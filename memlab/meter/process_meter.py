@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from memlab.live_objects import instances_of, with_subclasses
+from memlab.live_objects import references_to_instances_of, with_subclasses
 from memlab.meter.labels import Labels
 from memlab.meter.observe_program import ObserveProgram
 from memlab.meter.observers import ObserveResults, tensors_in, tensors_with_memory
@@ -36,7 +37,9 @@ class ProcessMeter(StorageMeter):
 
         It knows neither what an operation has saved for backward without returning it, nor what `gc.freeze` has hidden.
         """
-        self.after_operation(_live_tensors())
+        for reference in _references_to_tensors():
+            # What another thread frees meanwhile is gone: a step of a lab there would otherwise have a higher peak.
+            self.after_operation(reference())
 
     def count_unseen(self) -> None:
         """Counts as unlabelled what exists now and no operation on the meter's thread has returned.
@@ -65,6 +68,6 @@ class ProcessMeter(StorageMeter):
         return POOLS.index("device")
 
 
-def _live_tensors() -> list[torch.Tensor]:
+def _references_to_tensors() -> list[weakref.ref[torch.Tensor]]:
     lazy = with_subclasses(UninitializedParameter) | with_subclasses(UninitializedBuffer)
-    return instances_of(with_subclasses(torch.Tensor) - lazy)
+    return references_to_instances_of(with_subclasses(torch.Tensor) - lazy)

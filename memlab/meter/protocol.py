@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from memlab.allocator.request_log import RequestLog
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
+
+if TYPE_CHECKING:
+    from memlab.meter.simulated_meter import SimulatedMeter
 
 
 class Meter(Protocol):
@@ -25,8 +29,31 @@ class Meter(Protocol):
     def out_of_memory(self) -> FailedAllocation | None:
         """The last failed allocation of this timeline; complete once `finish` has returned."""
 
+    @property
+    def repeater(self) -> SimulatedMeter | None:
+        """What lets recorded events happen again without a step; None where only steps make events."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether a function waits for its event (`at_event`), so that each has to happen."""
+
+    @property
+    def kept_gather_bytes(self) -> int:
+        """Of the last step; see `StepRecord.kept_gather_bytes`."""
+
     def use_allocator(self, settings: AllocatorSettings) -> None:
         """Gives a simulated allocator its options, before the first allocation."""
+
+    def remember(self) -> Callable[[], bool]:
+        """Remembers what is allocated, and where.
+
+        Returns:
+            A function that makes the meter's memory as it is now, where the same storages are allocated again. It
+            returns whether it could; if not, it has changed nothing.
+        """
+
+    def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
+        """Logs the requests of the block to a simulated allocator; None where none is simulated."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Meters the block."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memlab.allocator.replay import Block
+from memlab.allocator.protocol import NO_BLOCK, Operations
 from memlab.meter.allocations import Allocation, Event, category_of
 from memlab.vocabulary import CATEGORIES, POOLS
 
@@ -64,8 +64,10 @@ class Recording:
     num_spans: int
     on_device: npt.NDArray[np.int64] = field(init=False)
     """Rows of the device's events."""
-    operations: list[tuple[bool, int, int, int, int]] = field(init=False)
-    """The device's events: whether it allocates, owner, role, requested bytes, stream."""
+    operations: Operations = field(init=False)
+    """The device's events. The slots of own roles are their numbers; those of `used` follow."""
+    used: list[Role] = field(init=False)
+    """Roles of others in the device's events."""
     others: list[tuple[int, Role]] = field(init=False)
     """Rows about storages that neither this pass nor its forward pass allocated."""
     host_bytes: int = field(init=False)
@@ -86,11 +88,7 @@ class Recording:
         self.on_device = np.flatnonzero(self.pool == _DEVICE)
         rows = zip(self.owner.tolist(), self.role.tolist(), self.requested_bytes.tolist(), strict=True)
         of_rows = list(rows)
-        picked = [of_rows[row] for row in self.on_device.tolist()]
-        streams = [birth.stream for birth in self.births]
-        self.operations = [
-            (size > 0, owner, role, abs(size), streams[role] if owner == OWN else 0) for owner, role, size in picked
-        ]
+        self.operations, self.used = self._operations()
         self.others = [(row, Role(owner, role)) for row, (owner, role, _) in enumerate(of_rows) if owner > FORWARD]
         host = np.cumsum(np.where(self.pool == _HOST, self.requested_bytes, 0))
         self.host_bytes, self.most_host_bytes = (int(host[-1]), int(host.max())) if len(host) else (0, 0)
@@ -103,6 +101,18 @@ class Recording:
         self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
         pools = zip(of_rows, self.pool.tolist(), strict=True)
         self.last_pools = {role: pool for (owner, role, _), pool in pools if owner == OWN}
+
+    def _operations(self) -> tuple[Operations, list[Role]]:
+        owner, role, size = (column[self.on_device] for column in (self.owner, self.role, self.requested_bytes))
+        is_own = owner == OWN
+        others = list(zip(owner[~is_own].tolist(), role[~is_own].tolist(), strict=True))
+        slots = {other: len(self.births) + place for place, other in enumerate(dict.fromkeys(others))}
+        streams = np.array([birth.stream for birth in self.births], dtype=np.int64)
+        table = np.zeros((len(size), 3), dtype=np.int64)
+        table[is_own, 0], table[~is_own, 0] = role[is_own], [slots[other] for other in others]
+        table[:, 1] = np.maximum(size, 0)
+        table[is_own, 2] = streams[role[is_own]]
+        return Operations(table), [Role(*other) for other in slots]
 
 
 def record(
@@ -210,13 +220,13 @@ class Replay:
     started: int
     ended: int
     """Nanoseconds on the meter's clock."""
-    num_bytes: list[int]
+    num_bytes: npt.NDArray[np.int64]
     """Of the blocks of the device's events."""
     reserved: list[tuple[int, int]]
     """Rows before which the reserved bytes changed, and by how much."""
     of_reserved: Allocation
     """Stands for the reserved bytes."""
-    blocks: list[Block | None]
+    blocks: list[int]
     """Of the own roles, while they are allocated."""
     span: int
     """At its start."""
@@ -232,7 +242,7 @@ class Replay:
         """Whether an own role that this pass has left allocated still belongs to it."""
         if role in self.attached:
             return False
-        return self.blocks[role] is not None or self.recording.last_pools[role] != _DEVICE
+        return self.blocks[role] != NO_BLOCK or self.recording.last_pools[role] != _DEVICE
 
     def left_allocated(self) -> list[tuple[int, int]]:
         """Returns the own roles that are still allocated, without those in `attached`, with their requested bytes."""
@@ -244,7 +254,7 @@ class Replay:
         for role, size, pool in zip(*columns, strict=True):
             requested[role] += int(size)
             others[role] = pool != _DEVICE and not self.is_over
-        on_device = [self.blocks[role] is not None for role in range(len(requested))]
+        on_device = [block != NO_BLOCK for block in self.blocks]
         return [
             (role, size)
             for role, size in enumerate(requested)
@@ -275,7 +285,7 @@ class Replay:
         delta = recording.requested_bytes[:rows].copy()
         on_device = recording.on_device[:n]
         requested = delta[on_device]
-        delta[on_device] = np.sign(requested) * np.array(self.num_bytes, dtype=np.int64)
+        delta[on_device] = np.sign(requested) * self.num_bytes
         rounding = delta - recording.requested_bytes[:rows]
         owner, role = recording.owner[:rows], recording.role[:rows]
         module = recording.module[:rows]

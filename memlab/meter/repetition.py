@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memlab.allocator.replay import Block
-from memlab.allocator.simulator import CachingAllocator
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations
 from memlab.vocabulary import CATEGORIES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -32,11 +31,6 @@ _SAME = (_DELTA, _POOL, _PHASE, _MODULE)
 
 class DoesNotFitError(Exception):
     """A request exceeds the limit."""
-
-
-Request = tuple[int, bool, int, int, int]
-"""A request or a free that a period sends to the allocator: its row, whether it allocates, how many periods back the
-storage was allocated (-1 if its number is the one in the timeline), its number in that period, and bytes."""
 
 
 class Period:
@@ -58,11 +52,12 @@ class Period:
         self.on_device = np.flatnonzero(self.columns[_POOL] == _DEVICE)
 
     @cached_property
-    def requests(self) -> list[Request]:
-        """What it sends to the allocator, in order."""
-        picked = self.columns[_DELTA, self.on_device]
-        columns = (self.on_device, picked > 0, self.distance[self.on_device], self.storage[self.on_device], abs(picked))
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+    def operations(self) -> tuple[Operations, Columns]:
+        """What it sends to the allocator, and the place of each slot: distances and storages."""
+        places = np.stack([self.distance[self.on_device], self.storage[self.on_device]])
+        of_slots, slots = np.unique(places, axis=1, return_inverse=True)
+        requested = np.maximum(self.columns[_DELTA, self.on_device], 0)
+        return Operations(np.stack([slots.reshape(-1), requested, np.zeros_like(requested)], axis=1)), of_slots
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Period):
@@ -82,6 +77,12 @@ class Period:
         filled = zip(self.distance[is_filled].tolist(), self.storage[is_filled].tolist(), strict=True)
         return {(periods, storage) for distance, storage in filled for periods in range(1, distance + 1)}
 
+    def numbers(self, distance: Columns, storage: Columns, bases: Sequence[int]) -> Columns:
+        """Returns the numbers of storages in the repetition that `bases` end with, by their places."""
+        starts = np.array(bases, dtype=np.int64)
+        of_period = distance >= 0
+        return storage + np.where(of_period, starts[len(bases) - 1 - distance * of_period], 0)
+
     def again(self, answer: Answer, bases: Sequence[int], reserved_number: int) -> Columns:
         """Returns the rows of a repetition.
 
@@ -92,18 +93,16 @@ class Period:
         """
         columns = self.columns.copy()
         requested = columns[_DELTA][self.on_device]
-        columns[_DELTA][self.on_device] = np.sign(requested) * np.array(answer.num_bytes, dtype=np.int64)
+        columns[_DELTA][self.on_device] = np.sign(requested) * answer.num_bytes
         columns[_ROUNDING] = columns[_DELTA] - self.columns[_DELTA]
-        starts = np.array(bases, dtype=np.int64)
-        of_period = self.distance >= 0
-        columns[_STORAGE] = self.storage + np.where(of_period, starts[len(bases) - 1 - self.distance * of_period], 0)
+        columns[_STORAGE] = self.numbers(self.distance, self.storage, bases)
         return with_reserved(columns, answer.reserved, reserved_number)
 
 
 class Answer(NamedTuple):
     """What the allocator gave to the requests of a period."""
 
-    num_bytes: list[int]
+    num_bytes: Columns
     reserved: list[tuple[int, int]]
     """Rows before which the reserved bytes changed, and by how much."""
 
@@ -129,42 +128,34 @@ def with_reserved(columns: Columns, changes: Sequence[tuple[int, int]], number: 
 
 
 def request(
-    allocator: CachingAllocator,
-    requests: Sequence[Request],
+    allocator: Allocator,
+    period: Period,
     bases: Sequence[int],
-    blocks: dict[int, Block],
+    blocks: dict[int, int],
     limit_bytes: int | None,
 ) -> Answer:
     """Sends the requests of a period to the allocator.
 
     Args:
         allocator: It gets them.
-        requests: Of the period.
-        bases: As for `Period`.
+        period: It repeats.
+        bases: As for `Period`, until the repetition.
         blocks: Of all storages on the device, by number; they are changed.
         limit_bytes: The device's; None is no limit.
 
     Raises:
         DoesNotFitError: If a request exceeds the limit.
     """
-    sizes: list[int] = []
-    reserved: list[tuple[int, int]] = []
-    last, reserved_bytes = len(bases) - 1, allocator.reserved_bytes
-    for row, allocates, distance, storage, num_bytes in requests:
-        number = storage if distance < 0 else storage + bases[last - distance]
-        if allocates:
-            if limit_bytes is not None and not allocator.makes_space(num_bytes, limit_bytes):
-                raise DoesNotFitError
-            block = blocks[number] = allocator.allocate(num_bytes)
-            if allocator.reserved_bytes != reserved_bytes:
-                reserved.append((row, allocator.reserved_bytes - reserved_bytes))
-                reserved_bytes = allocator.reserved_bytes
-            sizes.append(block.num_bytes)
-        else:
-            block = blocks.pop(number)
-            sizes.append(block.num_bytes)
-            allocator.free(block)
-    return Answer(sizes, reserved)
+    operations, places = period.operations
+    numbers = period.numbers(places[0], places[1], bases).tolist()
+    in_slots = [blocks.pop(number, NO_BLOCK) for number in numbers]
+    reserved_bytes = allocator.reserved_bytes
+    served = allocator.run(operations, in_slots, limit_bytes)
+    if len(served.num_bytes) < len(operations):
+        raise DoesNotFitError
+    blocks.update((number, block) for number, block in zip(numbers, in_slots, strict=True) if block != NO_BLOCK)
+    rows = period.on_device
+    return Answer(served.num_bytes, [(int(rows[each]), change) for each, change in served.changes(reserved_bytes)])
 
 
 def is_live(columns: Columns, count: int) -> npt.NDArray[np.bool_]:
@@ -215,8 +206,7 @@ class Repetition(NamedTuple):
     """Periods that were inserted."""
 
     rows: Columns
-    allocator: CachingAllocator
-    blocks: dict[int, Block]
+    blocks: dict[int, int]
     """Of the storages that are on the device at the end, by number."""
     moved: dict[int, int]
     """New numbers of storages that are in use at the end, by those of the storages whose places they take."""
@@ -227,8 +217,8 @@ def repeat(
     columns: Columns,
     ends: Sequence[tuple[int, int]],
     times: int,
-    allocator: CachingAllocator,
-    blocks: dict[int, Block],
+    allocator: Allocator,
+    blocks: dict[int, int],
     limit_bytes: int | None,
     reserved_number: int,
 ) -> Repetition | None:
@@ -277,8 +267,7 @@ def repeat(
     seen: dict[Any, int] = {}
     while len(answers) < times:
         numbers = _numbers(places, bases)
-        on_device = (blocks.get(number) for number in numbers.values())
-        state = allocator.state(), tuple(-1 if block is None else block.address for block in on_device)
+        state = allocator.state(blocks.get(number, NO_BLOCK) for number in numbers.values())
         if state in seen:
             cycle = answers[seen[state] :]
             skipped = (times - len(answers)) // len(cycle) * len(cycle)
@@ -289,13 +278,13 @@ def repeat(
             seen.clear()
         else:
             seen[state] = len(answers)
-            answers.append(request(allocator, period.requests, bases, blocks, limit_bytes))
+            answers.append(request(allocator, period, bases, blocks, limit_bytes))
             bases.append(bases[-1] + own)
     parts = [period.again(each, bases[: num_bases + turn], reserved_number) for turn, each in enumerate(answers)]
     rows = np.concatenate(parts, axis=1)
     rows[_NANOSECONDS] = columns[_NANOSECONDS, -1]
     moved = {standing[place]: number for place, number in _numbers(standing, bases).items()}
-    return Repetition(rows, allocator, blocks, moved, np.concatenate([categories, *[of_own] * times]))
+    return Repetition(rows, blocks, moved, np.concatenate([categories, *[of_own] * times]))
 
 
 def _places(live: npt.NDArray[np.bool_], bases: Sequence[int]) -> set[tuple[int, int]]:

@@ -6,7 +6,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from itertools import compress, count
 from operator import attrgetter, is_not, not_
 from types import MappingProxyType
@@ -16,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.pinned import PinnedMemory
-from memlab.allocator.replay import Block
+from memlab.allocator.protocol import NO_BLOCK, Allocator
 from memlab.allocator.request_log import RequestLog
-from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, columns_of, timeline_of_columns
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Answer, computed
-from memlab.meter.recording import Recording, Replay, Role, freed_by, record
+from memlab.meter.recording import FORWARD, Recording, Replay, Role, freed_by, record
 from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
 from memlab.record.device_bytes import DeviceBytes
@@ -81,11 +82,11 @@ class _Found:
 class _Remembered(NamedTuple):
     """The allocator at one moment, and all storages in the order of their births."""
 
-    allocator: CachingAllocator
+    allocator: Allocator
     live: list[StorageAllocation]
     requested_bytes: list[int]
-    blocks: list[Block | None]
-    """Of the allocator; None for a storage that has none."""
+    blocks: list[int]
+    """Of the allocator, or `NO_BLOCK`."""
 
     def among(self, live: list[StorageAllocation]) -> list[StorageAllocation] | None:
         """Returns what takes the place of each storage now: itself, or new host memory of its size.
@@ -205,8 +206,8 @@ class SimulatedMeter(StorageMeter):
 
     def __init__(self, labels: Labels, answer: Answer = computed) -> None:
         self._limit_bytes: int | None = None
-        self._allocator = CachingAllocator()
-        self._blocks: dict[int, Block] = {}
+        self._allocator: Allocator = CachingAllocator()
+        self._blocks: dict[int, int] = {}
         self._pinned = PinnedMemory()
         self._pinned_blocks: dict[int, int] = {}
         self._abandoned: list[StorageAllocation] = []
@@ -226,10 +227,7 @@ class SimulatedMeter(StorageMeter):
         """The collective of such tensors, by the identity of their allocations."""
         self._kept: list[tuple[int, int, int]] = []
         """Of those that the step has freed: the number of events then, their bytes, and their collective."""
-        self.kept_gather_bytes = 0
-        """Of the last step; see `StepRecord.kept_gather_bytes`."""
-        self._copies: dict[int, Block] = {}
-        self._remembered: _Remembered | None = None
+        self._kept_gather_bytes = 0
         super().__init__(labels, answer)
         labels.on_kept = self._note_kept
 
@@ -242,48 +240,52 @@ class SimulatedMeter(StorageMeter):
         self._allocator.empty_cache()  # the limit applies to new segments only
         self._limit_bytes = num_bytes
 
-    def logging_requests(self) -> AbstractContextManager[RequestLog]:
-        """Returns a context that logs the requests to the allocator, on a device without a limit."""
+    @contextmanager
+    def logging_requests(self) -> Iterator[RequestLog]:
         assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
-        return self._allocator.logging_requests(self._blocks.values())
+        allocator = self._allocator
+        try:
+            yield RequestLog(allocator)
+        finally:
+            allocator.log = None
 
-    def remember(self) -> None:
-        super().remember()
-        allocator, copies = self._allocator.copy(self._blocks.values())
-        live = self._in_order()
-        blocks = [copies.get(id(self._blocks.get(id(allocation)))) for allocation in live]
-        self._remembered = _Remembered(allocator, live, [each.requested_bytes for each in live], blocks)
+    @property
+    def repeater(self) -> SimulatedMeter:
+        return self
 
-    def forget_remembered(self) -> None:
-        super().forget_remembered()
-        self._remembered = None
+    @property
+    def kept_gather_bytes(self) -> int:
+        return self._kept_gather_bytes
 
-    def restore(self) -> bool:
+    def remember(self) -> Callable[[], bool]:
+        live, allocator = self._in_order(), self._allocator.copy()
+        blocks = [self._blocks.get(id(allocation), NO_BLOCK) for allocation in live]
+        return partial(self._restore, _Remembered(allocator, live, [each.requested_bytes for each in live], blocks))
+
+    def _restore(self, remembered: _Remembered) -> bool:
         """Gives each storage the block that it had at `remember`, in an allocator that is in the state of that time.
 
         Returns:
             Whether it was possible. If other device storages exist now than then, or host memory of other sizes,
             nothing has changed.
         """
-        remembered = self._remembered
-        assert remembered is not None, "`remember` comes first"
         live = remembered.among(self._in_order())
         if live is None or self._pinned_blocks:
             return False
-        allocator, copies = remembered.allocator.copy([block for block in remembered.blocks if block is not None])
+        allocator = remembered.allocator.copy()
         self._allocator, self._blocks, self._pinned = allocator, {}, PinnedMemory()
         self._device_bytes = 0
         births = sorted(each.birth for each in live)
-        for birth, former, allocation, block_then in zip(births, remembered.live, live, remembered.blocks, strict=True):
+        for birth, former, allocation, block in zip(births, remembered.live, live, remembered.blocks, strict=True):
             allocation.birth = birth
             if allocation is not former:
                 allocation.module, allocation.phase, allocation.span = former.module, former.phase, former.span
                 allocation.recomputed, allocation.step = former.recomputed, former.step
-            if block_then is not None:
-                block = self._blocks[id(allocation)] = copies[id(block_then)]
-                allocation.num_bytes = block.num_bytes
-                allocation.rounding_bytes = block.num_bytes - allocation.requested_bytes
-                self._device_bytes += block.num_bytes
+            if block != NO_BLOCK:
+                self._blocks[id(allocation)] = block
+                allocation.num_bytes = allocator.num_bytes(block)
+                allocation.rounding_bytes = allocation.num_bytes - allocation.requested_bytes
+                self._device_bytes += allocation.num_bytes
         self._finished = None
         return True
 
@@ -357,8 +359,12 @@ class SimulatedMeter(StorageMeter):
         allocator, limit = self._allocator, self.device_memory_bytes
         stream = self._labels.stream
         if limit is not None and num_bytes and not allocator.makes_space(num_bytes, limit, stream):
-            largest, reserved = allocator.largest_free_bytes(num_bytes, stream), allocator.reserved_bytes
-            self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
+            self._refuse(num_bytes, stream)
+
+    def _refuse(self, num_bytes: int, stream: int) -> NoReturn:
+        assert self._limit_bytes is not None
+        largest, reserved = self._allocator.largest_free_bytes(num_bytes, stream), self._allocator.reserved_bytes
+        self._fail_allocation(num_bytes, self._limit_bytes, reserved_bytes=reserved, largest_free_bytes=largest)
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
         if self._labels.pinned_depth and num_bytes:
@@ -370,15 +376,16 @@ class SimulatedMeter(StorageMeter):
         self._is_special = self._is_special or stream != 0
         block = self._blocks[id(allocation)] = self._allocator.allocate(num_bytes, stream)
         self._update_reserved()
-        allocation.rounding_bytes = block.num_bytes - num_bytes
-        return block.num_bytes
+        block_bytes = self._allocator.num_bytes(block)
+        allocation.rounding_bytes = block_bytes - num_bytes
+        return block_bytes
 
     def _give_back(self, allocation: StorageAllocation) -> None:
-        block = self._blocks.pop(id(allocation), None)
-        if block is not None:
+        block = self._blocks.pop(id(allocation), NO_BLOCK)
+        if block != NO_BLOCK:
             gather = self._may_be_kept.pop(id(allocation), None)
             if gather is not None:
-                self._kept.append((len(self._events), block.num_bytes, gather))
+                self._kept.append((len(self._events), allocation.num_bytes, gather))
             self._allocator.free(block)
         self._unpin(allocation)
 
@@ -416,7 +423,7 @@ class SimulatedMeter(StorageMeter):
         self._frees.check()
         columns, numbers, _ = columns_of(self._opening, self._events, self._started)
         columns[0] -= self._started
-        self.kept_gather_bytes = self._most_kept(columns, len(self._opening))
+        self._kept_gather_bytes = self._most_kept(columns, len(self._opening))
         self._finished = None if self._is_special else _Finished(columns, numbers, self._opening)
         timeline = timeline_of_columns(columns, len(self._opening), self._labels.modules)
         self._events.clear()
@@ -442,9 +449,9 @@ class SimulatedMeter(StorageMeter):
             return None  # garbage collection has freed something since
         used = np.unique(period.storage[period.on_device]).tolist()
         opening = self._open_with(left)
-        allocator, blocks = self._for_trial(finished.found_by_number(used))
+        blocks, allocator = self._blocks_of(finished.found_by_number(used)), self._for_trial()
         try:
-            answer = request(allocator, period.requests, [0], blocks, self._limit_bytes)
+            answer = request(allocator, period, [0], blocks, self._limit_bytes)
         except DoesNotFitError:
             return None
         rows = period.again(answer, [0], len(opening) - 1)
@@ -473,7 +480,7 @@ class SimulatedMeter(StorageMeter):
         of_passes = {each.number + role: (each, role) for each in waiting for role, _ in each.left_allocated()}
         if not objects.keys() | of_passes.keys() >= live:
             return False
-        allocator, blocks = self._for_trial(objects, of_passes)
+        blocks, allocator = self._blocks_of(objects, of_passes), self._for_trial()
         try:
             done = repeat(columns, ends, times, allocator, blocks, self._limit_bytes, len(self._opening) - 1)
         except DoesNotFitError:
@@ -482,7 +489,7 @@ class SimulatedMeter(StorageMeter):
             return False
         objects = {done.moved.get(number, number): each for number, each in objects.items()}
         of_passes = {done.moved.get(number, number): each for number, each in of_passes.items()}
-        self._commit(done.allocator, done.blocks, done.rows, objects, of_passes)
+        self._commit(allocator, done.blocks, done.rows, objects, of_passes)
         firsts = {id(each): number - role for number, (each, role) in of_passes.items()}
         assert all(firsts[id(each)] == number - role for number, (each, role) in of_passes.items())
         for each in waiting:
@@ -502,39 +509,35 @@ class SimulatedMeter(StorageMeter):
         inserted = [each for event in self._events if isinstance(event, Inserted) for each in event.waiting]
         return inserted + [event for event in self._events if isinstance(event, Replay)]
 
-    def _for_trial(
+    def _for_trial(self) -> Allocator:
+        """Returns the allocator; a copy, if a request may not fit."""
+        return self._allocator if self._limit_bytes is None else self._allocator.copy()
+
+    def _blocks_of(
         self,
         by_number: Mapping[int, StorageAllocation],
         of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
-    ) -> tuple[CachingAllocator, dict[int, Block]]:
-        """Returns the allocator and its blocks by the numbers of storages; copies, if a request may not fit.
+    ) -> dict[int, int]:
+        """Returns the blocks of storages by their numbers.
 
         Args:
             by_number: The allocations.
             of_passes: Storages that are roles of replayed passes.
         """
-        blocks = {number: self._blocks.get(id(each)) for number, each in by_number.items()}
+        blocks = {number: self._blocks.get(id(each), NO_BLOCK) for number, each in by_number.items()}
         blocks |= {number: each.blocks[role] for number, (each, role) in of_passes.items()}
-        of_device = {number: block for number, block in blocks.items() if block is not None}
-        if self._limit_bytes is None:
-            return self._allocator, of_device
-        allocator, copies = self._allocator.copy([*self._blocks.values(), *of_device.values()])
-        self._copies = copies
-        return allocator, {number: copies[id(block)] for number, block in of_device.items()}
+        return {number: block for number, block in blocks.items() if block != NO_BLOCK}
 
     def _commit(
         self,
-        allocator: CachingAllocator,
-        blocks: Mapping[int, Block],
+        allocator: Allocator,
+        blocks: Mapping[int, int],
         rows: npt.NDArray[np.int64],
         objects: Mapping[int, StorageAllocation],
         of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
     ) -> None:
         """Gives allocations, and roles of replayed passes, the blocks that they have after a repetition."""
-        if allocator is not self._allocator:
-            self._allocator = allocator
-            self._blocks = {key: self._copies[id(block)] for key, block in self._blocks.items()}
-            self._copies = {}
+        self._allocator = allocator
         for number, block in blocks.items():
             if number in of_passes:
                 replay, role = of_passes[number]
@@ -542,8 +545,8 @@ class SimulatedMeter(StorageMeter):
                 continue
             allocation = objects[number]
             self._blocks[id(allocation)] = block
-            allocation.num_bytes = block.num_bytes
-            allocation.rounding_bytes = block.num_bytes - allocation.requested_bytes
+            allocation.num_bytes = allocator.num_bytes(block)
+            allocation.rounding_bytes = allocation.num_bytes - allocation.requested_bytes
         self._device_bytes += int(rows[1][rows[2] == _DEVICE].sum())
         self._reserved.num_bytes = allocator.reserved_bytes
 
@@ -608,82 +611,82 @@ class SimulatedMeter(StorageMeter):
             others=[(row, others[role]) for row, role in recording.others],
             started=time.perf_counter_ns(),
             ended=0,
-            num_bytes=[],
+            num_bytes=np.zeros(0, dtype=np.int64),
             reserved=[],
             of_reserved=self._reserved,
-            blocks=[None] * len(recording.births),
+            blocks=[NO_BLOCK] * len(recording.births),
             span=labels.span,
             first_birth=self._num_births,
         )
         self._num_births += len(recording.births)
-        tables: list[Any] = [done.blocks, forward.blocks if forward is not None else [], *({} for _ in range(6))]
-        for role, other in others.items():
-            if isinstance(other, tuple):
-                tables[role.owner][role.number] = other[0].blocks[other[1]]
-            else:
-                tables[role.owner][role.number] = self._blocks.get(id(other))
+        before = [self._block_of(role, forward, others) for role in recording.used]
         self._events.append(done)
-        try:
-            self._run(done, tables)
-        except torch.OutOfMemoryError:
+        after = dict(zip(recording.used, self._run(done, before), strict=True))
+        done.ended = time.perf_counter_ns()
+        self._num_device_events += len(done.num_bytes)
+        if len(done.num_bytes) < len(recording.operations):
             for role in recording.freed:
                 given_up = others.get(role)
                 if isinstance(given_up, StorageAllocation):
-                    if tables[role.owner][role.number] is None:
+                    if after.get(role, NO_BLOCK) == NO_BLOCK:
                         self.forget(given_up)
                     else:
                         self.keep(given_up)
                         self._abandoned.append(given_up)
-            raise
-        finally:
-            done.ended = done.ended or time.perf_counter_ns()
-            self._num_device_events += len(done.num_bytes)
+            self._fail_replay(done)
         self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes + recording.most_host_bytes)
         self._host_bytes += recording.host_bytes
         labels.span += recording.num_spans
         for role in recording.freed:
             freed = others.get(role)
             if isinstance(freed, tuple):
-                freed[0].blocks[freed[1]] = None
+                freed[0].blocks[freed[1]] = NO_BLOCK
             elif freed is not None:
                 self.forget(freed)
         return done
 
-    def _run(self, done: Replay, tables: list[Any]) -> None:
-        """Sends the requests and frees of a replay to the allocator."""
-        allocator, limit, sizes = self._allocator, self._limit_bytes, done.num_bytes
-        device_bytes, reserved_bytes = self._device_bytes, allocator.reserved_bytes
-        for allocates, owner, role, requested, stream in done.recording.operations:
-            table = tables[owner]
-            if allocates:
-                if limit is not None and not allocator.makes_space(requested, limit, stream):
-                    self._device_bytes = device_bytes
-                    self._fail_replay(done, requested, limit)
-                block = table[role] = allocator.allocate(requested, stream)
-                device_bytes += block.num_bytes
-                if allocator.reserved_bytes != reserved_bytes:
-                    row = int(done.recording.on_device[len(sizes)])
-                    done.reserved.append((row, allocator.reserved_bytes - reserved_bytes))
-                    self._reserved.num_bytes += allocator.reserved_bytes - reserved_bytes
-                    reserved_bytes = allocator.reserved_bytes
-                sizes.append(block.num_bytes)
-            else:
-                block = table[role]
-                assert block is not None, "a replayed pass frees what is allocated"
-                sizes.append(block.num_bytes)
-                device_bytes -= block.num_bytes
-                table[role] = None
-                allocator.free(block)
-        self._device_bytes = device_bytes
+    def _block_of(
+        self, role: Role, forward: Replay | None, others: Mapping[Role, StorageAllocation | tuple[Replay, int]]
+    ) -> int:
+        """Returns the block of a role that a replayed pass finds."""
+        if role.owner == FORWARD:
+            assert forward is not None
+            return forward.blocks[role.number]
+        other = others[role]
+        return other[0].blocks[other[1]] if isinstance(other, tuple) else self._blocks.get(id(other), NO_BLOCK)
 
-    def _fail_replay(self, done: Replay, requested: int, limit: int) -> NoReturn:
-        done.ended = time.perf_counter_ns()  # all its events are before the failure
+    def _run(self, done: Replay, before: list[int]) -> list[int]:
+        """Sends the requests and frees of a replay to the allocator, until one does not fit.
+
+        Args:
+            done: The replay.
+            before: The blocks of the roles that it finds, in the order of `Recording.used`.
+
+        Returns:
+            These roles' blocks after it.
+        """
+        recording, allocator, reserved_bytes = done.recording, self._allocator, self._allocator.reserved_bytes
+        blocks = done.blocks + before
+        served = allocator.run(recording.operations, blocks, self._limit_bytes)
+        done.blocks, after = blocks[: len(done.blocks)], blocks[len(done.blocks) :]
+        if done.forward is not None:
+            for role, block in zip(recording.used, after, strict=True):
+                if role.owner == FORWARD:
+                    done.forward.blocks[role.number] = block
+        done.num_bytes, changes = served.num_bytes, served.changes(reserved_bytes)
+        done.reserved = [(int(recording.on_device[place]), change) for place, change in changes]
+        allocates = recording.operations.table[: len(served.num_bytes), 1] > 0
+        self._device_bytes += int(np.where(allocates, served.num_bytes, -served.num_bytes).sum())
+        self._reserved.num_bytes += allocator.reserved_bytes - reserved_bytes
+        return after
+
+    def _fail_replay(self, done: Replay) -> NoReturn:
         recording, labels = done.recording, self._labels
         row = int(recording.on_device[len(done.num_bytes)])
         labels.phase, module = int(recording.phase[row]), int(recording.module[row])
         labels.module = int(done.modules[module]) if module >= 0 else -1 - module
-        largest, reserved = self._allocator.largest_free_bytes(requested), self._allocator.reserved_bytes
-        self._fail_allocation(requested, limit, reserved_bytes=reserved, largest_free_bytes=largest)
+        _, requested, stream = recording.operations.rows[len(done.num_bytes)]
+        self._refuse(requested, stream)
 
     def forget(self, allocation: StorageAllocation) -> None:
         """Marks an allocation as freed whose block a replay has freed."""
@@ -695,7 +698,7 @@ class SimulatedMeter(StorageMeter):
     def separate(self, done: Replay, role: int, requested_bytes: int) -> StorageAllocation:
         """Makes a role of a replayed pass, which is still allocated, an allocation of its own."""
         birth, block = done.recording.births[role], done.blocks[role]
-        num_bytes = requested_bytes if block is None else block.num_bytes
+        num_bytes = requested_bytes if block == NO_BLOCK else self._allocator.num_bytes(block)
         allocation = StorageAllocation(
             num_bytes,
             done.recording.last_pools[role],
@@ -709,10 +712,10 @@ class SimulatedMeter(StorageMeter):
             requested_bytes=requested_bytes,
             birth=done.first_birth + role,
         )
-        if block is not None:
+        if block != NO_BLOCK:
             self._blocks[id(allocation)] = block
         done.attached[role] = allocation
-        done.blocks[role] = None
+        done.blocks[role] = NO_BLOCK
         return allocation
 
     def pin(self, allocation: StorageAllocation) -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memlab.allocator.request_log import RequestLog
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, label_others, timeline_of
 from memlab.meter.labels import Labels
@@ -28,6 +29,9 @@ from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
+
+if TYPE_CHECKING:
+    from memlab.meter.simulated_meter import SimulatedMeter
 
 _DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on_chip"))
 
@@ -73,7 +77,6 @@ class StorageMeter:
         self._events: list[Any] = []
         """In order: an `Event`, or what stands for several (`memlab.meter.recording.Replay`)."""
         self._opening = Opening([])
-        self._remembered_bytes: tuple[int, int] | None = None
         self._in_kernel: list[StorageAllocation] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._end_kernel
@@ -82,17 +85,21 @@ class StorageMeter:
     def use_allocator(self, settings: AllocatorSettings) -> None:
         """Does nothing: a CPU has no caching allocator."""
 
-    def remember(self) -> None:
-        """Remembers what is allocated, for `restore`."""
-        self._remembered_bytes = self.live_bytes("device"), self.live_bytes("host")
+    @property
+    def repeater(self) -> SimulatedMeter | None:
+        return None
 
-    def restore(self) -> bool:
-        """Returns whether as much is allocated as at `remember`: without an allocator, nothing else can be restored."""
-        return self._remembered_bytes == (self.live_bytes("device"), self.live_bytes("host"))
+    @property
+    def kept_gather_bytes(self) -> int:
+        return 0
 
-    def forget_remembered(self) -> None:
-        """Forgets what `remember` has kept: the model is gone."""
-        self._remembered_bytes = None
+    def remember(self) -> Callable[[], bool]:
+        device_bytes, host_bytes = self.live_bytes("device"), self.live_bytes("host")
+        # Without an allocator, no other place can differ.
+        return lambda: (self.live_bytes("device"), self.live_bytes("host")) == (device_bytes, host_bytes)
+
+    def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
+        return nullcontext()
 
     @contextmanager
     def watching(self) -> Iterator[None]:

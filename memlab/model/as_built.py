@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from memlab.model.build import LiveModel
@@ -15,10 +17,11 @@ class AsBuilt:
 
     Args:
         live: The model.
+        restore_memory: What `Meter.remember` has returned for it.
     """
 
-    def __init__(self, live: LiveModel) -> None:
-        self._live = live
+    def __init__(self, live: LiveModel, restore_memory: Callable[[], bool]) -> None:
+        self._live, self.restore_memory = live, restore_memory
         self._attributes = [(owner, dict(vars(owner))) for owner in megatron_globals.owners_of_tensors(live)]
 
     def restore(self) -> None:

@@ -18,9 +18,23 @@ from memlab.model import data_parallel_overlap
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.megatron_versions import zero_auxiliary_losses
-from memlab.model.microbatch_replay import MicrobatchReplay
 from memlab.model.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.upstream.patching import patched
+
+
+class Microbatches:
+    """The micro-batches of a step: this one has Megatron's schedule step all of them."""
+
+    def before_forward(self) -> None:
+        """Called before each forward pass."""
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Lets the schedule count the micro-batches in the block, which runs it once."""
+        yield
+
+
+ALL_MICROBATCHES = Microbatches()
 
 
 def update_parameters(live: LiveModel) -> None:
@@ -33,7 +47,7 @@ def train_step(
     live: LiveModel,
     labels: Labels,
     load_for_update: Callable[[], None] = lambda: None,
-    microbatches: MicrobatchReplay | None = None,
+    microbatches: Microbatches = ALL_MICROBATCHES,
     update: Callable[[LiveModel], None] = update_parameters,
 ) -> float | None:
     """Runs forward and backward of every micro-batch and the optimizer.
@@ -42,7 +56,7 @@ def train_step(
         live: The model, with everything on the device that `load_for_update` does not load.
         labels: Set to each phase as it begins.
         load_for_update: Called after backward, to load what only the optimizer needs.
-        microbatches: Inserts micro-batches that are not stepped; None steps all.
+        microbatches: Which micro-batches are stepped.
         update: Takes the place of `update_parameters`.
 
     Returns:
@@ -52,7 +66,7 @@ def train_step(
         chunk.zero_grad_buffer()
     with torch._C.DisableTorchFunction():  # it drops references: a function mode would see each look at a gradient
         live.optimizer.zero_grad()
-    with _phases(live, labels, microbatches.before_forward if microbatches is not None else lambda: None):
+    with _phases(live, labels, microbatches.before_forward):
         loss = _run_schedule(live, microbatches)
         load_for_update()
         labels.enter_phase("optimizer")
@@ -90,12 +104,11 @@ def _set_training(live: LiveModel, mode: bool) -> None:
 
 
 def _run_schedule(
-    live: LiveModel, microbatches: MicrobatchReplay | None = None, *, forward_only: bool = False
+    live: LiveModel, microbatches: Microbatches = ALL_MICROBATCHES, *, forward_only: bool = False
 ) -> float | None:
     scenario = live.scenario
     live.config.memlab_routing.begin_step()
-    count = {} if microbatches is None else {"megatron.core.pipeline_parallel.schedules.range": microbatches.count}
-    with patched(count):
+    with microbatches.counted():
         losses = live.forward_backward(
             forward_step_func=partial(_forward_step, live),
             data_iterator=[_batches(scenario) for _ in live.chunks],
@@ -105,8 +118,6 @@ def _run_schedule(
             micro_batch_size=scenario.micro_batch_size,
             forward_only=forward_only,
         )
-    if microbatches is not None:
-        microbatches.require_all()
     return _over_the_copies(sum(losses) / len(losses)) if losses else None
 
 

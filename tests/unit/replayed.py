@@ -96,7 +96,7 @@ def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
         for each, warm_up in zip(case.settings, case.warm_up or (True,) * len(case.settings), strict=True):
             records.append(lab.step(each, warm_up=warm_up))
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
-            count += stepper.num_replayed
+            count += stepper.replay.num_replayed
         count += stepper.labels.num_repeated
     return records, count
 

@@ -25,7 +25,7 @@ def history(name: str) -> dict[str, Any]:
 
 def totals_after_each_entry(values: dict[str, Any], *, expandable: bool) -> list[tuple[int, int, int]]:
     blocks = Blocks(values["segments"], expandable=expandable)
-    opening = sum(block.num_bytes for block in blocks if not block.is_free)
+    opening = sum(blocks.allocated().values())
     allocated = active = opening
     totals = []
     for entry in values["trace"]:
@@ -84,4 +84,4 @@ def test_free_neighbours_are_merged() -> None:
         blocks.replay({"action": "free_requested", "addr": address, "size": 4 * 1024**2})
         blocks.replay({"action": "free_completed", "addr": address, "size": 4 * 1024**2})
     assert blocks.largest_free_bytes(2 * 1024**2) == 20 * 1024**2
-    assert [block.num_bytes for block in blocks] == [20 * 1024**2]
+    assert blocks.allocated() == {}

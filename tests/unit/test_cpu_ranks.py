@@ -27,6 +27,7 @@ from memlab.lab.lab import Lab
 from memlab.model import training_step
 from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload, recompute
+from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
 
 QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
@@ -255,10 +256,16 @@ FOUR = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[OfRank]]]:
     """What each rank did, by number of ranks, rank and job: as many processes, started once."""
-    return {
-        ranks: on_processes(ranks, take_steps, jobs, folder=tmp_path_factory.mktemp("ranks"))
-        for ranks, jobs in ((2, TWO), (4, FOUR))
-    }
+
+    def run(folder: Path) -> dict[int, list[list[OfRank]]]:
+        found = {}
+        for ranks, jobs in ((2, TWO), (4, FOUR)):
+            of_ranks = folder / str(ranks)
+            of_ranks.mkdir()
+            found[ranks] = on_processes(ranks, take_steps, jobs, folder=of_ranks)
+        return found
+
+    return once_a_run(tmp_path_factory, "ranks", run)
 
 
 def name_of(job: Job) -> str:

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 import pytest
 
 import memlab.lab.lab
-from memlab.allocator import simulator as caching_allocator
+from memlab.allocator import caching_allocator
 from memlab.analysis.difference import ROUNDING, PeakDifference, difference_of, obstacles
 from memlab.backends import find_backend
 from memlab.backends.simulated import of_the_cpu_backend

@@ -96,6 +96,31 @@ def test_what_verl_s_router_does_by_default_is_said_with_its_bound(key: str, mea
     assert row.bound_bytes is not None and measured <= row.bound_bytes <= 3 * measured
 
 
+@pytest.mark.parametrize(
+    ("framework", "key", "num_bytes"),
+    [
+        ("verl", f"{_ACTOR}.entropy_coeff=0.01", 4 * 4 * 4096 * 151_936 // 2),
+        ("verl", f"{_ACTOR}.calculate_entropy=True", 4 * 4 * 4096 * 151_936 // 2),
+        ("skyrl", "trainer.algorithm.use_entropy_loss=true", 4 * 4 * 4096 * 151_936 // 2),
+        ("verl", f"{_ACTOR}.megatron.router_replay.mode=R3", 2 * 8 * 4096 // 2 * 8 * 48 * 2),
+    ],
+)
+def test_tensors_of_the_loss_and_of_the_router_are_bounded(
+    framework: str, key: str, num_bytes: int, tmp_path: Path
+) -> None:
+    """By hand: 4,096 tokens, shared by 2 ranks, with 48 layers, 8 experts a token and 2 micro-batches of one row."""
+    sizes = {
+        "verl": f"trainer.n_gpus_per_node=2 {_ACTOR}.megatron.tensor_model_parallel_size=2 "
+        f"data.max_prompt_length=2048 data.max_response_length=2048 {_ACTOR}.ppo_mini_batch_size=2 ",
+        "skyrl": "trainer.placement.policy_num_gpus_per_node=2 "
+        "trainer.policy.megatron_config.tensor_model_parallel_size=2 trainer.max_prompt_length=2048 "
+        "generator.sampling_params.max_generate_length=2048 ",
+    }
+    job = read(framework, tmp_path, sizes[framework] + key)
+    (row,) = [one for one in job.not_modelled if key.startswith(one.key)]
+    assert row.bound_bytes == num_bytes
+
+
 def test_an_interleaved_pipeline_without_overlap_is_said_and_another_one_is_not(tmp_path: Path) -> None:
     key = f"{_VERL_MODEL}.overlap_p2p_comm=False"
     layers = (

@@ -10,6 +10,7 @@ import pytest
 from memlab.cli import main, one_line
 from memlab.jobs.formats import LOOKED_FOR
 from memlab.jobs.job import Job
+from memlab.views.text.job import job_table
 
 SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B"
 CAUSES = {
@@ -43,6 +44,30 @@ CAUSES = {
         ),
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("override", "fields"),
+    [
+        ("tensor_model_parallel_size=16", ("tensor_model", "context", "pipeline_model")),
+        ("num_layers=5 pipeline_model_parallel_size=2", ("pipeline_model", "num_layers_in_first_pipeline_stage")),
+        ("context_parallel_size=2 seq_length=1022", ("context_parallel_size",)),
+        ("global_batch_size=3", ("global_batch_size", "micro_batch_size")),
+        ("recompute_num_layers=1 recompute_granularity=selective", ("recompute_num_layers", "recompute_granularity")),
+        ("overlap_param_gather=true", ("use_distributed_optimizer", "overlap_param_gather")),
+    ],
+)
+def test_a_refusal_has_the_fields_that_decide_as_values(override: str, fields: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever its text says, and the report names the framework's keys for them."""
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --micro-batch-size 1 --bf16 --global-batch-size 16"
+    )
+    job = Job.read(path, overrides=override.split(), architecture="phi-4")
+    assert job.cannot_start is not None
+    assert all(any(found.startswith(field) for found in job.refused_fields) for field in fields)
+    (hint,) = [line for line in job_table(job).splitlines() if line.startswith("to try another value")]
+    assert fields[0] in hint
 
 
 @pytest.mark.parametrize(("text", "cause"), CAUSES.values(), ids=CAUSES)

@@ -292,7 +292,7 @@ def test_predict_shows_the_phases_of_a_job_and_judges_them(
     replays, forward_only = [], Lab.forward_only
 
     def seen_forward_only(lab: Lab, **arguments: Any) -> StepRecord:
-        replays.append(lab._stepper.replays)
+        replays.append(lab._stepper.replay.is_on)
         return forward_only(lab, **arguments)
 
     monkeypatch.setattr(Lab, "forward_only", seen_forward_only)

@@ -164,6 +164,27 @@ def test_any_job_takes_the_allocator_from_the_environment_that_ray_gives_the_ran
     assert (allocator.max_split_size_mb, allocator.expandable_segments) == (128, framework == "skyrl")
 
 
+@pytest.mark.parametrize("flag", ["--runtime-env=", "--runtime-env "])
+@pytest.mark.parametrize("framework", ["verl", "ms-swift", "megatron-lm", "slime"])
+def test_any_job_takes_the_variables_of_the_file_that_ray_is_given(framework: str, flag: str, tmp_path: Path) -> None:
+    """Over those of the script, as Ray sets them in the workers; without the file, a warning names it."""
+    (tmp_path / "env.yaml").write_text(
+        "working_dir: .\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:128'\n"
+    )
+    start = "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\nray job submit --no-wait"
+    (tmp_path / "run.sh").write_text(f"{start} {flag}env.yaml -- {_BASES[framework]}")
+
+    def read() -> Job:
+        version = "before-2026-08-20" if framework == "verl" else None
+        architecture = "qwen3-30b-a3b" if framework == "megatron-lm" else None
+        return Job.read(tmp_path / "run.sh", architecture=architecture, version=version)
+
+    assert read().required()[0].allocator.max_split_size_mb == 128
+    (tmp_path / "env.yaml").unlink()
+    assert read().required()[0].allocator.max_split_size_mb == 64
+    assert any("'env.yaml' is not beside the script" in line for line in read().warnings)
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_preference_methods_of_ms_swift_train_with_the_language_model_s_loss(method: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(

@@ -548,9 +548,3 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     )
     words_of(text, tmp_path / "run.sh")
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("words", ["--runtime-env=env.yaml", "--runtime-env env.yaml"])
-def test_a_file_of_variables_that_ray_sets_is_named(words: str) -> None:
-    script = read_script(f"ray job submit {words} -- python3 -m verl.trainer.main_ppo a=1", Path("run.sh"))
-    assert [text for text in script.warnings if "ray sets the variables of env.yaml" in text]

@@ -229,6 +229,16 @@ def test_variables_of_the_launcher_are_given_with_set(tmp_path: Path, given: str
     assert not any("known only when the job runs" in warning for warning in job.warnings)
 
 
+def test_a_value_that_only_the_launcher_knows_is_asked_for_and_has_an_effect(tmp_path: Path) -> None:
+    path = tmp_path / "Qwen3-30B-A3B.yaml"
+    path.write_text(MODEL_ARGS)
+    job = Job.read(path, overrides=["LAYERS_PER_VP=false"])
+
+    for key in ("tensor_model_parallel_size", "micro_batch_size", "seq_length"):
+        assert any(f"{key} is known only when the job runs" in line for line in job.warnings)
+        assert key not in job.without_effect
+
+
 def test_flags_that_several_jobs_of_a_test_share_are_read(tmp_path: Path) -> None:
     """Megatron-LM's own tests put them under an anchor, and merge them with ``<<``."""
     path = tmp_path / "model_config.yaml"

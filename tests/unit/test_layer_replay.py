@@ -11,9 +11,9 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.lab.progress import StepStopped
-from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
+from memlab.replay.layers import LayerReplay, NotReplayableError
 from memlab.vocabulary import PHASES
 from tests.unit.replayed import Case, random_case, require_identical, take
 
@@ -159,7 +159,7 @@ def test_layers_that_offload_activations_are_replayed(
             for each in (one for one in settings for _ in range(2)):
                 records[replay].append(lab.step(each, warm_up=False))
                 stepper: Any = lab._session.stepper  # type: ignore[union-attr]
-                assert bool(stepper.num_replayed) == replay
+                assert bool(stepper.replay.num_replayed) == replay
     assert any(record.offloaded_bytes_by_module for record in records[True])
     for one, other in zip(records[False], records[True], strict=True):
         require_identical(one, other)
@@ -175,7 +175,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
             lab.step(_ALL_ATTENTION)
             session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
             records[replay] = [lab.step(), lab.step()]
-            assert bool(session.stepper.num_replayed) == replay
+            assert bool(session.stepper.replay.num_replayed) == replay
     for one, other in zip(records[False], records[True], strict=True):
         require_identical(one, other)
 
@@ -284,7 +284,7 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
             for each in settings:
                 taken.append(lab.step(each, warm_up=False))
-                assert (stepper.replays, stepper.num_replayed > 0) == (replay, replay)
+                assert (stepper.replay.is_on, stepper.replay.num_replayed > 0) == (replay, replay)
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
 
@@ -309,7 +309,7 @@ def test_the_layers_of_large_checkpoints_are_replayed(
             for size in layers_per_checkpoint:
                 taken.append(lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False))
                 # In its forward pass, and in the recompute of its backward.
-                assert (stepper.num_replayed > num_passes) == replay
+                assert (stepper.replay.num_replayed > num_passes) == replay
             taken.append(lab.step(_MLP, warm_up=False))
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
@@ -321,7 +321,7 @@ def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_whe
         with Lab("qwen3-moe-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
             lab.step(_MOE, warm_up=False)
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
-            assert 0 < stepper.num_replayed < 3 if replay else not stepper.num_replayed
+            assert 0 < stepper.replay.num_replayed < 3 if replay else not stepper.replay.num_replayed
             records.append(lab.step(replace(_FULL, recompute_num_layers=3), warm_up=False))
     require_identical(*records)
 
@@ -350,7 +350,7 @@ def test_what_dispatchers_retain_is_found_after_a_replayed_step_too(settings: Me
         with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
             lab.step(settings)
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
-            assert bool(stepper.num_replayed) == replay
+            assert bool(stepper.replay.num_replayed) == replay
             lab.offload("parameters", "optimizer state")
             lab.device_memory_bytes = lab.records[-1].peak_allocated_bytes // 2
             device_bytes = stepper.meter.live_bytes("device")
@@ -503,7 +503,7 @@ def _steps_of_moe(
         for each, warms_up in zip(settings, warm_up, strict=True):
             records.append(lab.step(each, warm_up=warms_up))
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
-            are_replayed.append(stepper.num_replayed > 0)
+            are_replayed.append(stepper.replay.num_replayed > 0)
     return records, are_replayed
 
 

@@ -26,8 +26,7 @@ def stage_step(
     replays: bool = True,
 ) -> StepRecord:
     workload = {"num_layers": num_layers, "seq_length": NUM_TOKENS, "num_microbatches": NUM_MICROBATCHES}
-    with Lab(architecture, backend="simulated", layout=layout, state=state, **workload) as lab:
-        lab._stepper.replays = replays
+    with Lab(architecture, backend="simulated", layout=layout, state=state, replay=replays, **workload) as lab:
         return lab.step(settings)
 
 

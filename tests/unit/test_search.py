@@ -420,6 +420,24 @@ def test_a_step_fits_only_with_all_fp8_gathers_that_torch_may_keep() -> None:
     assert verdicts == ["does not fit", "may fit", "may fit", "fits"]
 
 
+def test_a_verdict_names_the_reserved_bytes_where_they_decide() -> None:
+    """With several micro-batches the step is sure to complete only with all that torch reserves without a limit."""
+    job = Scenario.of("phi-4-tiny", num_microbatches=2)
+    record = record_of(None, scenario=job, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB + 100 * MIB)
+    steps = AnsweredSteps(lambda _: pytest.fail("no other step is needed"), lambda *_: True)
+    certain = round((GIB + 100 * MIB) * (1 + MARGIN_WITHOUT_EXPERTS.share))
+    outside = estimate_outside_torch(job.layout).total_bytes
+    for limit_bytes, verdict, decides in (
+        (GIB + 1, "may fit", False),
+        (GIB + 50 * MIB, "may fit", True),
+        (certain - 1, "may fit", True),
+        (certain + 2, "fits", False),
+    ):
+        fit = judge_fit(record, steps, limit_bytes + outside)
+        assert (fit.verdict, fit.certain_bytes == certain) == (verdict, decides), limit_bytes
+        assert (f"sure to complete with {format_bytes(certain)}" in str(fit)) == decides
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_a_verdict_names_the_gathers_that_torch_may_keep(recipe: str) -> None:
     state, over_ranks = TrainingState(fp8_format="e4m3", fp8_recipe=recipe), Layout(tensor_model_parallel_size=2)

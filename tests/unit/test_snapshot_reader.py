@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memlab.allocator.protocol import NO_BLOCK
 from memlab.allocator.replay import Blocks
 from memlab.record.timeline import Timeline
 from memlab.snapshot.allocation_sites import NUM_NAMES, OTHERS
@@ -130,13 +131,13 @@ def h200_snapshot(values: dict[str, Any], *, expandable: bool) -> dict[str, Any]
         blocks.replay(entry)
     states = {True: "inactive", False: "active_allocated"}
     segments: dict[int, dict[str, Any]] = {}
-    for block in sorted(blocks, key=lambda block: block.address):
-        segment = segments.setdefault(
-            block.segment, {"device": 0, "address": block.segment, "total_size": 0, "blocks": []}
-        )
-        state = "active_pending_free" if block.address in blocks.waiting else states[block.is_free]
-        segment["blocks"].append({"address": block.address, "size": block.num_bytes, "state": state})
-        segment["total_size"] += block.num_bytes
+    table, start = blocks._blocks, 0
+    for address, block in sorted(blocks._at.items()):
+        start = address if table.before[block] == NO_BLOCK else start
+        segment = segments.setdefault(start, {"device": 0, "address": start, "total_size": 0, "blocks": []})
+        state = "active_pending_free" if address in blocks.waiting else states[table.is_free[block]]
+        segment["blocks"].append({"address": address, "size": table.num_bytes[block], "state": state})
+        segment["total_size"] += table.num_bytes[block]
     settings = {"expandable_segments": expandable}
     return {"segments": list(segments.values()), "device_traces": [trace], "allocator_settings": settings}
 

@@ -12,7 +12,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.lab import search_steps
 from memlab.lab.search_steps import stepping
-from memlab.model.layer_replay import LayerReplay, NotReplayableError
+from memlab.replay.layers import LayerReplay, NotReplayableError
 from tests.unit.live import FULL
 from tests.unit.replayed import Case, require_identical, take_anew
 
@@ -150,16 +150,16 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(m
     with Lab("phi-4-tiny", num_layers=5, seq_length=32, backend="simulated") as lab:
         stepper: Any = lab._session.stepper  # type: ignore[union-attr]
         expected = lab.step()
-        assert stepper.num_replayed
+        assert stepper.replay.num_replayed
         assert lab.start_over()
         with monkeypatch.context() as patch:
             patch.setattr(LayerReplay, "backward_of", _is_not_known)
             lab.step(FULL)
         lab.step(PLAIN)
-        assert not stepper.num_replayed, "what replay knows is wrong somewhere"
+        assert not stepper.replay.num_replayed, "what replay knows is wrong somewhere"
         assert lab.start_over()
         require_identical(expected, lab.step())
-        assert stepper.num_replayed
+        assert stepper.replay.num_replayed
 
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +169,10 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monke
         with monkeypatch.context() as patch:
             patch.setattr(LayerReplay, "backward_of", _is_not_known)
             lab.step(FULL)
-        assert not stepper.replays
+        assert not stepper.replay.is_on
         assert lab.set_state(TrainingState(grad_reduce_in_bf16=True)).rebuilt == "model"
         lab.step()
-        assert stepper.num_replayed
+        assert stepper.replay.num_replayed
 
 
 def _is_not_known(*_: Any) -> Any:

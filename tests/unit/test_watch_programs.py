@@ -32,7 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memlab
 from memlab import MemorySettings
-from memlab.meter.labels import is_labelling
+from memlab.meter.labels import Labels, is_labelling
+from memlab.meter.process_meter import ProcessMeter
 from memlab.vocabulary import PHASES
 
 WIDTH, BATCH = 32, 16
@@ -521,6 +522,22 @@ def test_a_watched_block_and_a_step_of_a_lab_do_not_see_each_other(backend: str)
         assert (record.static_bytes, record.host_bytes) == (alone.static_bytes, alone.host_bytes)
     assert not is_labelling()
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_what_another_thread_frees_while_a_block_begins_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a step of a lab in that thread has a higher peak, which nobody would explain."""
+    tensors = [torch.ones(3) for _ in range(100)]
+    references = [weakref.ref(each) for each in tensors]
+    num_alive = []
+
+    def free(_: ProcessMeter, found: object) -> None:
+        tensors.clear()
+        num_alive.append(sum(each() is not None and each() is not found for each in references))
+
+    monkeypatch.setattr(ProcessMeter, "after_operation", free)
+    ProcessMeter(Labels()).count_existing()
+    assert len(num_alive) > 1
+    assert set(num_alive) == {0}
 
 
 def test_the_program_may_free_its_model_in_the_block() -> None:

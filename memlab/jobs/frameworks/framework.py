@@ -13,7 +13,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.config.validation import shortened
+from memlab.config.validation import RuleError, shortened
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
 from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
@@ -22,7 +22,7 @@ Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
 
 
-class CannotStartError(ValueError):
+class CannotStartError(RuleError):
     """The framework itself would refuse the job; the text says by which rule."""
 
 

@@ -238,7 +238,8 @@ def check_arguments(reading: Reading) -> None:
             if not values.get(name):
                 raise CannotStartError(
                     f"overlap_param_gather is on without {name}, which the arguments of Megatron-LM require: switch "
-                    f"{name} on, or leave overlap_param_gather out"
+                    f"{name} on, or leave overlap_param_gather out",
+                    *(name, "overlap_param_gather"),
                 )
 
 
@@ -384,7 +385,8 @@ def check_backend(reading: Reading, default: str) -> None:
         if given in ("0", "1") and given != expected:
             raise CannotStartError(
                 f"{variable} is {given} in the environment, must be {expected} or unset with attention_backend "
-                f"{backend} (Megatron-Core): unset it, or choose another attention_backend"
+                f"{backend} (Megatron-Core): unset it, or choose another attention_backend",
+                "attention_backend",
             )
 
 

@@ -441,13 +441,15 @@ def check(reading: Reading) -> None:
     if reading.entries.get(fused) and reading.values.get("overlap_param_gather"):
         raise CannotStartError(
             f"{fused} is on with overlap_param_gather, which NeMo-RL refuses: set {_MEGATRON}."
-            "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out"
+            "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out",
+            "overlap_param_gather",
         )
     deferred = f"{_MEGATRON}.defer_fp32_logits"
     if reading.values.get("logprobs_chunk_size") and not reading.entries.get(deferred):
         raise CannotStartError(
             f"policy.logprob_chunk_size is {reading.values['logprobs_chunk_size']} without {deferred}, which NeMo-RL "
-            f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out"
+            f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out",
+            *("is_deferred", "logprobs_chunk_size"),
         )
 
 

@@ -619,13 +619,6 @@ class _Reader(Builtins):
         if name in _SUCCEEDING:
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
-        for (before, _), (word, line) in pairwise(words):
-            if before == "--runtime-env" or word.startswith("--runtime-env="):
-                self.warn(
-                    f"ray sets the variables of {word.removeprefix('--runtime-env=')}, a file that memlab does not "
-                    "read: if it sets torch's allocator, give --set PYTORCH_CUDA_ALLOC_CONF=VALUE",
-                    line,
-                )
         return self._launched(words, environment | _set_by_wrappers(words))
 
     def _launched(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:

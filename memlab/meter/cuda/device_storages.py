@@ -56,13 +56,12 @@ class DeviceStorages:
         )
         requested = {part["address"]: part["requested_size"] for each in segments for part in each["blocks"]}
         known, self.live, self.pending = self.live, {}, {}
-        for block in self.blocks:
-            if not block.is_free:
-                allocation = known.get(block.address)
-                if allocation is None or allocation.num_bytes != block.num_bytes:
-                    allocation = Allocation(block.num_bytes, _DEVICE, 0, _IDLE, 0, False, self._num_starts)
-                allocation.rounding_bytes = block.num_bytes - requested[block.address]
-                (self.pending if block.address in self.blocks.waiting else self.live)[block.address] = allocation
+        for address, num_bytes in self.blocks.allocated().items():
+            allocation = known.get(address)
+            if allocation is None or allocation.num_bytes != num_bytes:
+                allocation = Allocation(num_bytes, _DEVICE, 0, _IDLE, 0, False, self._num_starts)
+            allocation.rounding_bytes = num_bytes - requested[address]
+            (self.pending if address in self.blocks.waiting else self.live)[address] = allocation
 
     def replay(self, entry: Mapping[str, Any], stamp: Stamp, events: list[Event]) -> None:
         """Appends the events of one entry of the history."""

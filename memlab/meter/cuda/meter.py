@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +64,24 @@ class AllocatorMeter:
             # Never for a process without a limit: torch reads garbage_collection_threshold only after this call.
             torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
         self._device.limit_bytes = num_bytes
+
+    @property
+    def repeater(self) -> None:
+        return None
+
+    @property
+    def looks(self) -> bool:
+        return self._stamps.look is not None
+
+    @property
+    def kept_gather_bytes(self) -> int:
+        return 0  # what a GPU keeps is allocated
+
+    def remember(self) -> Callable[[], bool]:
+        return lambda: False  # a process has one allocator
+
+    def logging_requests(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def use_allocator(self, settings: AllocatorSettings) -> None:
         """Does nothing: the process was started with these options (`memlab.backends.allocator_environment`)."""

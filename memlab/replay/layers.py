@@ -59,9 +59,10 @@ from memlab.meter.recording import (
 )
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageAllocation
-from memlab.model.activation_offload.repeated_calls import Calls, RepeatedCalls, Saved
 from memlab.model.build import LiveModel
 from memlab.model.retention.retained_leaves import Retained, retained_by
+from memlab.replay.offload_calls import Calls, RepeatedCalls, Saved
+from memlab.replay.plan import Plan
 from memlab.upstream.patching import patched
 from memlab.vocabulary import PHASES, POOLS
 
@@ -259,21 +260,16 @@ class LayerReplay:
         """Forward passes through layers that the last step replayed, those of a recompute included."""
 
     @contextmanager
-    def during_step(
-        self, *, replays: bool, num_microbatches: int = 1, offloads: bool = False, recomputes_moe: bool = False
-    ) -> Iterator[None]:
+    def during_step(self, plan: Plan) -> Iterator[None]:
         """Replays in the block, which takes one step.
 
         Args:
-            replays: False steps every pass, and learns nothing of them: a tap may keep what they would free. The block
-                is then needed only if an earlier step has replayed passes.
-            num_microbatches: How many forward passes of each layer the schedule makes.
-            offloads: Whether Megatron offloads activations, and replayed passes have to tell its manager.
-            recomputes_moe: Whether MoE layers are recomputed as a whole.
+            plan: If it replays no passes, each is stepped, and nothing is learned of them: a tap may keep what they
+                would free. The block is then needed only if an earlier step has replayed passes.
         """
-        self._learns, self._num_microbatches = replays, num_microbatches
-        self._replays, self._refills = replays, self._is_moe_stage and recomputes_moe
-        self._plan(opens=replays and not offloads and not self._is_moe)
+        self._learns, self._num_microbatches = plan.passes, self._live.scenario.num_microbatches
+        self._replays, self._refills = plan.passes, self._is_moe_stage and plan.recomputes_moe
+        self._plan(opens=plan.passes and not plan.offloads and not self._is_moe)
         self._in_flight.clear()
         self._latest_of_run.clear()
         self._inside, self._in_checkpoint, self.num_replayed = False, False, 0
@@ -287,7 +283,7 @@ class LayerReplay:
             for layer, forward in originals:
                 layer.forward = self._layer_forward(layer, forward)
             num_passes = len(self._live.layers) + self._num_recomputed
-            noting = self._calls.noting(num_passes) if offloads else nullcontext()
+            noting = self._calls.noting(num_passes) if plan.offloads else nullcontext()
             with patched({"megatron.core.tensor_parallel.checkpoint": checkpoint}), noting:
                 yield
             for unit in self._units.values():

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from memlab.config.scenario import Scenario
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.model.training_step import Microbatches
+from memlab.upstream.patching import patched
 
 
-class MicrobatchReplay:
+class MicrobatchReplay(Microbatches):
     """Inserts micro-batches into one step.
 
     Args:
@@ -48,7 +51,6 @@ class MicrobatchReplay:
         self._tries = range(first, first + (4 if layout.pipeline_model_parallel_size > 1 else 3))
 
     def before_forward(self) -> None:
-        """Called before each forward pass."""
         self._starts.append(self._meter.position())
         self._sent.append(collectives.sent_bytes.copy())
         num_left = self._num_microbatches - len(self._starts) - 1  # without the one that begins, and the last one
@@ -61,7 +63,14 @@ class MicrobatchReplay:
             self._labels.num_repeated += num_left * self._passes_of_a_microbatch
             self._on_insertion(num_left)
 
-    def count(self, *bounds: int) -> Iterator[int]:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with patched({"megatron.core.pipeline_parallel.schedules.range": self._count}):
+            yield
+        num_passes = len(self._starts) + self._num_inserted
+        assert num_passes == self._num_microbatches, f"{num_passes} of {self._num_microbatches} micro-batches"
+
+    def _count(self, *bounds: int) -> Iterator[int]:
         """Takes the place of ``range`` in the schedule's loops: leaves out the micro-batches that are inserted."""
         num_left_out = self._num_inserted
         for number in range(*bounds):
@@ -69,8 +78,3 @@ class MicrobatchReplay:
                 num_left_out += 1
             else:
                 yield number
-
-    def require_all(self) -> None:
-        """Checks that the schedule has left out what was inserted, and nothing else."""
-        num_passes = len(self._starts) + self._num_inserted
-        assert num_passes == self._num_microbatches, f"{num_passes} of {self._num_microbatches} micro-batches"

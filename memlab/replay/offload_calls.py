@@ -22,7 +22,7 @@ from memlab.meter.storage_meter import StorageAllocation
 from memlab.upstream.patching import patched
 
 _CALLS = ("on_group_start_forward", "on_group_commit_forward", "on_group_commit_backward", "on_group_start_backward")
-_Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _Tag = tuple[int, int]
 
 
@@ -81,7 +81,7 @@ class RepeatedCalls:
         self._copies: list[tuple[StorageAllocation | None, tuple[Any, ...]]] = []
         self._repeated: list[torch.Tensor] | None = None
         """The copies that a replayed pass makes, while it does."""
-        self._stand_ins: dict[tuple[_Spec, bool], torch.Tensor] = {}
+        self._stand_ins: dict[tuple[Spec, bool], torch.Tensor] = {}
         """What replayed passes save, by shape, strides and dtype, and whether it stays on the device."""
         self._num_passes = 1
         self.is_noting = False
@@ -126,7 +126,7 @@ class RepeatedCalls:
             tag = tensor_push(chunk, tensor)
             if self._repeated is None and isinstance(tag, tuple):
                 stays = not getattr(tensor, "offloading_activation", True) or getattr(tensor, "_do_not_offload", False)
-                self._made.append(("tensor_push", chunk, tag, _spec(tensor), stays))
+                self._made.append(("tensor_push", chunk, tag, spec_of(tensor), stays))
             return tag
 
         return push
@@ -263,7 +263,7 @@ class RepeatedCalls:
                     getattr(chunk, name)(*given)
         return copies
 
-    def _stand_in(self, spec: _Spec, stays: bool) -> torch.Tensor:
+    def _stand_in(self, spec: Spec, stays: bool) -> torch.Tensor:
         tensor: Any = self._stand_ins.get((spec, stays))
         if tensor is None:
             shape, stride, dtype = spec
@@ -284,5 +284,5 @@ class RepeatedCalls:
             self._repeated = None
 
 
-def _spec(tensor: torch.Tensor) -> _Spec:
+def spec_of(tensor: torch.Tensor) -> Spec:
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,79 @@
+"""Which parts of a step may be replayed, and why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What of one step may be replayed; without arguments, nothing."""
+
+    passes: bool = False
+    """Passes through layers."""
+    microbatches: bool = False
+    update: bool = False
+    whole_step: bool = False
+    """Whether it depends only on the settings, the workload and what is allocated when it begins."""
+    offloads: bool = False
+    """Whether replayed passes have to tell Megatron's offload manager."""
+    recomputes_moe: bool = False
+    """Whether MoE layers are recomputed as a whole."""
+
+
+def plan_step(
+    scenario: Scenario,
+    settings: MemorySettings,
+    *,
+    forward_only: bool,
+    has_limit: bool,
+    is_tapped: bool,
+    is_looked_at: bool,
+    follows_full_recompute: bool,
+) -> Plan:
+    """Plans one step of a simulated model.
+
+    Args:
+        scenario: What the step runs.
+        settings: Its settings.
+        forward_only: Whether it has no backward.
+        has_limit: Whether it may run out of memory.
+        is_tapped: Whether a tap looks at the real tensors of passes.
+        is_looked_at: Whether something looks at the real tensors of any part: `Meter.at_event`, or a fault.
+        follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
+    """
+    layout, is_moe = scenario.layout, scenario.architecture.is_moe
+    offloads = bool(settings.offload_modules)
+    # FP8 keeps state between passes, and between updates.
+    has_real_tensors = scenario.state.fp8_format is not None or is_looked_at
+    # Data-parallel communication then begins in forward or backward, of the first and the last micro-batch: each of
+    # their passes must start its own. The micro-batches between run under DDP's ``no_sync``, and only gather parameters
+    # that have been gathered already.
+    overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
+    # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
+    has_remedy = is_moe and settings.checkpoint_input_remedy is not None
+    are_equal = not (forward_only or has_remedy or scenario.rows_vary or is_tapped or has_real_tensors)
+    recomputes_moe = is_moe and checkpoints_moe_layers(settings, scenario.architecture)
+    passes = are_equal and not overlaps
+    if is_moe:
+        # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
+        # or keep what other layers have made. After an out-of-memory, what the graph that an MoE layer's dispatcher
+        # retains keeps depends on where that happened. With several model chunks, an MoE layer that is recomputed in
+        # the backward pass of one micro-batch frees what its dispatcher retains of any other's pass.
+        has_chunks = layout.virtual_pipeline_model_parallel_size > 1
+        passes &= not (follows_full_recompute or has_limit or (recomputes_moe and has_chunks))
+    if offloads:
+        has_stages = layout.pipeline_model_parallel_size > 1
+        passes &= not (has_stages or settings.activation_offload_fraction != 1 or has_limit)
+    return Plan(
+        passes=passes,
+        microbatches=are_equal and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
+        update=not (has_real_tensors or overlaps),
+        whole_step=are_equal and not overlaps and not offloads,
+        offloads=passes and offloads,
+        recomputes_moe=passes and recomputes_moe,
+    )

@@ -1,0 +1,160 @@
+"""The parts of a simulated model's steps that are replayed, by what its earlier steps have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.meter.labels import Labels
+from memlab.meter.protocol import Meter
+from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.model.build import LiveModel
+from memlab.model.retention.retained_leaves import Retained
+from memlab.record.timeline import Timeline
+from memlab.replay.layers import LayerReplay
+from memlab.replay.microbatches import MicrobatchReplay
+from memlab.replay.no_replay import NoReplay, StepParts
+from memlab.replay.plan import Plan, plan_step
+from memlab.replay.update import UpdateReplay
+
+
+class StepReplay(NoReplay):
+    """Replays parts of the steps of one simulated model.
+
+    Args:
+        live: The model.
+        labels: The model's labels.
+        meter: The model's meter.
+    """
+
+    def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
+        self.is_on = True
+        self._live, self._labels, self._meter = live, labels, meter
+        self._layers = LayerReplay(live, labels, meter)
+        self._update = UpdateReplay(labels, meter)
+        self._repeatable: dict[str, Any] | None = None
+        """What was measured of the last step, if nothing but memory may differ in the next one."""
+        self._follows_full_recompute = False
+        """Whether MoE layers may still keep the graphs of a step with full recompute."""
+
+    @property
+    def num_replayed(self) -> int:  # type: ignore[override]
+        return self._layers.num_replayed if self.is_on else 0
+
+    @property
+    def has_new(self) -> bool:  # type: ignore[override]
+        return not self.is_on or self._meter.has_new
+
+    @property
+    def is_unchanged(self) -> bool:  # type: ignore[override]
+        return self._repeatable is not None
+
+    def plan(
+        self,
+        scenario: Scenario,
+        settings: MemorySettings,
+        *,
+        forward_only: bool,
+        is_tapped: bool,
+        has_fault: bool,
+    ) -> Plan:
+        if not self.is_on:
+            return Plan()
+        return plan_step(
+            scenario,
+            settings,
+            forward_only=forward_only,
+            has_limit=self._meter.device_memory_bytes is not None,
+            is_tapped=is_tapped,
+            is_looked_at=has_fault or self._meter.looks,
+            follows_full_recompute=self._follows_full_recompute,
+        )
+
+    def repeat_step(self, plan: Plan) -> tuple[Timeline, dict[str, Any]] | None:
+        timeline = self._meter.repeat_step() if plan.whole_step and self._repeatable is not None else None
+        if timeline is None:
+            return None
+        scenario = self._live.scenario
+        self._labels.num_repeated += 2 * scenario.num_layers_of_stage * scenario.num_microbatches
+        assert self._repeatable is not None, "it was measured"
+        return timeline, self._repeatable
+
+    def begin(self) -> None:
+        self._repeatable = None
+
+    @contextmanager
+    def parts(self, plan: Plan) -> Iterator[StepParts]:
+        if not self.is_on and not self._layers.has_orphans:
+            yield StepParts()
+            return
+        given: dict[str, Any] = {}
+        if plan.update:
+            given |= {"update": self._update, "leaves_new": not self._update.is_known(self._live)}
+        if plan.microbatches and self._meter.may_repeat:  # not if a group has been offloaded before the passes
+            leave_out = self._layers.leave_out
+            given["microbatches"] = MicrobatchReplay(self._meter, self._labels, self._live.scenario, leave_out)
+        with self._layers.during_step(plan):
+            yield StepParts(**given)
+
+    def step_taken(self, plan: Plan, measured: dict[str, Any], *, forward_only: bool) -> None:
+        self._follows_full_recompute &= forward_only
+        self._repeatable = measured if plan.whole_step else None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        was_on, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was_on
+
+    def stop(self) -> None:
+        self.is_on = False
+
+    def forget_passes(
+        self, scenario: Scenario, settings: MemorySettings, following: MemorySettings | None = None
+    ) -> None:
+        recomputes_all_of_moe = scenario.architecture.is_moe and settings.recompute_granularity == "full"
+        self._follows_full_recompute |= recomputes_all_of_moe and not _keeps_groups(settings, following)
+        self._repeatable = None
+        self._layers.forget()
+
+    def forget(self, scenario: Scenario, settings: MemorySettings) -> None:
+        self.forget_passes(scenario, settings)
+        self._update.forget()
+
+    def abandon(self) -> None:
+        self._layers.abandon()
+
+    def free_state(self) -> None:
+        self._update.free_state()
+
+    def start_over(self) -> None:
+        self.is_on, self._follows_full_recompute = True, False
+
+    def categorise_retained(self) -> None:
+        self._layers.categorise_retained()
+
+    def kept_in_graphs(self) -> dict[int, list[Retained]]:
+        return self._layers.kept_in_graphs()
+
+    def release(self) -> None:
+        self._layers.release()
+        del self._live
+
+
+def replay_of(live: LiveModel, labels: Labels, meter: Meter, *, is_wanted: bool) -> NoReplay:
+    """Returns what replays the steps of a model: of a simulated one, if it is wanted."""
+    repeater = meter.repeater
+    return StepReplay(live, labels, repeater) if is_wanted and repeater is not None else NoReplay()
+
+
+def _keeps_groups(former: MemorySettings, settings: MemorySettings | None) -> bool:
+    """Whether each unit of replay covers whole checkpoints of a former uniform full recompute."""
+    if settings is None or former.recompute_method != "uniform":
+        return False
+    size = (settings.recompute_num_layers or 1) if settings.recompute_method == "uniform" else 1
+    return size % (former.recompute_num_layers or 1) == 0
