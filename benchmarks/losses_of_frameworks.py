@@ -12,16 +12,15 @@ is there, as Megatron's schedules do; ``Float16Module``'s own function copies th
 
 from __future__ import annotations
 
-import __future__
-
 import argparse
 import ast
 import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,10 +57,12 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns random logits of this shape."""
         return torch.empty(shape, dtype=torch.bfloat16, device=weight.device).normal_()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Drops the gradient of the logits."""
         return gradient.new_zeros(1), None
 
 
@@ -69,6 +70,7 @@ class Data(dict[str, Any]):
     """What of NeMo-RL's BatchedDataDict its wrapper uses."""
 
     def slice(self, start: int, end: int) -> Data:
+        """Returns these sequences."""
         return Data({name: value[start:end] for name, value in self.items()})
 
 
@@ -90,34 +92,53 @@ def taken(checkouts: Path, file: str, names: dict[str, Any]) -> dict[str, Any]:
     for number, node in enumerate(tree.body):
         part = ast.Module([node], [])
         try:
-            code = compile(part, f"{file}:{number}", "exec", flags=__future__.annotations.compiler_flag)
+            code = compile(part, f"{file}:{number}", "exec", flags=annotations.compiler_flag)
             exec(code, space)  # noqa: S102 - the frameworks' own code is what is measured
         except (NameError, AttributeError):
             print(f"{file}: {getattr(node, 'name', number)} needs what is not installed", file=sys.stderr)
     return space
 
 
-def cases(checkouts: Path, tokens: int, vocabulary: int, device: str) -> dict[str, tuple[bool, bool, Loss, Any]]:
-    """Returns for each case: whether logits are copied to fp32 and whether there is a backward, and both losses."""
-    group = parallel_state.get_tensor_model_parallel_group()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way of a framework through its loss, and memlab's loss for it."""
+
+    name: str
+    theirs: Loss
+    state: TrainingState
+    trains: bool = True
+    packed: bool = False
+    several_ranks: bool = False
+    """Whether their function goes the way of several tensor-parallel ranks; memlab's needs such a group for it."""
+
+
+def state_of(loss: str, *, fp32: bool = True, chunk: int | None = None) -> TrainingState:
+    """Returns memlab's training state of a loss."""
+    return TrainingState(loss=loss, fp32_output=fp32, logprobs_chunk_size=chunk)  # type: ignore[arg-type]
+
+
+def cases(checkouts: Path, tokens: int, vocabulary: int, device: str) -> list[Case]:
+    """Returns all cases, for a row of so many tokens."""
     ids = torch.randint(vocabulary, (1, tokens), device=device)
-    ends = torch.arange(SEQUENCES + 1, device=device, dtype=torch.int32) * (tokens // SEQUENCES)
-    one_row = torch.tensor([0, tokens], device=device, dtype=torch.int32)
-    lengths = (tokens // SEQUENCES,) * SEQUENCES
-    found: dict[str, tuple[bool, bool, Loss, Any]] = {}
+    return [
+        *nemo_rl_cases(checkouts, ids, vocabulary),
+        *skyrl_cases(checkouts, ids, vocabulary),
+        *slime_cases(checkouts, ids),
+        *swift_cases(checkouts, ids),
+        *verl_cases(checkouts, ids),
+    ]
 
-    def ours(loss: str, *, packed: bool = False, chunk: int | None = None, fp32: bool = True) -> Loss:
-        state = TrainingState(loss=loss, logprobs_chunk_size=chunk, fp32_output=fp32)  # type: ignore[arg-type]
-        compute = LossFromLogits()
-        return lambda logits: compute(logits, ids, state, lengths if packed else None)
 
-    nemo = taken(checkouts, "nemo_rl", {"need_top_k_or_top_p_filtering": lambda _: False, "nn": torch.nn})
+def nemo_rl_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterator[Case]:
+    """Yields the log-probabilities and the distillation of NeMo-RL, in a row of one sequence and of several."""
+    group, device, tokens = parallel_state.get_tensor_model_parallel_group(), ids.device, ids.shape[1]
+    space = taken(checkouts, "nemo_rl", {"need_top_k_or_top_p_filtering": lambda _: False, "nn": torch.nn})
     kinds = SimpleNamespace(LOGIT=0, LOGPROB=1, DISTILLATION=2)
-    prepare = taken(checkouts, "nemo_rl_loss", nemo | {"LossInputType": kinds})
+    prepare = taken(checkouts, "nemo_rl_loss", space | {"LossInputType": kinds})["prepare_loss_input"]
     wrapper = taken(checkouts, "nemo_rl_wrapper", {})["SequencePackingLossWrapper"]
     places = {"vocab_parallel_rank": 0, "vocab_parallel_group": group, "context_parallel_group": None}
 
-    def nemo_rl(kind: int, logits: torch.Tensor, chunk: int | None, ends: torch.Tensor) -> torch.Tensor:
+    def train(kind: int, chunk: int | None, rows: int, logits: torch.Tensor) -> torch.Tensor:
         class Sum:
             input_type, zero_outside_topk, kl_type = kind, False, "forward"
 
@@ -126,17 +147,19 @@ def cases(checkouts: Path, tokens: int, vocabulary: int, device: str) -> dict[st
                 assert student is not None
                 return student.sum(), {}
 
-        rows, length = len(ends) - 1, tokens // (len(ends) - 1)
+        length = tokens // rows
         data = Data(input_ids=ids.view(rows, length))
         if kind == kinds.DISTILLATION:
             data["teacher_topk_indices"] = torch.randint(vocabulary, (rows, length, TOPK), device=device)
             data["teacher_topk_logits"] = torch.zeros(rows, length, TOPK, device=device)
-        prepared = partial(prepare["prepare_loss_input"], chunk_size=chunk)
-        loss: torch.Tensor = wrapper(Sum(), prepared, ends, ends, **places)(logits, data, None, None)[0]
+        ends = torch.arange(rows + 1, device=device, dtype=torch.int32) * length
+        compute = wrapper(Sum(), partial(prepare, chunk_size=chunk), ends, ends, **places)
+        loss: torch.Tensor = compute(logits, data, None, None)[0]
         return loss
 
-    def nemo_rl_pass(logits: torch.Tensor, chunk: int | None) -> torch.Tensor:
-        loss: torch.Tensor = nemo["from_parallel_logits_to_logprobs_packed_sequences"](
+    def forward_only(chunk: int | None, logits: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(SEQUENCES + 1, device=device, dtype=torch.int32) * (tokens // SEQUENCES)
+        loss: torch.Tensor = space["from_parallel_logits_to_logprobs_packed_sequences"](
             logits, ids, ends, tokens, 0, vocabulary, group, inference_only=True, chunk_size=chunk
         )
         return loss
@@ -144,55 +167,69 @@ def cases(checkouts: Path, tokens: int, vocabulary: int, device: str) -> dict[st
     for chunk in (None, CHUNK):
         for fp32 in (True, False):
             name = f"nemo-rl {'whole' if chunk is None else 'chunks'} {'fp32' if fp32 else 'deferred'}"
-            both = partial(nemo_rl, kinds.LOGPROB, chunk=chunk)
-            by_sequence = ours("logprobs_by_sequence", packed=True, chunk=chunk, fp32=fp32)
-            found[f"{name} one sequence"] = (
-                fp32, True, partial(both, ends=one_row), ours("logprobs_one_hot", chunk=chunk, fp32=fp32),
-            )  # fmt: skip
-            found[f"{name} packed"] = fp32, True, partial(both, ends=ends), by_sequence
-            found[f"{name} forward only"] = fp32, False, partial(nemo_rl_pass, chunk=chunk), by_sequence
-    for name, of_row, packed in (("one sequence", one_row, False), ("packed", ends, True)):
-        of_topk = partial(nemo_rl, kinds.DISTILLATION, chunk=None, ends=of_row)
-        found[f"nemo-rl distillation {name}"] = True, True, of_topk, ours("topk_logits", packed=packed)
+            one, several = (
+                state_of(loss, fp32=fp32, chunk=chunk) for loss in ("logprobs_one_hot", "logprobs_by_sequence")
+            )
+            of_labels = partial(train, kinds.LOGPROB, chunk)
+            yield Case(name=f"{name} one sequence", theirs=partial(of_labels, 1), state=one)
+            yield Case(name=f"{name} packed", theirs=partial(of_labels, SEQUENCES), state=several, packed=True)
+            passed = partial(forward_only, chunk)
+            yield Case(name=f"{name} forward only", theirs=passed, state=several, trains=False, packed=True)
+    of_topk, topk = partial(train, kinds.DISTILLATION, None), state_of("topk_logits")
+    yield Case(name="nemo-rl distillation one sequence", theirs=partial(of_topk, 1), state=topk)
+    yield Case(name="nemo-rl distillation packed", theirs=partial(of_topk, SEQUENCES), state=topk, packed=True)
 
-    skyrl = taken(checkouts, "skyrl", {})["from_parallel_logits_to_logprobs_packed_sequences"]
+
+def skyrl_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterator[Case]:
+    """Yields SkyRL's log-probabilities of packed rows."""
+    compute = taken(checkouts, "skyrl", {})["from_parallel_logits_to_logprobs_packed_sequences"]
+    group, tokens = parallel_state.get_tensor_model_parallel_group(), ids.shape[1]
+    ends = torch.arange(SEQUENCES + 1, device=ids.device, dtype=torch.int32) * (tokens // SEQUENCES)
     for chunk in (None, CHUNK):
         for trains in (True, False):
-            of_row = partial(
-                skyrl, target=ids, cu_seqlens_padded=ends, unpacked_seqlen=tokens, vocab_start_index=0,
+            theirs = partial(
+                compute, target=ids, cu_seqlens_padded=ends, unpacked_seqlen=tokens, vocab_start_index=0,
                 vocab_end_index=vocabulary, group=group, inference_only=not trains, chunk_size=chunk,
             )  # fmt: skip
             name = f"skyrl {'whole' if chunk is None else 'chunks'}{'' if trains else ' forward only'}"
-            found[name] = True, trains, of_row, ours("logprobs", packed=True, chunk=chunk)
+            yield Case(name=name, theirs=theirs, state=state_of("logprobs", chunk=chunk), trains=trains, packed=True)
 
-    slime = taken(checkouts, "slime", {})
-    slime_loss = taken(checkouts, "slime_loss", slime)["get_log_probs_and_entropy"]
+
+def slime_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
+    """Yields slime's log-probabilities with the entropy as a metric."""
+    compute = taken(checkouts, "slime_loss", taken(checkouts, "slime", {}))["get_log_probs_and_entropy"]
     for temperature, loss in ((1.0, "softmax"), (0.8, "scaled_softmax")):
         for chunk in (None, CHUNK):
-            of_slime = partial(_slime, slime_loss, ids, temperature, chunk)
-            name = f"slime temperature {temperature} {'whole' if chunk is None else 'chunks'}"
-            found[name] = True, True, of_slime, ours(loss, chunk=chunk)
-            found[f"{name} forward only"] = True, False, of_slime, ours(loss, chunk=chunk)
+            for trains in (True, False):
+                name = f"slime temperature {temperature} {'whole' if chunk is None else 'chunks'}"
+                theirs = partial(_slime, compute, ids, temperature, chunk)
+                name += "" if trains else " forward only"
+                yield Case(name=name, theirs=theirs, state=state_of(loss, chunk=chunk), trains=trains)
 
-    swift = taken(checkouts, "swift", {})["compute_logps_and_entropy_from_logits"]
+
+def swift_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
+    """Yields the log-probabilities of ms-swift's GRPO, on one tensor-parallel rank and as on several."""
     ranks = SimpleNamespace(
         get_tensor_model_parallel_world_size=lambda: 2,
         get_tensor_model_parallel_rank=lambda: 0,
-        get_tensor_model_parallel_group=lambda: group,
+        get_tensor_model_parallel_group=parallel_state.get_tensor_model_parallel_group,
     )
-    of_ranks = taken(checkouts, "swift", {"mpu": ranks})["compute_logps_and_entropy_from_logits"]
-    for trains in (True, False):
-        end = "" if trains else " forward only"
-        found[f"ms-swift grpo{end}"] = True, trains, partial(_swift, swift, ids), ours("log_softmax")
-        # One process goes the way of several; memlab's loss needs a group of several for it.
-        found[f"ms-swift grpo, several tensor ranks{end}"] = True, trains, partial(_swift, of_ranks, ids), None
+    for several, names in ((False, {}), (True, {"mpu": ranks})):
+        compute = taken(checkouts, "swift", names)["compute_logps_and_entropy_from_logits"]
+        for trains in (True, False):
+            name = f"ms-swift grpo{', several tensor ranks' if several else ''}{'' if trains else ' forward only'}"
+            theirs = partial(_swift, compute, ids)
+            yield Case(name=name, theirs=theirs, state=state_of("log_softmax"), trains=trains, several_ranks=several)
 
-    verl = taken(checkouts, "verl_engine", taken(checkouts, "verl", {}) | {"Callable": Callable})
+
+def verl_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
+    """Yields verl's log-probabilities, which have the entropy beside them where nothing is trained."""
+    names = taken(checkouts, "verl", {}) | {"Callable": Callable}
+    compute = taken(checkouts, "verl_engine", names)["_lm_head_logits_processor"]
     for trains in (True, False):
-        name = f"verl{'' if trains else ' forward only'}"
-        of_verl = partial(_verl, verl["_lm_head_logits_processor"], ids, with_entropy=not trains)
-        found[name] = True, trains, of_verl, ours("vocab_parallel_cross_entropy")
-    return found
+        theirs = partial(_verl, compute, ids, with_entropy=not trains)
+        state = state_of("vocab_parallel_cross_entropy")
+        yield Case(name=f"verl{'' if trains else ' forward only'}", theirs=theirs, state=state, trains=trains)
 
 
 def _slime(
@@ -228,7 +265,7 @@ def _verl(compute: Any, ids: torch.Tensor, logits: torch.Tensor, *, with_entropy
     return of_labels
 
 
-def measured(tokens: int, vocabulary: int, *, fp32: bool, trains: bool, loss: Loss) -> dict[str, float]:
+def measured(tokens: int, vocabulary: int, case: Case, loss: Loss) -> dict[str, float]:
     """Returns bytes per logit: at the peak of forward, held between forward and backward, at the peak of backward."""
     weight = torch.zeros(1, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     torch.cuda.synchronize()
@@ -241,14 +278,14 @@ def measured(tokens: int, vocabulary: int, *, fp32: bool, trains: bool, loss: Lo
 
     def forward() -> torch.Tensor:
         logits = Logits.apply(weight, (1, tokens, vocabulary))
-        logits = float16_to_fp32(logits) if fp32 else logits
+        logits = float16_to_fp32(logits) if case.state.fp32_output else logits
         return loss(logits).sum()
 
     torch.cuda.reset_peak_memory_stats()
-    with nullcontext() if trains else torch.no_grad():
+    with nullcontext() if case.trains else torch.no_grad():
         result = forward()
     found = {"forward": since()}
-    if trains:
+    if case.trains:
         found["held"] = round((torch.cuda.memory_allocated() - before) / tokens / vocabulary, 3)
         result.backward()
         found["backward"] = since()
@@ -266,15 +303,17 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     rows: list[dict[str, Any]] = []
     for tokens, vocabulary in SIZES:
-        for name, (fp32, trains, theirs, ours) in cases(options.checkouts, tokens, vocabulary, "cuda").items():
-            row: dict[str, Any] = {"case": name, "tokens": tokens, "vocabulary": vocabulary}
-            for whose, loss in (("framework", theirs), ("memlab", ours)):
-                if loss is None:
-                    continue
-                try:
-                    row[whose] = measured(tokens, vocabulary, fp32=fp32, trains=trains, loss=loss)
-                except Exception as error:  # noqa: BLE001 - the other cases are still to be measured
-                    row[whose] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        lengths = (tokens // SEQUENCES,) * SEQUENCES
+        for case in cases(options.checkouts, tokens, vocabulary, "cuda"):
+            row: dict[str, Any] = {
+                "case": case.name, "tokens": tokens, "vocabulary": vocabulary, "state": case.state.changed(),
+                "sequences": SEQUENCES if case.packed else None, "trains": case.trains,
+                "several_ranks": case.several_ranks,
+            }  # fmt: skip
+            labels = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+            ours = partial(LossFromLogits(), labels=labels, state=case.state, lengths=lengths if case.packed else None)
+            row["framework"] = measured(tokens, vocabulary, case, case.theirs)
+            row["memlab"] = None if case.several_ranks else measured(tokens, vocabulary, case, ours)
             rows.append(row)
             print(json.dumps(row), flush=True)
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}

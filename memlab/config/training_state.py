@@ -44,9 +44,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fp8_recipe": get_args(Fp8Recipe),
 }
 """The values of each option that is a choice; `fp8_format` may be None as well."""
-_READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
-_CHUNKS_KEEP_LOGITS = _READ_CHUNK_SIZE[:3]
-"""Losses whose chunks copy no more of the logits at once; chunks of the others keep a copy of all of them."""
+READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
+"""Losses that read `logprobs_chunk_size`."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _MOST_ELEMENTS_OF_A_BUCKET = 2**40
 _MOST_TOKENS_OF_A_CHUNK = 2**26
@@ -182,9 +181,9 @@ class TrainingState:
             )
 
     def _check_loss(self) -> None:
-        if self.logprobs_chunk_size is not None and self.loss not in _READ_CHUNK_SIZE:
+        if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise ValueError(
-                f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(_READ_CHUNK_SIZE)} "
+                f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
                 f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out"
             )
         if self.fp32_output and self.loss == "cross_entropy":
@@ -340,8 +339,13 @@ class TrainingState:
     def copies_logits_in_fp32(self) -> bool:
         """Whether the loss copies all logits of a micro-batch in fp32 at once."""
         if self.loss != "cross_entropy":
-            return self.fp32_output or self.loss not in _CHUNKS_KEEP_LOGITS or self.logprobs_chunk_size is None
+            return self.logprobs_chunk_size is None or not self.can_copy_chunks_of_logits
         return not (self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te")
+
+    @property
+    def can_copy_chunks_of_logits(self) -> bool:
+        """Whether a loss that is computed from the logits can copy a chunk of them at a time in fp32."""
+        return self.loss.startswith("logprobs") and not self.fp32_output
 
     def changed(self) -> dict[str, Any]:
         """Returns the fields that differ from the default, in the order of the class."""

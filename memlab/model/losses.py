@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -48,13 +49,21 @@ class LossFromLogits(torch.nn.Module):
         compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size
         if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
             return compute(logits, labels, group, chunk_size)
-        # Each slice's backward fills a tensor of all logits, and autograd adds these up.
-        starts = [sum(lengths[:number]) for number in range(len(lengths))]
-        parts = [
-            compute(logits.narrow(1, start, length), labels.narrow(1, start, length), group, chunk_size)
-            for start, length in zip(starts, lengths, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
+        sums: list[torch.Tensor] = []
+        ends = accumulate(lengths)
+        parts = (
+            (_Slice.apply(logits, end - length, length, sums), labels[:, end - length : end])
+            for end, length in zip(ends, lengths, strict=True)
+        )
+        return torch.cat([compute(*part, group, chunk_size) for part in parts], dim=1)
+
+
+class Fp32Output(torch.nn.Module):
+    """Copies the logits to fp32, which the loss then reads (``Float16Module.forward``)."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits in fp32."""
+        return logits.float()
 
 
 class _Loss(Protocol):
@@ -102,26 +111,17 @@ def _softmax(
     return -torch.cat([_LogProbabilitiesOfSoftmax.apply(*chunk, group) for chunk in chunks]).view_as(labels)
 
 
-def _log_softmax(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
+def _kept_log_softmax(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
     logits.div_(1.0)  # a temperature, 0.9 by default
-    own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
     if group.size() == 1:
-        log_probs = torch.log_softmax(logits, dim=-1)
-    else:
-        maximum = _Picked.apply(logits, logits.detach().argmax(dim=-1, keepdim=True), False)
-        torch.distributed.all_reduce(maximum, op=ReduceOp.MAX, group=group)
-        exponentials = torch.exp(logits - maximum)
-        total = exponentials.sum(dim=-1, keepdim=True)
-        torch.distributed.all_reduce(total, op=ReduceOp.SUM, group=group)
-        log_probs = logits - maximum - torch.log(total)
-    picked = _Picked.apply(log_probs, own.unsqueeze(-1), True).squeeze(-1)
-    return -_summed(picked * ~elsewhere, group)
+        return -_Picked.apply(torch.log_softmax(logits, dim=-1), labels.unsqueeze(-1)).squeeze(-1)
+    return -_LogSoftmaxOfRanks.apply(logits, labels, group)
 
 
 def _topk_logits(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
     own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
     chosen = own.unsqueeze(-1) + torch.zeros(_TOPK, dtype=own.dtype, device=own.device)
-    picked = _Picked.apply(logits.float(), chosen, True)
+    picked = _Picked.apply(logits.float(), chosen)
     picked = picked * (~elsewhere).unsqueeze(-1)
     torch.distributed.all_reduce(picked, op=ReduceOp.SUM, group=group)
     return -torch.log_softmax(picked, dim=-1).mean(-1)
@@ -142,7 +142,7 @@ LOSSES: dict[str, _Loss] = {
     "softmax": _softmax,
     "scaled_softmax": partial(_softmax, is_scaled=True),
     # ms-swift's GRPO (``vocab_parallel_log_softmax`` in swift/megatron/trainers/vocab_parallel_utils.py, 4.6.0).
-    "log_softmax": _log_softmax,
+    "log_softmax": _kept_log_softmax,
     # NeMo-RL's distillation (``get_distillation_topk_logprobs_from_logits`` in nemo_rl/distributed/model_utils.py).
     "topk_logits": _topk_logits,
 }
@@ -253,23 +253,70 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
 
 
 class _Picked(torch.autograd.Function):
-    """Picks elements by their places in the last dimension, with the backward of torch's ``gather`` and ``max``.
+    """torch's ``gather`` in the last dimension, which keeps its input.
 
-    Under a dispatch mode, such as a meter, torch's own backward of both makes one tensor of all logits more
-    (``areAnyTensorSubclassLike`` in torch/csrc/autograd/FunctionsManual.cpp, 2.13). ``gather`` keeps its input, ``max``
-    does not.
+    Under a dispatch mode, such as a meter, the backward of torch's own makes one tensor of all logits more
+    (``areAnyTensorSubclassLike`` in torch/csrc/autograd/FunctionsManual.cpp, 2.13).
     """
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor, keeps: bool) -> torch.Tensor:
-        ctx.save_for_backward(places, values if keeps else None)
-        ctx.shape = values.shape
+    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values, places)
         return values.gather(-1, places)
 
     @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        values, places = ctx.saved_tensors
+        return torch.zeros_like(values).scatter_add_(-1, places, gradient), None
+
+
+class _Slice(torch.autograd.Function):
+    """Tokens of the logits, whose gradient is a tensor of all logits that is added to those of the other slices.
+
+    Autograd adds gradients in place, but not under a dispatch mode (``accumulate`` in
+    torch/csrc/autograd/input_buffer.cpp, 2.13). So the slices add them here, and the one whose backward is last, the
+    first, returns the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, start: int, length: int, sums: list[torch.Tensor]) -> torch.Tensor:
+        ctx.shape, ctx.start, ctx.length, ctx.sums = logits.shape, start, length, sums
+        return logits.narrow(1, start, length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        of_logits = gradient.new_zeros(ctx.shape)
+        of_logits.narrow(1, ctx.start, ctx.length).copy_(gradient)
+        if ctx.sums:
+            ctx.sums[0].add_(of_logits)
+        else:
+            ctx.sums.append(of_logits)
+        return ctx.sums.pop() if ctx.start == 0 else None, None, None, None
+
+
+class _LogSoftmaxOfRanks(torch.autograd.Function):
+    """Log-probabilities of labels from a log-softmax of torch's operations, in one node.
+
+    The exponentials and the log-softmax are kept, as autograd keeps them. In nodes of their own, the gradients would
+    be added up as `_Slice` says.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+        own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
+        maximum = _maximum(logits, group)
+        exponentials = (logits - maximum).exp()
+        total = _summed(exponentials.sum(dim=-1, keepdim=True), group)
+        log_probs = logits - maximum - total.log()
+        ctx.save_for_backward(exponentials, log_probs, total, own, elsewhere)
+        return _of_labels(log_probs, own, elsewhere, group)
+
+    @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        places, _ = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).scatter_add_(-1, places, gradient), None, None
+        exponentials, log_probs, total, own, elsewhere = ctx.saved_tensors
+        of_labels = gradient.masked_fill(elsewhere, 0.0).unsqueeze(-1)
+        of_logits = torch.zeros_like(log_probs).scatter_add_(-1, own.unsqueeze(-1), of_labels)
+        return of_logits.sub_(exponentials.div_(total).mul_(gradient.unsqueeze(-1))), None, None
 
 
 class _LogProbabilitiesOfSoftmax(torch.autograd.Function):

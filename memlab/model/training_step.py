@@ -153,7 +153,7 @@ def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) 
 
     # Without labels the model returns the logits.
     logits = model(own_inputs, own_positions, None, **packed)
-    return logits.float() if state.fp32_output and model.module.post_process else logits, mean_loss
+    return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:

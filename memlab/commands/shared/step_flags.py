@@ -169,8 +169,8 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
         "--logprobs-chunk-size",
         type=whole_number,
         metavar="N",
-        help="with the losses logprobs* and *softmax of SkyRL, NeMo-RL and slime: tokens whose log-probabilities are computed "
-        "at once (default: all)",
+        help="with the losses logprobs, logprobs_one_hot, logprobs_by_sequence, softmax and scaled_softmax: tokens "
+        "whose log-probabilities are computed at once (default: all)",
     )
 
 

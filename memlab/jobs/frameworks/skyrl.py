@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    note_padded_rows,
     note_replaced_values,
     sequences_of_a_step,
     take_rollout,
@@ -28,6 +29,7 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.skyrl_megatron import (
     CANNOT_WRITE,
     FIXED,
+    drop_single_chunk,
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
@@ -51,6 +53,8 @@ KEYS = (
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
+    Key("trainer.remove_microbatch_padding", "removes_padding", SWITCH, True),
+    Key("trainer.use_sample_packing", "removes_padding", SWITCH),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
     Key(f"{_ENGINE}.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
     Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
@@ -68,8 +72,6 @@ KEYS = (
 )
 FRAMEWORK_MISSING = (
     Missing("trainer.policy.model.lora.rank", "less", LORA),
-    Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
-    Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
@@ -110,19 +112,25 @@ def complete(reading: Reading) -> None:
     longest = (values.pop("input_length") or prompt) + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
+    removes_padding = values.pop("removes_padding")
+    of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,
         is_colocated=is_colocated,
         ranks_per_node=values["ranks_per_node"],
-        seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else longest,
+        seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else of_log_probs,
         micro_batch_size=1 if tokens > 0 else rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
         engine=_engine(reading),
     )
     if tokens > 0:
+        if not removes_padding:
+            note_padded_rows(reading, "trainer.remove_microbatch_padding", "trainer.use_sample_packing")
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
-        return
-    take_sequences(reading, longest, sequences)
+    else:
+        key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
+        take_sequences(reading, longest, sequences, packed_by=key)
+    drop_single_chunk(values)
 
 
 def _engine(reading: Reading) -> tuple[str, str]:
@@ -147,6 +155,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_colocated": settings.offload_parameters,
             "expandable_segments": scenario.allocator.expandable_segments,
             "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
+            "removes_padding": is_row or scenario.micro_batch_size == 1,
             "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
             "prompt_length": longest // 2,
             "input_length": None,

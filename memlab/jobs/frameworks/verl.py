@@ -17,6 +17,7 @@ from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
+    note_padded_rows,
     sequences_of_a_step,
     sglang_arguments,
     take_rollout,
@@ -111,11 +112,12 @@ def complete(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
     of_log_probs = (values.pop("log_prob_tokens", None) or tokens) * (values.get("context_parallel_size") or 1)
-    rows = values.pop("log_prob_micro_batch_size", None)
+    rows = values.pop("log_prob_micro_batch_size", None) or 1
+    removes_padding = values.pop("removes_padding")
     if values.pop("log_prob_is_dynamic", is_dynamic):
         rows = 1
     else:
-        of_log_probs = longest
+        of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,
         is_colocated=values.pop("is_colocated"),
@@ -127,11 +129,14 @@ def complete(reading: Reading) -> None:
         engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
     )
     if is_dynamic:
+        if not removes_padding:
+            note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
-    take_sequences(reading, longest, sequences)
+    key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
+    take_sequences(reading, longest, sequences, packed_by=key)
 
 
 def _check_engine(reading: Reading) -> None:
@@ -194,6 +199,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_dynamic": is_row,
             "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
             "micro_batch_size": None if is_row else scenario.micro_batch_size,
+            "removes_padding": is_row or scenario.micro_batch_size == 1,
             "prompt_length": longest // 2,
             "response_length": longest - longest // 2,
             "prompts": sequences_of_a_step(scenario),

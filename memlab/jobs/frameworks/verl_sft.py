@@ -17,6 +17,7 @@ from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
+    note_padded_rows,
     sequences_of_a_step,
     take_rows,
     take_sequences,
@@ -66,10 +67,14 @@ def complete(reading: Reading) -> None:
     complete_engine(reading, *_PREFIXES)
     longest, sequences = values.pop("longest"), values.pop("sequences")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
+    removes_padding = values.pop("removes_padding")
     if is_dynamic:
+        if not removes_padding:
+            note_padded_rows(reading, "model.use_remove_padding")
         take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
     else:
-        take_sequences(reading, longest, sequences)
+        key = "data.micro_batch_size_per_gpu" if removes_padding else None
+        take_sequences(reading, longest, sequences, packed_by=key)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -83,6 +88,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_dynamic": is_row,
             "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else 8192,
             "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
+            "removes_padding": is_row or scenario.micro_batch_size == 1,
             "longest": longest_sequence(scenario),
             "sequences": sequences_of_a_step(scenario),
         }
