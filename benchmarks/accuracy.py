@@ -35,9 +35,10 @@ from memlab.commands.shared.ranks import abort_job_on_error, rank
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.config.parts.moe import Experts
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
-from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
+from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured
@@ -83,8 +84,10 @@ def recompute(*modules: str, **others: Any) -> MemorySettings:
 def cases() -> Iterator[Case]:
     """Yields every case, those of one lab together and a plain one first at each workload."""
     for architecture, is_moe, deep in (("qwen3-30b-a3b", True, 8), ("phi-4", False, 12)):
-        offload = [name for name in OFFLOAD if is_moe or name not in MOE_OFFLOAD_MODULES]
-        again = [name for name in RECOMPUTE if (is_moe or name not in MOE_RECOMPUTE_MODULES) and name != "mlp" * is_moe]
+        offload = [name for name in OFFLOAD if is_moe or name not in Experts.offload_modules]
+        again = [
+            name for name in RECOMPUTE if (is_moe or name not in Experts.recompute_modules) and name != "mlp" * is_moe
+        ]
         every = MemorySettings(offload_modules=offload)
         both = recompute("layernorm", again[-1], offload_modules=("core_attn", "attn_proj"))
         several = [MemorySettings(), full(1), every, both]
@@ -207,8 +210,8 @@ JOBS: dict[str, tuple[Layout, int]] = {
 
 def job_cases(architecture: str, job: str) -> Iterator[Case]:
     """Yields the cases of one rank of a job."""
-    is_moe = find_architecture(architecture).is_moe
-    offload = [name for name in OFFLOAD if is_moe or name not in MOE_OFFLOAD_MODULES]
+    is_moe = find_architecture(architecture).routes
+    offload = [name for name in OFFLOAD if is_moe or name not in Experts.offload_modules]
     workload = USUAL | {"num_microbatches": JOBS[job][1]}
     for settings in (
         MemorySettings(),
@@ -261,7 +264,7 @@ def job_state_cases(architecture: str, job: str) -> Iterator[Case]:
 
 def job_rl_cases(architecture: str, job: str) -> Iterator[Case]:
     """Yields packed rows of one rank of a job; under context parallelism the ranks share each sequence."""
-    other = "expert_fc1" if find_architecture(architecture).is_moe else "attn_proj"
+    other = "expert_fc1" if find_architecture(architecture).routes else "attn_proj"
     row = USUAL | {"seq_length": 16384, "num_microbatches": JOBS[job][1]}
     for settings in (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn", other))):
         yield Case(architecture, 2, row, settings, packed_sequences=8)

@@ -53,7 +53,7 @@ def job_record(record, num_ranks):
 def end_at_once(num_events, num_ranks=1):
     records = [synthetic_record(num_events - less, 500) for less in (0, 2)]
     records = itertools.cycle(records if num_ranks == 1 else [job_record(one, num_ranks) for one in records])
-    def submit(settings=None, **options):
+    def submit(request=None, on_progress=None):
         future = Future()
         lab.records.append(replace(next(records), step_index=len(lab.records)))
         future.set_result(lab.records[-1])

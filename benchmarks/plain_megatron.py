@@ -243,7 +243,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         num_microbatches=job["num_microbatches"],
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
         state=TrainingState(**job["state"], deallocate_pipeline_outputs="deallocate_pipeline_outputs" in job["config"]),
-        routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.is_moe else Routing(),
+        routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),
         backend="simulated",
     ) as lab:
         return lab.step(MemorySettings(**job["settings"]))

@@ -37,9 +37,11 @@ import torch
 from benchmarks.host_memory import take_host_memory
 from benchmarks.own_cluster import OF_BRIDGE, PROFILE, ROOT, Cluster, Host, Notebook
 from memlab import Lab, Layout, MemorySettings, Ranks
-from memlab.lab import job_session, stepper
+from memlab.lab import many_ranks, stepper
 from memlab.lab.rank import Rank
+from memlab.lab.request import PassRequest, StepRequest
 from memlab.ranks.group import RankFailed
+from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 from tests.unit.served import number_of_process
 
@@ -93,13 +95,13 @@ class FaultyRank(Rank):
 
     num_steps = 0
 
-    def step(self, forward_only: bool, kwargs: dict[str, Any]) -> Any:
-        """As `Rank.step`."""
+    def take(self, request: StepRequest | PassRequest) -> StepRecord:
+        """As `Rank.take`."""
         self.num_steps += 1
         if os.environ["RANK"] == "1" and self.num_steps % 4 == 0:
             with patch.object(stepper, "train_step", lambda *_: WITHIN_A_STEP[os.environ[WITHIN]]()):
-                return super().step(forward_only, kwargs)
-        return super().step(forward_only, kwargs)
+                return super().take(request)
+        return super().take(request)
 
 
 def _process_of_rank(ranks: Ranks, rank: int) -> int:
@@ -157,7 +159,7 @@ def step_until_it_fails(lab: Lab, happen: Callable[[], object] | None, delay: fl
 def on_local_engines(kind: str) -> Iterator[Callable[[int], Ended]]:
     """Rank 1 fails in a step on engines of `Ranks.start`."""
     served = "benchmarks.rank_failures:FaultyRank" if kind in WITHIN_A_STEP else "memlab.lab.rank:Rank"
-    with patch.object(job_session, "_SERVED", served), Ranks.start(2) as ranks:
+    with patch.object(many_ranks, "_SERVED", served), Ranks.start(2) as ranks:
 
         def provoke(number: int) -> Ended:
             with Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:

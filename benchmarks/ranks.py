@@ -35,8 +35,9 @@ import torch
 
 from benchmarks.accuracy import JOBS, USUAL, full
 from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
-from memlab.lab import job_session
+from memlab.lab import many_ranks
 from memlab.lab.rank import Rank
+from memlab.lab.request import PassRequest, StepRequest
 from memlab.units import MIB
 
 REQUESTED = "MEMLAB_REQUESTED_BYTES"
@@ -48,9 +49,9 @@ ROUNDS = 2
 class CountingRank(Rank):
     """A rank that notes after each step what was requested in it."""
 
-    def step(self, forward_only: bool, kwargs: dict[str, Any]) -> Any:
-        """As `Rank.step`."""
-        record = super().step(forward_only, kwargs)
+    def take(self, request: StepRequest | PassRequest) -> StepRecord:
+        """As `Rank.take`."""
+        record = super().take(request)
         note_requested("engines")
         return record
 
@@ -105,7 +106,7 @@ def num_ranks(job: str) -> int:
 def on_engines(job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
     """Steps a job on new engines; returns every rank's records."""
     started = time.perf_counter()
-    with patch.object(job_session, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(num_ranks(job)) as ranks:
+    with patch.object(many_ranks, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(num_ranks(job)) as ranks:
         print(f"{len(ranks)} engines: {time.perf_counter() - started:.1f} s")
         with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
             steps, seconds = take_steps(lab)

@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks.accuracy import STATES
 from memlab import Lab, MemorySettings, TrainingState
 from memlab.config.architectures import Architecture
-from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES
+from memlab.config.parts.moe import Experts
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from memlab.record.step_record import StepRecord
 from memlab.views.text.results import Result
 
@@ -32,9 +33,9 @@ DEFAULTS = ("qwen3-30b-a3b:4:4096", "phi-4:4:4096", "qwen3-30b-a3b:4:8192", "phi
 
 def settings_of(architecture: Architecture) -> list[MemorySettings]:
     """Returns what is measured of a family, plain first."""
-    is_moe = architecture.is_moe
-    recomputed = [name for name in RECOMPUTE_MODULES if is_moe or name not in MOE_RECOMPUTE_MODULES]
-    offloaded = [name for name in OFFLOAD_MODULES if is_moe or name not in MOE_OFFLOAD_MODULES]
+    is_moe = architecture.routes
+    recomputed = [name for name in RECOMPUTE_MODULES if is_moe or name not in Experts.recompute_modules]
+    offloaded = [name for name in OFFLOAD_MODULES if is_moe or name not in Experts.offload_modules]
     every = [MemorySettings()]
     for method, num_layers in (("uniform", 1), ("uniform", 2), ("block", 2)):
         full: dict[str, Any] = {"recompute_method": method, "recompute_num_layers": num_layers}

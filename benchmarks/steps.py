@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from memlab import Lab, MemorySettings
+from tests.unit.inside import inside
 
 RUNS = 15
 SETTINGS = (
@@ -39,7 +40,7 @@ def job_cost() -> None:
     """Prints what a job that does nothing takes on a lab's thread: a part of every other job."""
     for backend in ("cpu", "simulated"):
         with Lab("phi-4-tiny", num_layers=2, seq_length=32, backend=backend) as lab:
-            _print_durations(f"empty job, {backend}", [lambda: lab._worker.submit(int).result()] * RUNS)
+            _print_durations(f"empty job, {backend}", [lambda: inside(lab).worker.submit(int).result()] * RUNS)
 
 
 def apply_cost() -> None:

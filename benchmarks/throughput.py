@@ -29,7 +29,7 @@ def settings_of(architecture: str) -> list[MemorySettings]:
         MemorySettings(offload_modules=("qkv_linear", "core_attn", "attn_proj")),
         full(1),
     ]
-    if not find_architecture(architecture).is_moe:
+    if not find_architecture(architecture).routes:
         return [*dense, recompute("mlp")]
     return [
         *dense,

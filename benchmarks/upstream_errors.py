@@ -34,6 +34,7 @@ from memlab.lab.environment import hardware, versions
 from memlab.lab.stepper import Stepper
 from memlab.model.retention.recipe_release import Held
 from memlab.model.training_step import train_step
+from tests.unit.inside import inside
 
 ROUNDS = 9
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -48,7 +49,7 @@ def measure_on_first_gpu() -> list[Row]:
     with Lab("qwen3-30b-a3b", num_layers=4, seq_length=4096) as lab:
         rows += [_remedy(lab, name) for name in (None, "detach", "clear_gradient", "release_storage")]
         lab.step(MemorySettings())
-        rows += lab._session.run_exclusive(lambda: _timers(lab._stepper))
+        rows += inside(lab).run_exclusive(lambda: _timers(inside(lab).stepper))
         lab.step(MemorySettings(**FULL))
         rows += _release(lab, "nothing", clears=True)
     ways: tuple[tuple[Held, bool], ...] = (("nothing", True), ("optimizer", False), ("optimizer", True))
@@ -178,33 +179,35 @@ def crash_inverted_condition() -> None:
         with lab.residency_fault("inverted_condition"):
             lab.offload(*GROUPS)
             lab.load(*GROUPS)
-            lab._session.run_exclusive(lambda: _report(lambda: train_step(lab._stepper.live, lab._stepper.labels)))
+            inside(lab).run_exclusive(
+                lambda: _report(lambda: train_step(inside(lab).stepper.live, inside(lab).stepper.labels))
+            )
 
 
 def crash_inverted_condition_in_backward() -> None:
     """The same, and the step does not zero its gradient buffers: what backward does with them."""
     with Lab("qwen3-moe-tiny", **SMALL) as lab:
         lab.step()
-        live = lab._stepper.live
+        live = inside(lab).stepper.live
         with lab.residency_fault("inverted_condition"):
             lab.offload(*GROUPS)
             lab.load(*GROUPS)
             live.chunk.zero_grad_buffer = lambda: None
-            lab._session.run_exclusive(lambda: _report(lambda: train_step(live, lab._stepper.labels)))
+            inside(lab).run_exclusive(lambda: _report(lambda: train_step(live, inside(lab).stepper.labels)))
 
 
 def crash_size_not_saved() -> None:
     """SkyRL #563's load with its condition repaired: megatron-core's own ``grad_data_size`` is 0, and zero_ follows."""
     with Lab("qwen3-moe-tiny", **SMALL) as lab:
         lab.step()
-        (buffer,) = lab._stepper.live.chunk.buffers
+        (buffer,) = inside(lab).stepper.live.chunk.buffers
 
         def load() -> None:
             buffer.grad_data.untyped_storage().resize_(0)  # the offload
             buffer.grad_data.storage().resize_(buffer.grad_data_size)
             buffer.grad_data.zero_()
 
-        lab._session.run_exclusive(lambda: _report(load))
+        inside(lab).run_exclusive(lambda: _report(load))
 
 
 def crash_without_clone() -> None:

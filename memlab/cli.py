@@ -70,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success; 1 if the answer is no (a step does not fit, a metric changed) or the work failed; 2 if the input
-        was bad; 3 if the answer is maybe (a step may fit). After bad input, and after a failure to write where the user
-        said, one line on stderr says what and why. As a shell counts signals, 130 after Ctrl-C, and 141 if the reader
-        of stdout is gone, as in ``| head``.
+        was bad; 3 if the answer is maybe (a step may fit). After bad input, a value that the work itself refuses, and a
+        failure to write where the user said, one line on stderr says what and why; Python's development mode
+        (``python -X dev -m memlab``) shows where the work refused it. As a shell counts signals, 130 after Ctrl-C, and
+        141 if the reader of stdout is gone, as in ``| head``.
     """
     try:
         try:
@@ -112,6 +113,10 @@ def _checked_and_run(argv: Sequence[str]) -> int:
         return _refused(f"the input {what} ({error or type(error).__name__}): give a smaller one")
     try:
         return job()
+    except ValueError as error:  # such as a rule that Megatron checks on the live model
+        if sys.flags.dev_mode:
+            raise
+        return _refused(error, exit_code=1)
     except OSError as error:
         if not _is_named(error.filename, arguments):
             raise

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _BUILT_ON_TORCH = re.compile(
-    r"^ *(from|import) (torch|megatron|memlab\.(backends|meter|model|upstream))\b", re.MULTILINE
+    r"^ *(from|import) (torch|megatron|memlab\.(backends|meter|model|replay|upstream))\b", re.MULTILINE
 )
 
 

@@ -12,7 +12,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_h
 from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter
@@ -73,7 +73,7 @@ def require_host_memory(scenario: Scenario) -> None:
         ValueError: If the model is larger. The system would end the process in the middle of the build, without an
             error message.
     """
-    model = replace(scenario.architecture, num_layers=scenario.num_layers)
+    model = scenario.architecture.with_layers(scenario.num_layers)
     needed, limit = model.num_parameters * bytes_per_parameter(scenario), host_memory_bytes()
     if needed > limit:
         raise ValueError(
@@ -88,14 +88,8 @@ def bytes_per_parameter(scenario: Scenario) -> int:
 
     Scales and copies are not counted: they depend on how parameters are grouped.
     """
-    state = scenario.state
-    is_bf16 = scenario.dtype == "bf16"
-    parameter, gradient = 2 if is_bf16 else 4, 2 if is_bf16 and state.grad_reduce_in_bf16 else 4
-    main_parameter, moments = 4 if is_bf16 else 0, 4 + 4
-    if state.use_precision_aware_optimizer and not state.optimizer_cpu_offload:
-        main_parameter = 2 if is_bf16 or state.main_params_dtype == "fp16" else 4
-        moments = sum(4 if dtype == "fp32" else 2 for dtype in (state.exp_avg_dtype, state.exp_avg_sq_dtype))
-    return parameter + gradient + main_parameter + moments
+    parameter = 2 if scenario.dtype == "bf16" else 4
+    return parameter + bytes_of_gradient(scenario) + sum(bytes_of_optimizer(scenario.state, scenario.dtype))
 
 
 @contextmanager

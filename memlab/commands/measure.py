@@ -9,19 +9,16 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from memlab.backends import BACKEND_VARIABLE, BACKENDS
 from memlab.backends.allocator_environment import start_with
-from memlab.commands.shared.job_flags import take_job
+from memlab.commands.shared.asked_step import AskedStep, asked_step
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import exit_now, stdout_reserved_for_result
 from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank_folder
 from memlab.commands.shared.step_flags import (
     add_pass_arguments,
     add_step_arguments,
-    checked_step,
-    layout_of_the_job,
     whole_number,
 )
 from memlab.config.model_restrictions import check_on_model
@@ -64,26 +61,24 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ValueError: If a value breaks its rule, the output folder is not empty, or the backend cannot be used here.
     """
     num_ranks = world_size() if arguments.ranks is None else _started_here(arguments.ranks)
-    take_job(arguments, num_ranks=num_ranks)
-    layout = layout_of_the_job(arguments, num_ranks, rank())
-    workload, settings = checked_step(arguments, layout)
+    asked = asked_step(arguments, rank=rank(), measured_ranks=num_ranks)
     backend_name = _backend_name(arguments.backend)
     if arguments.snapshot and arguments.out is None:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
     if world_size() == 1 < num_ranks:
-        return _prepare_ranks(workload, settings, arguments, backend_name)
+        return _prepare_ranks(asked, arguments, backend_name)
     with ExitStack() as claims:
         folder = arguments.out and rank_folder(arguments.out)
         claims.enter_context(claimed_folder(folder, is_of_a_rank=world_size() > 1))
-        workload["allocator"] = start_with(workload["allocator"])
+        scenario = replace(asked.scenario, allocator=start_with(asked.scenario.allocator))
         imported("memlab.lab.lab")
         from memlab.backends import find_backend
 
         with stdout_reserved_for_result():
             backend = find_backend(arguments.backend)
-            backend.check(Scenario.of(**workload))
+            backend.check(scenario)
         claimed = claims.pop_all()
-    return lambda: _measure(workload, settings, arguments, claimed)
+    return lambda: _measure(scenario, asked.settings, arguments, claimed)
 
 
 def _started_here(num_ranks: int) -> int:
@@ -106,27 +101,24 @@ def _backend_name(name: str) -> str:
     return name
 
 
-def _prepare_ranks(
-    workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, backend_name: str
-) -> Callable[[], int]:
+def _prepare_ranks(asked: AskedStep, arguments: argparse.Namespace, backend_name: str) -> Callable[[], int]:
     """Checks a step on ranks that this command starts."""
     if backend_name == "simulated":
         raise ValueError(
             f"--ranks is {arguments.ranks}, but the backend simulated starts no ranks: use memlab predict --world-size "
             f"{arguments.ranks}, or choose another backend"
         )
-    scenario = Scenario.of(**workload)
-    for number in scenario.ranks_of_every_kind:
-        check_on_model(settings, replace(scenario, layout=replace(scenario.layout, rank=number)))
-    workload["allocator"] = start_with(workload["allocator"])
+    for number in asked.scenario.ranks_of_every_kind:
+        check_on_model(asked.settings, asked.scenario.on_rank(number))
+    scenario = replace(asked.scenario, allocator=start_with(asked.scenario.allocator))
     with ExitStack() as claims:
         claims.enter_context(claimed_folder(arguments.out))
         claimed = claims.pop_all()
-    return lambda: _measure_ranks(workload, settings, arguments, claimed)
+    return lambda: _measure_ranks(scenario, asked.settings, arguments, claimed)
 
 
 def _measure_ranks(
-    workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
+    scenario: Scenario, settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
 ) -> int:
     with claimed, stdout_reserved_for_result():
         from memlab.lab.lab import Lab
@@ -136,7 +128,7 @@ def _measure_ranks(
         try:
             with (
                 Ranks.start(arguments.ranks) as ranks,
-                Lab(**workload, backend=arguments.backend, ranks=ranks) as lab,
+                Lab(scenario, backend=arguments.backend, ranks=ranks) as lab,
             ):
                 if arguments.device_memory is not None:
                     lab.device_memory_bytes = arguments.device_memory
@@ -151,14 +143,12 @@ def _measure_ranks(
     return 0 if job.status == "ok" else 1
 
 
-def _measure(
-    workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
-) -> int:
+def _measure(scenario: Scenario, settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack) -> int:
     with claimed, abort_job_on_error(), stdout_reserved_for_result():
         from memlab.lab.lab import Lab
 
         # Inside as well: closing the lab of a rank that failed would wait for the others.
-        with Lab(**workload, backend=arguments.backend) as lab, abort_job_on_error():
+        with Lab(scenario, backend=arguments.backend) as lab, abort_job_on_error():
             lab.device_memory_bytes = arguments.device_memory
             record = lab.forward_only(settings, warm_up=True) if arguments.forward_only else lab.step(settings)
             if arguments.out is not None:

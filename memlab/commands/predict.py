@@ -13,25 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
+from memlab.commands.shared.asked_step import AskedStep, asked_step
 from memlab.commands.shared.exit_codes import EXIT_CODES
-from memlab.commands.shared.job_flags import add_writing_option, take_job
+from memlab.commands.shared.job_flags import add_writing_option
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_pass_arguments,
     add_step_arguments,
-    checked_step,
-    layout_of_the_job,
     limit_for_torch,
     memory_size,
     rank_or_all,
-    ranks_of,
 )
 from memlab.commands.shared.step_progress import ProgressLines
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
-from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit, judge_phases
@@ -80,11 +77,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the output folder is not empty.
     """
-    source = take_job(arguments)
-    layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
-    workload, settings = checked_step(arguments, layout)
+    asked = asked_step(arguments, rank=arguments.rank)
     if arguments.gpu_memory is not None:
-        limit_for_torch(arguments.gpu_memory, layout)
+        limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
     for flag in ("forward_only", "device_memory"):
         if arguments.gpu_memory is not None and getattr(arguments, flag):
             raise ValueError(
@@ -93,16 +88,13 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             )
     if arguments.snapshot and arguments.out is None:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
-    layouts = [scenario.layout for scenario in ranks_of(Scenario.of(**workload), arguments.rank)]
     claimed = ExitStack()
     claimed.enter_context(claimed_folder(arguments.out))
 
     def job() -> int:
-        rollout = None if source is None or arguments.device_memory or arguments.forward_only else source.rollout
-        not_modelled = () if source is None else source.not_modelled
-        exit_code = _predict(workload, layouts, settings, arguments, claimed, rollout, not_modelled)
+        exit_code = _predict(asked, arguments, claimed)
         if arguments.as_framework is not None:
-            print(f"\n{lines_for(arguments.as_framework, Scenario.of(**workload), settings, source)}")
+            print(f"\n{lines_for(arguments.as_framework, asked.scenario, asked.settings, asked.job)}")
         return exit_code
 
     return job
@@ -147,34 +139,26 @@ class _Predicted:
         return self.ranges[self.records.index(self.judged)]
 
 
-def _predict(
-    workload: dict[str, Any],
-    layouts: list[Layout],
-    settings: MemorySettings,
-    arguments: argparse.Namespace,
-    claimed: ExitStack,
-    rollout: Rollout | None,
-    not_modelled: tuple[NotModelled, ...],
-) -> int:
-    found = _Predicted(not_modelled)
+def _predict(asked: AskedStep, arguments: argparse.Namespace, claimed: ExitStack) -> int:
+    job, scenarios = asked.job, asked.on_ranks
+    rollout = None if job is None or arguments.device_memory or arguments.forward_only else job.rollout
+    found = _Predicted(() if job is None else job.not_modelled)
     with claimed, stdout_reserved_for_result():
         try:
-            _take_steps(
-                found, [Scenario.of(**workload | {"layout": layout}) for layout in layouts], settings, arguments
-            )
+            _take_steps(found, scenarios, asked.settings, arguments)
             if arguments.gpu_memory is not None:
                 found.fit = _fit(found, arguments)
             if rollout is not None:
                 found.phases = predict_phases(
                     found.judged.scenario,
-                    settings,
+                    asked.settings,
                     rollout,
                     arguments.gpu_memory,
                     replay=arguments.replay,
                     on_progress=ProgressLines("phases of the job"),
                 )
         except KeyboardInterrupt as interrupt:
-            _keep(found, interrupt, len(layouts))
+            _keep(found, interrupt, len(scenarios))
     print(_result(found, as_json=arguments.json))
     return found.exit_code
 

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING
 
 from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
+from memlab.commands.shared.asked_step import asked_step
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
 from memlab.commands.shared.exit_codes import EXIT_CODES
-from memlab.commands.shared.job_flags import add_writing_option, take_job
+from memlab.commands.shared.job_flags import add_writing_option
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_step_arguments,
-    checked_step,
-    layout_of_the_job,
     limit_for_torch,
     memory_size,
     rank_or_all,
-    ranks_of,
     whole_number,
 )
 from memlab.config.scenario import Scenario
@@ -141,11 +139,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     if arguments.gpus is not None:
         return _layout_search(arguments)
-    source = take_job(arguments)
-    layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
-    workload, base = checked_step(arguments, layout)
-    scenarios = ranks_of(Scenario.of(**workload), arguments.rank)
-    limit_bytes = limit_for_torch(arguments.gpu_memory, layout)
+    asked = asked_step(arguments, rank=arguments.rank)
+    base, source, scenarios = asked.settings, asked.job, asked.on_ranks
+    limit_bytes = limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
     _check_bounds(arguments)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
@@ -169,7 +165,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             is_allowed=is_allowed,
         )
 
-    _check_largest(arguments)
+    _check_largest(arguments, asked.scenario)
     if arguments.along_front:
         return lambda: _find_along_front(arguments, scenarios, limit_bytes, find_front, source)
     if arguments.largest is not None:
@@ -211,7 +207,6 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             "--job cannot be combined with --gpus, whose layouts replace the job's: give ARCH and the job's settings "
             "as flags (memlab job FILE shows them)"
         )
-    take_job(arguments)  # checks that there is a model
     fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
     for flag in ("along_front", "alone", *others):
@@ -227,9 +222,9 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
         )
     names = (*SIZES, "expert_tensor_parallel_size")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    alone = argparse.Namespace(**vars(arguments) | dict.fromkeys(names))
-    workload, base = checked_step(alone, layout_of_the_job(alone, arguments.gpus, 0))
-    job = Scenario.of(**workload)
+    alone = argparse.Namespace(**vars(arguments) | dict.fromkeys(names) | {"world_size": arguments.gpus})
+    asked = asked_step(alone)
+    job = asked.scenario
     limit_for_torch(arguments.gpu_memory, job.layout)
     if not layouts_of(job, given):
         sizes = ", ".join(f"{name} {size}" for name, size in given.items()) or "any sizes"
@@ -238,7 +233,7 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             f"{sizes}: give another "
             "number, or other sizes"
         )
-    return lambda: _find_layouts(arguments, job, given, base)
+    return lambda: _find_layouts(arguments, job, given, asked.settings)
 
 
 def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str, int], base: MemorySettings) -> int:
@@ -269,7 +264,7 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
     return EXIT_CODES[min((one.verdict for one in found.fitting), key=VERDICTS.index, default="does not fit")]
 
 
-def _check_largest(arguments: argparse.Namespace) -> None:
+def _check_largest(arguments: argparse.Namespace, scenario: Scenario) -> None:
     """Checks what `--largest` can be combined with."""
     if arguments.largest is None:
         if arguments.along_front:
@@ -291,11 +286,11 @@ def _check_largest(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{flag.replace('_', '-')} cannot be combined with --largest, {why}: leave one of the two out"
             )
-    if arguments.largest == "tokens" and (arguments.micro_batch_size or 1) > 1:
+    if arguments.largest == "tokens" and scenario.micro_batch_size > 1:
         raise ValueError(
-            f"--micro-batch-size is {arguments.micro_batch_size}, must be 1 with --largest tokens, whose micro-batch "
+            f"--micro-batch-size is {scenario.micro_batch_size}, must be 1 with --largest tokens, whose micro-batch "
             "is one packed sequence: leave --micro-batch-size out, or choose --largest seq-length, which keeps "
-            f"{arguments.micro_batch_size} sequences in a micro-batch"
+            f"{scenario.micro_batch_size} sequences in a micro-batch"
         )
 
 

@@ -6,12 +6,17 @@ their family's shape (grouped-query attention, q/k norms, experts) at widths tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
+from memlab.config.parts.dense import Dense
+from memlab.config.parts.gqa import GroupedQueryAttention
+from memlab.config.parts.moe import Experts
+from memlab.config.parts.part import FeedForward, Part, SharedSize, Weight
 from memlab.config.validation import (
     MOST_LAYERS,
     MOST_TOKENS_OF_A_SEQUENCE,
@@ -20,32 +25,17 @@ from memlab.config.validation import (
     shortened,
 )
 
-Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3"]
+Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2"]
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, else as phi3: the layers of the others have the same parts, with or without norms of queries and keys."""
 
-# Some ten times what any published model has. Below these limits no tensor's bytes overflow 64 bits, and what walks
-# over layers, experts or ranks ends.
-_MOST = {
-    "num_layers": MOST_LAYERS,
-    "hidden_size": 2**20,
-    "ffn_hidden_size": 2**22,
-    "num_attention_heads": 2**13,
-    "num_query_groups": 2**13,
-    "kv_channels": 2**14,
-    "vocab_size": 2**24,
-    "default_seq_length": MOST_TOKENS_OF_A_SEQUENCE,
-    "num_moe_experts": 2**14,
-    "moe_router_topk": 2**14,
-    "moe_ffn_hidden_size": 2**22,
-}
-_OF_EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
+# Some ten times what any published model has, as `Part.most`. Below these limits no tensor's bytes overflow 64 bits,
+# and what walks over layers, experts or ranks ends.
+_MOST = {"num_layers": MOST_LAYERS, "vocab_size": 2**24, "default_seq_length": MOST_TOKENS_OF_A_SEQUENCE}
 _MOST_PARAMETERS = 10**15
 _RANGES: dict[str, tuple[float | None, float]] = {
     "rotary_base": (0, 1e15),
-    "rotary_percent": (0, 1),
     "layernorm_epsilon": (0, 1),
-    "moe_aux_loss_coeff": (None, 1e6),
 }
 """A number has to be above the first (or at least 0 where there is none), and at most the second."""
 
@@ -68,36 +58,30 @@ class Architecture:
     layernorm_epsilon: float
     share_embeddings_and_output_weights: bool = False
     qk_layernorm: bool = False
+    add_qkv_bias: bool = False
+    """Whether queries, keys and values have biases; no other matrix has one."""
     num_moe_experts: int | None = None
     moe_router_topk: int = 0
     moe_ffn_hidden_size: int = 0
     moe_aux_loss_coeff: float = 0.0
     moe_router_pre_softmax: bool = False
     """Whether the selected probabilities are not renormalised (Hugging Face ``norm_topk_prob: false``)."""
+    moe_layer_freq: tuple[int, ...] | None = None
+    """For each layer, 1 if it has experts and 0 if it is dense. None has experts in every layer, if there are any."""
     default_seq_length: int = 4096
     """The sequence length that a Scenario takes when none is given."""
 
     def __post_init__(self) -> None:
+        self._check_pattern()
         for name, at_most in _MOST.items():
-            if self.is_moe or name not in _OF_EXPERTS:
-                check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
+            check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
             check_number(f"{self.name}: {name}", getattr(self, name), above, largest, action="correct it")
-        for name in ("share_embeddings_and_output_weights", "qk_layernorm", "moe_router_pre_softmax"):
+        for name in ("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
-        rotated = int(self.kv_channels * self.rotary_percent)
-        if rotated < 2 or rotated % 2:
-            raise ValueError(
-                f"{self.name}: kv_channels {self.kv_channels} x rotary_percent {self.rotary_percent:g} is {rotated}, "
-                "must be an even number, since rotary embeddings rotate pairs: correct one of them"
-            )
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"{self.name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
-                f"num_query_groups, {self.num_query_groups}: correct one of them"
-            )
-        self._check_experts()
+        for part in (Dense.of(self), *self.parts):  # every model has the width of a dense part
+            part.check(self.name)
         if self.num_parameters > _MOST_PARAMETERS:
             raise ValueError(
                 f"{self.name}: it has {self.num_parameters:,} parameters, must have at most {_MOST_PARAMETERS:,} "
@@ -105,55 +89,96 @@ class Architecture:
                 "any real model has): correct its sizes"
             )
 
-    def _check_experts(self) -> None:
-        if self.num_moe_experts is None:
+    def _check_pattern(self) -> None:
+        pattern = self.moe_layer_freq
+        if pattern is None:
             return
-        if self.moe_router_topk > self.num_moe_experts:
-            raise ValueError(
-                f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
-                f"{self.num_moe_experts}: correct one of them"
-            )
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
-            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
-            raise ValueError(
-                f"{self.name}: moe_router_topk is 1 without moe_router_pre_softmax, must be at least 2 there by a rule "
-                "of Megatron-Core, because the softmax over one expert has no gradient: set moe_router_pre_softmax "
-                "(norm_topk_prob false in a config.json), or choose more experts"
-            )
+        rule = f"must have 1 or 0 for each of its {self.num_layers} layers"
+        if self.num_moe_experts is None:
+            rule = "must be left out, since no layer has experts"
+        if self.num_moe_experts is None or len(pattern) != self.num_layers or not {*pattern} <= {0, 1}:
+            raise ValueError(f"{self.name}: moe_layer_freq is {shortened(pattern)}, {rule}: correct it")
+        # Equal models compare equal.
+        object.__setattr__(self, "moe_layer_freq", tuple(pattern) if 0 in pattern else None)
 
     @property
-    def is_moe(self) -> bool:
-        """Whether the layers have experts instead of one dense MLP."""
-        return self.num_moe_experts is not None
+    def attention(self) -> GroupedQueryAttention:
+        """The first part of every layer."""
+        return GroupedQueryAttention.of(self)
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """The kinds of second parts that its layers have."""
+        kinds = {self.num_moe_experts is not None} if self.moe_layer_freq is None else {*self.moe_layer_freq}
+        return tuple((Experts if routes else Dense).of(self) for routes in sorted(kinds))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The kinds of parts that its layers have."""
+        return self.attention, *self.feed_forwards
+
+    @property
+    def shared_sizes(self) -> list[SharedSize]:
+        """The sizes of its parts that ranks share."""
+        return [size for part in self.parts for size in part.shared_sizes()]
+
+    @property
+    def routes(self) -> bool:
+        """Whether a layer sends tokens to experts."""
+        return any(part.routes for part in self.parts)
+
+    def absent_modules(self, field: str) -> set[str]:
+        """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
+        absent = [getattr(kind, field) for kind in (Dense, Experts) if kind not in map(type, self.feed_forwards)]
+        return {name for modules in absent for name in modules}
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """What does nothing in any of its layers: ``field:module`` to the reason."""
+        ignored = [part.without_effect for part in self.feed_forwards]
+        everywhere = {name: reason for name, reason in ignored[0].items() if all(name in each for each in ignored)}
+        return {**self.attention.without_effect, **everywhere}
+
+    def kinds_of(self, layers: Sequence[int]) -> dict[FeedForward, int]:
+        """Returns how many of the layers, which are numbered from 0, have each kind of second part."""
+        if self.moe_layer_freq is None:
+            return dict.fromkeys(self.feed_forwards, len(layers))
+        routing = sum(self.layer_routes(layer) for layer in layers)
+        return {part: routing if part.routes else len(layers) - routing for part in self.feed_forwards}
+
+    def layer_routes(self, layer: int) -> bool:
+        """Whether a layer, by its number from 0, sends tokens to experts."""
+        return self.routes if self.moe_layer_freq is None else self.moe_layer_freq[layer] == 1
+
+    def with_layers(self, num_layers: int) -> Architecture:
+        """Returns the model of the first layers."""
+        pattern = self.moe_layer_freq
+        return replace(self, num_layers=num_layers, moe_layer_freq=pattern and pattern[:num_layers])
+
+    def weights_of(self, layers: Sequence[int]) -> dict[Weight, int]:
+        """Returns how many of the layers, which are numbered from 0, have each of their parameters."""
+        counts = dict.fromkeys(self.attention.weights(), len(layers))
+        return counts | {weight: n for part, n in self.kinds_of(layers).items() if n for weight in part.weights()}
 
     @property
     def largest_row(self) -> int:
         """The most elements that one token has in any activation, before anything is split over ranks."""
-        return max(
-            self.vocab_size,
-            self.ffn_hidden_size,
-            self.hidden_size,
-            self.num_attention_heads * self.kv_channels,
-            self.moe_router_topk * max(self.moe_ffn_hidden_size, self.hidden_size),
-        )
+        return max(self.vocab_size, *(part.largest_row for part in self.parts))
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model, counted from the published shapes."""
-        query, kv = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
-        norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        routers = (self.num_moe_experts or 0) * self.hidden_size
-        mlp = 0 if self.is_moe else 3 * self.hidden_size * self.ffn_hidden_size
         embeddings = self.vocab_size * self.hidden_size
         embeddings *= 1 if self.share_embeddings_and_output_weights else 2
-        outside = self.num_layers * (attention + norms + routers + mlp) + embeddings + self.hidden_size
-        return outside + self.num_parameters_of_experts
+        return embeddings + self.hidden_size + sum(self._elements().values())
 
     @property
     def num_parameters_of_experts(self) -> int:
         """Number of parameters in the experts of all layers; 0 for a dense model."""
-        return self.num_layers * (self.num_moe_experts or 0) * 3 * self.hidden_size * self.moe_ffn_hidden_size
+        return sum(elements for weight, elements in self._elements().items() if weight.num_experts)
+
+    def _elements(self) -> dict[Weight, int]:
+        return {weight: n * weight.num_elements for weight, n in self.weights_of(range(self.num_layers)).items()}
 
 
 _QWEN3_MOE: dict[str, Any] = {
@@ -182,6 +207,16 @@ _QWEN3: dict[str, Any] = {
     "layernorm_epsilon": 1e-6,
     "qk_layernorm": True,
 }
+_QWEN2_5: dict[str, Any] = {
+    "family": "qwen2",
+    "kv_channels": 128,
+    "vocab_size": 152064,
+    "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6,
+    "add_qkv_bias": True,
+}
+_SMALL_QWEN2_5: dict[str, Any] = _QWEN2_5 | {"num_query_groups": 2, "vocab_size": 151936, "tied": True}
+_TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
 
 def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
@@ -274,6 +309,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _dense("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
         _dense("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
         _dense("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        _dense("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
         # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
         _dense("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
         _dense("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
@@ -281,6 +317,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         _dense("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
         _dense("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
         _dense("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
+        # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json, and likewise
+        _dense("qwen2.5-0.5b", 24, 896, 4864, 14, **(_SMALL_QWEN2_5 | {"kv_channels": 64})),
+        _dense("qwen2.5-1.5b", 28, 1536, 8960, 12, **_SMALL_QWEN2_5),
+        _dense("qwen2.5-3b", 36, 2048, 11008, 16, **_SMALL_QWEN2_5),
+        _dense("qwen2.5-7b", 28, 3584, 18944, 28, num_query_groups=4, **_QWEN2_5),
+        _dense("qwen2.5-14b", 48, 5120, 13824, 40, num_query_groups=8, **_QWEN2_5),
+        _dense("qwen2.5-32b", 64, 5120, 27648, 40, num_query_groups=8, **_QWEN2_5),
+        _dense("qwen2.5-72b", 80, 8192, 29568, 64, num_query_groups=8, **_QWEN2_5),
+        _dense("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
         Architecture(
             name="phi-4-tiny",
             family="phi3",
@@ -297,6 +342,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     )
 }
+
+
+HUGGING_FACE_NAMES = {
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "phi-4": "microsoft/phi-4",
+    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
+    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")},
+    **{f"qwen2.5-{size}b": f"Qwen/Qwen2.5-{size}B" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")},
+    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
+}
+# Their config.json files differ in the base of the rotary embedding, the width of a dense MLP, which neither model has,
+# and the coefficient of the auxiliary loss, which Megatron-Bridge's provider replaces by the same number for both.
+SAME_SIZES = {
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "llama-3.3-70b": "llama-3.1-70b",
+    **{f"qwen2.5-math-{size}b": f"qwen2.5-{size}b" for size in ("1.5", "7", "72")},
+    **{f"qwen2.5-coder-{size}b": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
+}
+"""Published models that have the sizes of another one."""
 
 
 def find_architecture(name: str | Path) -> Architecture:

@@ -65,16 +65,9 @@ def _multiple_of_sizes(state: TrainingState) -> int:
 
 def _sizes(model: Architecture, layout: Layout) -> dict[str, int]:
     """Returns the sizes of one rank's weight matrices by their names."""
-    ranks = layout.tensor_model_parallel_size
-    heads = model.num_attention_heads + 2 * model.num_query_groups
-    sizes = {
-        "hidden_size": model.hidden_size,
-        "the attention's size on a rank": model.num_attention_heads * model.kv_channels // ranks,
-        "the size of query, key and value on a rank": heads * model.kv_channels // ranks,
-    }
-    if model.is_moe:
-        return sizes | {"moe_ffn_hidden_size on a rank": model.moe_ffn_hidden_size // layout.expert_tensor_size}
-    return sizes | {"ffn_hidden_size on a rank": model.ffn_hidden_size // ranks}
+    shared = (size for size in model.shared_sizes if size.is_of_a_matrix)
+    sizes = {f"{size.field} on a rank": size.amount // layout.ranks_that_share(size) for size in shared}
+    return {"hidden_size": model.hidden_size} | sizes
 
 
 _NEEDS_ORIGINAL_INPUT = (("recompute_modules", ("moe_act", "layernorm")), ("offload_modules", ("expert_fc1",)))

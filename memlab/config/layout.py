@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 from memlab.config.architectures import Architecture
+from memlab.config.parts.part import SharedSize
 from memlab.config.validation import RuleError, check_whole_number, is_whole_number
 
 MOST_RANKS = 2**17
@@ -118,6 +119,16 @@ class Layout:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
+    def copies_of_parameters(self) -> int:
+        """Number of ranks that have the same parameters outside experts; gradients are reduced over them."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def copies_of_experts(self) -> int:
+        """Number of ranks that have the same experts, or the same parts of them."""
+        return self.ranks_of_a_stage // (self.expert_tensor_size * self.expert_model_parallel_size)
+
+    @property
     def sequence_parallel(self) -> bool:
         """Whether activations between matrices are split along the sequence."""
         return self.tensor_model_parallel_size > 1
@@ -171,17 +182,6 @@ class Layout:
             RuleError: If a size does not divide what it splits.
         """
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
-        experts = architecture.num_moe_experts or 1
-        mlp = ("tensor_model_parallel_size", tensor, "columns of the MLP", architecture.ffn_hidden_size)
-        if architecture.is_moe:
-            size, columns = self.expert_tensor_size, architecture.moe_ffn_hidden_size
-            mlp = ("expert_tensor_parallel_size", size, "columns of an expert", columns)
-        if not architecture.is_moe and self.expert_tensor_parallel_size is not None:
-            raise RuleError(
-                f"expert_tensor_parallel_size is {self.expert_tensor_parallel_size}, and {architecture.name} is dense: "
-                "leave it out",
-                "expert_tensor_parallel_size",
-            )
         if context > 1 and seq_length % (2 * context):
             choices = [str(size) for size in range(1, 65) if size == 1 or seq_length % (2 * size) == 0]
             raise RuleError(
@@ -190,18 +190,16 @@ class Layout:
                 "context_parallel_size",
             )
         self._check_heads(architecture)
+        self._check_unshared(architecture)
         for name, size, what, amount in (
             ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
             ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
             *self._stages_and_layers(num_layers),
-            ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts),
-            mlp,
+            *((one.ranks, self.ranks_that_share(one), one.what, one.amount) for one in architecture.shared_sizes),
         ):
             if amount % size:
                 divisors = [str(count) for count in range(1, min(amount, 128) + 1) if amount % count == 0]
                 rule = f"must divide the {amount} {what} of {architecture.name}"
-                if what == "experts" and not architecture.is_moe:
-                    rule = f"must be 1, since {architecture.name} is dense"
                 uneven = (
                     ", or set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
                     if what == "layers"
@@ -213,6 +211,26 @@ class Layout:
                     *(_ENDS if what == "layers" else ()),
                 )
         self._check_chunks(num_layers, num_microbatches)
+
+    def ranks_that_share(self, size: SharedSize) -> int:
+        """Returns how many ranks share a size of a part."""
+        is_of_experts = size.ranks == "expert_tensor_parallel_size"
+        return self.expert_tensor_size if is_of_experts else int(getattr(self, size.ranks))
+
+    def _check_unshared(self, architecture: Architecture) -> None:
+        """Refuses to divide what no part of the model has."""
+        shared = {size.ranks for size in architecture.shared_sizes}
+        tensor, experts = self.expert_tensor_parallel_size, self.expert_model_parallel_size
+        if "expert_tensor_parallel_size" not in shared and tensor is not None:
+            raise RuleError(
+                f"expert_tensor_parallel_size is {tensor}, and {architecture.name} is dense: leave it out",
+                "expert_tensor_parallel_size",
+            )
+        if "expert_model_parallel_size" not in shared and experts > 1:
+            raise RuleError(
+                f"expert_model_parallel_size is {experts}, must be 1, since {architecture.name} is dense: choose 1",
+                "expert_model_parallel_size",
+            )
 
     def _check_heads(self, architecture: Architecture) -> None:
         """Checks Megatron's rules for the heads that tensor parallel ranks share.

@@ -14,8 +14,6 @@ from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
-    MOE_OFFLOAD_MODULES,
-    MOE_RECOMPUTE_MODULES,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
     SINCE_MEGATRON_0_19,
@@ -24,12 +22,13 @@ from memlab.config.settings import (
 from memlab.config.training_state import TrainingState
 
 _DEFAULT = MemorySettings()
+_MODULES = ("recompute_modules", "offload_modules")
 
 
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
     """Whether MoE layers are recomputed as a whole; their checkpoints then keep input and gradient alive."""
     whole = settings.recompute_granularity == "full" or "moe" in (settings.recompute_modules or ())
-    return architecture.is_moe and whole
+    return architecture.routes and whole
 
 
 def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
@@ -73,19 +72,13 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "out"
         )
     _check_offload_groups(settings, scenario)
-    if architecture.is_moe:
-        return
-    for field_name, moe_only in (
-        ("recompute_modules", MOE_RECOMPUTE_MODULES),
-        ("offload_modules", MOE_OFFLOAD_MODULES),
-    ):
-        wrong = [name for name in getattr(settings, field_name) or () if name in moe_only]
+    for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
+        absent = architecture.absent_modules(field)
+        wrong = [name for name in getattr(settings, field) or () if name in absent]
         if wrong:
-            choices = RECOMPUTE_MODULES if field_name == "recompute_modules" else OFFLOAD_MODULES
-            dense = [name for name in choices if name not in moe_only]
             raise ValueError(
-                f"{field_name} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
-                f"choose from {', '.join(dense)}"
+                f"{field} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
+                f"choose from {', '.join(name for name in choices if name not in absent)}"
             )
 
 
@@ -136,7 +129,7 @@ def _groups_in_turn(settings: MemorySettings, architecture: Architecture) -> lis
     if "core_attn" in (settings.recompute_modules or ()):
         offloaded.discard("core_attn")
     in_turn = ["qkv_linear", "core_attn", "attn_proj"]
-    if architecture.is_moe:
+    if architecture.routes:
         in_turn += ["mlp_norm"] if "mlp_norm" in offloaded else ["expert_fc1", "moe_act"]
     return [name for name in in_turn if name in offloaded]
 
@@ -163,8 +156,6 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         only a run can show (tensors under the minimum size, the last group of a name) is added by the step record.
     """
     reasons: dict[str, str] = {}
-    fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
-    fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
     if settings.offload_modules is None and settings.min_offloaded_tensor_size != _DEFAULT.min_offloaded_tensor_size:
         reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
     if settings.offload_modules is None:
@@ -172,25 +163,16 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
     if settings.offload_optimizer and settings.offload_optimizer_except_update:
         reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
-    if "attn_norm" in (settings.offload_modules or ()):
-        reasons["offload_modules:attn_norm"] = fused_attention_norm
-    if "mlp_norm" in (settings.offload_modules or ()) and not architecture.is_moe:
-        reasons["offload_modules:mlp_norm"] = f"{fused_mlp_norm} to offload"
     if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
         reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
             "choose recompute_granularity 'full', or recompute 'moe'"
-            if architecture.is_moe
+            if architecture.routes
             else f"{architecture.name} is dense and has none"
         )
     if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):
         reasons["offload_modules:core_attn"] = "core_attn is recomputed, and then Megatron offloads nothing of it"
-    if "layernorm" in (settings.recompute_modules or ()) and not architecture.is_moe:
-        reasons["recompute_modules:layernorm"] = (
-            "each of the two norms of a dense layer is fused into the linear layer after it"
-        )
-    if "mlp" in (settings.recompute_modules or ()) and architecture.is_moe:
-        reasons["recompute_modules:mlp"] = "it recomputes dense MLPs, and every layer of this model is MoE"
-    return reasons
+    named = {f"{field}:{name}" for field in _MODULES for name in getattr(settings, field) or ()}
+    return reasons | {name: reason for name, reason in architecture.without_effect.items() if name in named}
 
 
 def without_optimizer_on_device(settings: MemorySettings, state: TrainingState) -> dict[str, str]:

@@ -22,7 +22,9 @@ class Rollout:
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that the inference engine takes; None where only the engine knows."""
     engine_bytes: int | None = None
-    """What it takes beside its weights, where the job says that in bytes and not as a share."""
+    """What Megatron's engine takes beside its weights, which leave the device while the model trains: NeMo-RL pauses
+    them (``finish_generation`` in nemo_rl/models/generation/megatron/megatron_worker.py, August 2026) and copies the
+    trained ones into them without a bucket. None for other engines, whose weights are in their share."""
     engine_has_own_weights: bool = True
     """False if it generates with the training's parameters, which are then on the device and need no weight sync."""
     engine_sleeps: bool = True
@@ -33,7 +35,7 @@ class Rollout:
     """Copies of these that share the experts: vLLM spreads them over its data parallel ranks too, with and without
     expert parallelism (``flatten_tp_across_dp_and_pcp`` in vllm/model_executor/layers/fused_moe/config.py)."""
     bucket_bytes: int | None = None
-    """How much of the weights is gathered and sent at a time; None where the framework decides by free memory."""
+    """How much of the weights is gathered and sent at a time; None where the framework decides by the GPU's memory."""
     bucket_share: float | None = None
     """Then the share of the GPU's free memory that it takes for that; None where this is not known."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, che
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
+WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
+"""Fields that may change on a live model."""
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
     "layout": Layout,
@@ -112,6 +114,12 @@ class Scenario:
                 f"dtype is {self.dtype!r} with optimizer_cpu_offload, must be bf16, because Megatron's CPU optimizer "
                 "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out"
             )
+        deepest = len(self.architecture.moe_layer_freq or range(self.num_layers))
+        if self.num_layers > deepest:
+            raise ValueError(
+                f"num_layers is {self.num_layers}, must be at most {deepest}, since moe_layer_freq of "
+                f"{self.architecture.name} says which of so many layers have experts: give fewer layers"
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_attention()
@@ -159,7 +167,7 @@ class Scenario:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
-        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.is_moe):
+        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.routes):
             raise ValueError(
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
                 f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out"
@@ -168,17 +176,18 @@ class Scenario:
     @classmethod
     def of(
         cls,
-        architecture: Architecture | str | Path,
+        architecture: Scenario | Architecture | str | Path,
         *,
         num_layers: int | None = None,
         seq_length: int | None = None,
-        routing: Routing | str = Routing(),  # noqa: B008  # frozen
+        routing: Routing | str | None = None,
         **others: Any,
     ) -> Scenario:
-        """Builds a scenario from what a user writes: names and paths are looked up, what is left out is filled in.
+        """Makes a scenario from what a user writes: names and paths are looked up, what is left out is filled in.
 
         Args:
-            architecture: An `Architecture`, a known name, or the path of a Hugging Face ``config.json``.
+            architecture: An `Architecture`, a known name, or the path of a Hugging Face ``config.json``. Or a scenario,
+                which gives what is left out.
             num_layers: None takes all layers of the architecture.
             seq_length: None takes the architecture's default.
             routing: A `Routing`, or what `find_routing` reads, such as ``"skewed:2"``.
@@ -187,14 +196,34 @@ class Scenario:
         Raises:
             ValueError: If a name is unknown, a file cannot be read, or a value breaks its rule.
         """
-        found = architecture if isinstance(architecture, Architecture) else find_architecture(architecture)
-        return cls(
-            architecture=found,
-            num_layers=found.num_layers if num_layers is None else num_layers,
-            seq_length=found.default_seq_length if seq_length is None else seq_length,
-            routing=find_routing(routing) if isinstance(routing, str) else routing,
-            **others,
-        )
+        values: dict[str, Any] = {}
+        if not isinstance(architecture, Scenario):
+            model = architecture if isinstance(architecture, Architecture) else find_architecture(architecture)
+            values = {"architecture": model, "num_layers": model.num_layers, "seq_length": model.default_seq_length}
+        found = {"num_layers": num_layers, "seq_length": seq_length}
+        values |= {name: value for name, value in found.items() if value is not None} | others
+        if routing is not None:
+            values["routing"] = find_routing(routing) if isinstance(routing, str) else routing
+        if isinstance(architecture, Scenario):
+            return replace(architecture, **values) if values else architecture
+        return cls(**values)
+
+    def on_rank(self, rank: int) -> Scenario:
+        """Returns what another rank of the job runs."""
+        return self if rank == self.layout.rank else replace(self, layout=replace(self.layout, rank=rank))
+
+    def on_ranks(self, rank: int | None) -> list[Scenario]:
+        """Returns what a rank runs, or for None one rank of each kind."""
+        return [self.on_rank(number) for number in (self.ranks_of_every_kind if rank is None else (rank,))]
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What may change on a live model: the fields that `Lab.set_workload` takes."""
+        return {name: getattr(self, name) for name in WORKLOAD}
+
+    def differences(self, other: Scenario) -> list[str]:
+        """Names the fields in which another scenario differs."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
     @property
     def tokens_per_step(self) -> int:
@@ -239,6 +268,25 @@ class Scenario:
         return tuple(count for count in counts for _ in range(chunks))
 
     @property
+    def chunks_of_rank(self) -> tuple[range, ...]:
+        """The layers of each model chunk of the rank's pipeline stage: their numbers in the whole model, from 0.
+
+        Layers are numbered stage by stage, and then from the first stage on again (``get_transformer_layer_offset``,
+        megatron/core/transformer/transformer_layer.py, 0.16.1).
+        """
+        layout = self.layout
+        stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
+        before, own = sum(sizes[: layout.pipeline_stage]), sizes[layout.pipeline_stage]
+        starts = (chunk * sum(sizes) + before for chunk in range(chunks))
+        return tuple(range(start, start + own) for start in starts)
+
+    @property
+    def layers_of_rank(self) -> tuple[int, ...]:
+        """The layers of all chunks of the rank, as `chunks_of_rank`."""
+        return tuple(layer for chunk in self.chunks_of_rank for layer in chunk)
+
+    @property
     def num_layers_of_stage(self) -> int:
         """Layers of the rank's pipeline stage."""
         return self.layout.layers_of_stage(self.layout.pipeline_stage, self.num_layers)
@@ -257,10 +305,9 @@ class Scenario:
     def _copies_of_parameters(self) -> int:
         """The most ranks that hold the same parameters, and so reduce their gradients."""
         layout = self.layout
-        dense = layout.data_parallel_size * layout.context_parallel_size
-        if not self.architecture.is_moe or layout.expert_model_parallel_size == 1:
-            return dense
-        return max(dense, layout.ranks_of_a_stage // (layout.expert_tensor_size * layout.expert_model_parallel_size))
+        if layout.expert_model_parallel_size == 1:
+            return layout.copies_of_parameters
+        return max(layout.copies_of_parameters, layout.copies_of_experts)
 
     @property
     def tokens_of_rank(self) -> int:
@@ -349,6 +396,6 @@ def routed_by_chance(scenario: Scenario) -> Scenario:
     It decides which rank gets how many rows, and how many rows FP8 pads. A router that has just been initialized is
     less even: of 4096 tokens of Qwen3-30B-A3B, its fullest expert got 905 in the first layer, and 3802 in the second.
     """
-    if not scenario.architecture.is_moe or scenario.routing != Routing():
+    if not scenario.architecture.routes or scenario.routing != Routing():
         return scenario
     return replace(scenario, routing=Routing(kind="random", seed=scenario.seed))

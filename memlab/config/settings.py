@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
+from memlab.config.parts.moe import Experts
 from memlab.config.validation import check_number, check_whole_number, is_whole_number, shortened
 
 RecomputeGranularity = Literal["full", "selective"]
@@ -24,8 +25,6 @@ RECOMPUTE_METHODS = ("uniform", "block")
 CHECKPOINT_INPUT_REMEDIES = ("detach", "clear_gradient", "release_storage")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-MOE_RECOMPUTE_MODULES = ("moe", "moe_act")
-MOE_OFFLOAD_MODULES = ("expert_fc1", "moe_act")
 SINCE_MEGATRON_0_19 = (
     "activation_offload_fraction",
     "delta_offload_bytes_across_pp_ranks",
@@ -160,7 +159,7 @@ class MemorySettings:
                 "core_attn's backward needs on the device: add 'core_attn' or leave 'attn_proj' out"
             )
         recomputed = self.recompute_modules or ()
-        inside_moe = [name for name in offload if name in MOE_OFFLOAD_MODULES]
+        inside_moe = [name for name in offload if name in Experts.offload_modules]
         if inside_moe and "moe" in recomputed:
             names = " and ".join(f"'{name}'" for name in inside_moe)
             raise ValueError(

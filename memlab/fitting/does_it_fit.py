@@ -182,10 +182,10 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
         place = "this CPU; it says nothing about a GPU" if backend == "cpu" else "a GPU"
         return f"a step that was measured on {place}"
     if backend == "cpu":
-        routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
+        routing = f" with {scenario.routing} routing" if scenario.architecture.routes else ""
         return f"a step that was predicted for this CPU{routing}; it says nothing about a GPU"
     margin = measured_margin(scenario)
-    routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
+    routing = f" with {scenario.routing} routing" if scenario.architecture.routes else ""
     needed = f"{margin.steps} needed up to {margin.share:.1%} more than predicted (rounded up)"
     if needs_whole_reserve(scenario):
         needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'

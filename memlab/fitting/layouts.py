@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from memlab.config.layout import Layout
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -145,7 +146,7 @@ def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
                     continue
                 for expert in choices[3]:
                     values = {SIZES[0]: tensor, SIZES[1]: context, SIZES[2]: pipeline, SIZES[3]: expert}
-                    if job.architecture.is_moe:
+                    if job.architecture.routes:
                         values["expert_tensor_parallel_size"] = given.get("expert_tensor_parallel_size", 1)
                     try:
                         layout = Layout(**values, data_parallel_size=num_gpus // split)
@@ -163,37 +164,22 @@ def _order(job: Scenario) -> tuple[int, ...]:
 def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
     """Returns what a rank of the last pipeline stage allocates at least, whatever it recomputes: a bound from below.
 
-    Counted are parameters, gradients and optimizer state of only the matrices of attention, MLP and vocabulary, and the
-    logits that the loss is computed from; the optimizer state as the distributed optimizer shards it. So no layout is
-    left out that would fit.
+    Counted are parameters, gradients, optimizer state, and the logits that the loss is computed from; the optimizer
+    state as the distributed optimizer shards it. So no layout is left out that would fit.
     """
-    model, layout, state = job.architecture, job.layout, job.state
-    stages = range(layout.pipeline_model_parallel_size)
-    layers = layout.layers_of_stage(stages[-1], job.num_layers)
-    query = model.num_attention_heads * model.kv_channels
-    attention = 2 * model.hidden_size * (query + model.num_query_groups * model.kv_channels)
-    width = model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size
-    mlp = 3 * model.hidden_size * width * (model.num_moe_experts or 1)
-    tensor = layout.tensor_model_parallel_size
-    vocabularies = 1 if len(stages) > 1 or model.share_embeddings_and_output_weights else 2
-    vocabulary = vocabularies * model.vocab_size * model.hidden_size // tensor
-    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size if model.is_moe else tensor
-    copies = layout.data_parallel_size * layout.context_parallel_size
-    is_bf16 = job.dtype == "bf16"
-    of_gradients = 2 if is_bf16 and state.grad_reduce_in_bf16 else 4
-    held = (1 if state.fp8_param_gather else 2) + of_gradients
-    optimizer = 0 if state.optimizer_cpu_offload else 4 if state.use_precision_aware_optimizer else 8 + 4 * is_bf16
-    counts = (
-        (layers * (attention // tensor), held, copies),
-        (vocabulary, 2 + of_gradients, copies),
-        (layers * (mlp // by_experts), held, layout.ranks_of_a_stage // by_experts),
-    )
-    static = sum(count * per + count * optimizer // max(1, sharded) for count, per, sharded in counts)
+    layout, state, is_bf16 = job.layout, job.state, job.dtype == "bf16"
+    last = replace(job, layout=replace(layout, rank=layout.world_size - 1))
+    counts = parameters_of_rank(last)
+    in_layers = (1 if state.fp8_param_gather else 2) + bytes_of_gradient(job)
+    optimizer = 0 if state.optimizer_cpu_offload else sum(bytes_of_optimizer(state, job.dtype))
+    static = counts.layers * in_layers + counts.vocabulary * (2 + bytes_of_gradient(job)) + counts.experts * in_layers
+    static += counts.outside_experts * optimizer // layout.copies_of_parameters
+    static += counts.experts * optimizer // layout.copies_of_experts
     if base.offload_optimizer_except_update:
         return static  # the logits are freed before the update, the only time at which all of it is on the device
     tokens = job.seq_length * job.micro_batch_size // layout.context_parallel_size
     of_logit = 4 if not is_bf16 else 2 + 4 * state.copies_logits_in_fp32
-    return static + tokens * (model.vocab_size // tensor) * of_logit
+    return static + tokens * (job.architecture.vocab_size // layout.tensor_model_parallel_size) * of_logit
 
 
 def deciding_ranks(job: Scenario) -> list[Scenario]:

@@ -57,7 +57,7 @@ def needs_whole_reserve(scenario: Scenario) -> bool:
 
 def measured_margin(scenario: Scenario) -> Margin:
     """Returns what a real step may need more than predicted."""
-    if not scenario.architecture.is_moe:
+    if not scenario.architecture.routes:
         margin = MARGIN_WITHOUT_EXPERTS
     elif scenario.layout.expert_model_parallel_size == 1:
         margin = MARGIN_WITH_EXPERTS

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from math import prod
 from typing import TypeVar
 
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
+from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.keys import Effect
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
@@ -21,13 +26,9 @@ def _fused_accumulation_bytes(scenario: Scenario) -> int:
     during backward: of a linear, the gradient of one weight, which is among those that are kept; of the experts, those
     of all experts of the rank at once (``wgrad_list`` in module/grouped_linear.py, 2.12).
     """
-    architecture, layout = scenario.architecture, scenario.layout
-    kept = unused_gradient_bytes(scenario)
-    if not architecture.is_moe:
-        return kept
-    experts = (architecture.num_moe_experts or 0) // layout.expert_model_parallel_size
-    first = 2 * architecture.moe_ffn_hidden_size // layout.expert_tensor_size * architecture.hidden_size
-    return max(kept, 2 * experts * first - kept)
+    kept, layout = unused_gradient_bytes(scenario), scenario.layout
+    grouped = (weight for weight in _weights(scenario) if weight.num_experts)
+    return max(kept, 2 * max((weight.elements_on(layout) for weight in grouped), default=0) - kept)
 
 
 def unused_gradient_bytes(scenario: Scenario) -> int:
@@ -37,23 +38,19 @@ def unused_gradient_bytes(scenario: Scenario) -> int:
     the matrix multiplication, and never free them (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py,
     2.12). A published dense job had 0.16 % more than this, at its step's start and at its peak.
     """
-    architecture, layout = scenario.architecture, scenario.layout
-    hidden, tensor = architecture.hidden_size, layout.tensor_model_parallel_size
-    query = architecture.num_attention_heads * architecture.kv_channels
-    both = query + 2 * architecture.num_query_groups * architecture.kv_channels
-    width, ranks = (
-        (architecture.moe_ffn_hidden_size, layout.expert_tensor_size)
-        if architecture.is_moe
-        else (architecture.ffn_hidden_size, tensor)
-    )
-    shapes = {
-        (both // tensor, hidden),
-        (hidden, query // tensor),
-        (2 * width // ranks, hidden),
-        (hidden, width // ranks),
-        (architecture.vocab_size // tensor, hidden),
-    }
-    return sum(2 * rows * columns for rows, columns in shapes)
+    model, layout = scenario.architecture, scenario.layout
+    vocabulary = model.vocab_size // layout.tensor_model_parallel_size, model.hidden_size
+    shapes = {weight.shape_on(layout) for weight in _weights(scenario) if weight.is_matrix and not _is_router(weight)}
+    return sum(2 * prod(shape) for shape in {*shapes, vocabulary})
+
+
+def _weights(scenario: Scenario) -> dict[Weight, int]:
+    """Returns how many of the rank's layers have each of their parameters."""
+    return scenario.architecture.weights_of(scenario.layers_of_rank)
+
+
+def _is_router(weight: Weight) -> bool:
+    return weight.name == "mlp.router.weight"
 
 
 def _logits(scenario: Scenario) -> int:
@@ -79,8 +76,9 @@ def _entropy_bytes(scenario: Scenario) -> int:
 
 def _replayed_routing_bytes(scenario: Scenario) -> int:
     """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
-    rows = scenario.tokens_of_rank * (scenario.architecture.moe_router_topk or 0)
-    return 2 * 8 * rows * scenario.num_layers_of_stage * scenario.num_microbatches
+    model = scenario.architecture
+    layers = sum(model.layer_routes(layer) for layer in scenario.layers_of_rank)
+    return 2 * 8 * scenario.tokens_of_rank * model.moe_router_topk * layers * scenario.num_microbatches
 
 
 def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -114,46 +112,38 @@ def _mask_bytes(scenario: Scenario) -> int:
 
 def _router_bytes(scenario: Scenario) -> int:
     """Returns the routers' gradients (4 bytes) and optimizer state (12 bytes), unsharded."""
-    architecture = scenario.architecture
-    return 16 * scenario.num_layers_of_stage * architecture.hidden_size * (architecture.num_moe_experts or 0)
+    return 16 * _elements_of_routers(scenario)
+
+
+def _elements_of_routers(scenario: Scenario) -> int:
+    return sum(count * weight.num_elements for weight, count in _weights(scenario).items() if _is_router(weight))
 
 
 def _trained_bytes(scenario: Scenario) -> int:
     """Returns what gradients and optimizer state of all parameters take on the device of a rank."""
-    return _bytes_of_a_gradient(scenario) * sum(_parameters(scenario)) + _optimizer_bytes(scenario)
-
-
-def _bytes_of_a_gradient(scenario: Scenario) -> int:
-    return 2 if scenario.dtype == "bf16" and scenario.state.grad_reduce_in_bf16 else 4
+    return bytes_of_gradient(scenario) * sum(parameters_of_rank(scenario)) + _optimizer_bytes(scenario)
 
 
 def _optimizer_bytes(scenario: Scenario) -> int:
     """Returns what the optimizer state of all parameters takes on the device of a rank, sharded as in the job.
 
-    See `TrainingState` for the types; a CPU optimizer keeps the moments of its share on the host, and with the
-    precision-aware optimizer also the main parameters.
+    A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
+    parameters.
     """
     state = scenario.state
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
-    main, moments = 4 if scenario.dtype == "bf16" else 0, 8
-    if state.use_precision_aware_optimizer and not state.optimizer_cpu_offload:
-        main = _BYTES[state.main_params_dtype]
-        moments = _BYTES[state.exp_avg_dtype] + _BYTES[state.exp_avg_sq_dtype]
+    main, moments = bytes_of_optimizer(state, scenario.dtype)
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     return sum(
-        round(of_optimizer * -(-count // (shards if state.use_distributed_optimizer else 1)))
-        for count, shards in zip(_parameters(scenario), _copies(scenario), strict=True)
+        round(of_optimizer * -(-count // (copies if state.use_distributed_optimizer else 1)))
+        for count, copies in _counts_and_copies(scenario)
     )
 
 
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-
-
-def _copies(scenario: Scenario) -> tuple[int, int]:
-    """Returns how many ranks hold each parameter, outside experts and in them."""
-    layout = scenario.layout
-    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size
-    return layout.data_parallel_size * layout.context_parallel_size, max(1, layout.ranks_of_a_stage // by_experts)
+def _counts_and_copies(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns parameters and how many ranks hold each of them, outside experts and in them."""
+    counts, layout = parameters_of_rank(scenario), scenario.layout
+    return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
 
 
 def _sharded_bytes(scenario: Scenario) -> int:
@@ -164,9 +154,8 @@ def _sharded_bytes(scenario: Scenario) -> int:
     weight, optimizer = (2, 4 + 8) if scenario.dtype == "bf16" else (4, 8)
     if scenario.state.use_distributed_optimizer:
         optimizer = 0
-    of_parameter = weight + _bytes_of_a_gradient(scenario) + optimizer
-    copies = zip(_parameters(scenario), _copies(scenario), strict=True)
-    return sum(of_parameter * (count - count // shards) for count, shards in copies)
+    of_parameter = weight + bytes_of_gradient(scenario) + optimizer
+    return sum(of_parameter * (count - count // copies) for count, copies in _counts_and_copies(scenario))
 
 
 def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -176,35 +165,51 @@ def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> i
     per element; of experts also the product, and the probabilities in fp32 (``glu`` in megatron/core/transformer/mlp.py
     and ``bias_act_func`` in moe/experts.py, 0.16.1). Layers that are recomputed keep it while their backward runs.
     """
-    model, tokens = scenario.architecture, scenario.tokens_of_rank
-    in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
-    layers = _layers_that_keep(scenario, settings, {"moe", "moe_act"} if model.is_moe else {"mlp"})
-    if not model.is_moe:
-        return 4 * layers * tokens * model.ffn_hidden_size
-    rows = tokens * model.moe_router_topk
-    return 6 * layers * rows * model.moe_ffn_hidden_size + 4 * in_flight * rows
+    kept = 0
+    for part, layers in _most_layers_of_a_chunk(scenario).items():
+        freed, stays = part.unfused_activation_bytes()
+        kept += freed * _layers_that_keep(scenario, settings, part.activation_modules, layers)
+        kept += stays * layers * scenario.most_passes_in_flight
+    return kept * scenario.tokens_of_rank
 
 
-def _layers_that_keep(scenario: Scenario, settings: MemorySettings, modules: set[str]) -> int:
+def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
+    """Returns how many layers of a model chunk of the rank have each kind of second part."""
+    model = scenario.architecture
+    chunks = [model.kinds_of(chunk) for chunk in scenario.chunks_of_rank]
+    return {part: max(chunk[part] for chunk in chunks) for part in model.feed_forwards}
+
+
+def _layers_that_keep(
+    scenario: Scenario, settings: MemorySettings, modules: Collection[str], having: int | None = None
+) -> int:
     """Returns in how many layers at once a tensor is kept, counted once for each pass in flight.
 
     Args:
         scenario: Of one rank.
         settings: Of its steps.
         modules: Those that recompute the tensor if one of them is recomputed.
+        having: How many layers of a chunk have the tensor; None if all have it.
     """
     layers, passes = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
+    having = layers if having is None else having
     if settings.recompute_granularity == "full":
         count = min(settings.recompute_num_layers or 1, layers)
-        return count if settings.recompute_method == "uniform" else (layers - count) * passes + 1
-    return 1 if modules.intersection(settings.recompute_modules or ()) else layers * passes
+        is_uniform = settings.recompute_method == "uniform"
+        return min(count, having) if is_uniform else min(layers - count, having) * passes + 1
+    return 1 if {*modules} & {*(settings.recompute_modules or ())} else having * passes
+
+
+def _routing_rows(scenario: Scenario) -> int:
+    """Returns the tokens of a rank in all layers in flight that route them."""
+    layers = sum(count for part, count in _most_layers_of_a_chunk(scenario).items() if part.routes)
+    return scenario.tokens_of_rank * layers * scenario.most_passes_in_flight
 
 
 def _router_rows_bytes(scenario: Scenario) -> int:
     """Returns one fp32 number per token and expert in each layer in flight, and one per weight of the routers."""
-    model = scenario.architecture
-    rows = scenario.tokens_of_rank * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
-    return 4 * (model.num_moe_experts or 0) * (rows + scenario.num_layers_of_stage * model.hidden_size)
+    experts = scenario.architecture.num_moe_experts or 0
+    return 4 * (experts * _routing_rows(scenario) + _elements_of_routers(scenario))
 
 
 def _unfused_permutation_bytes(scenario: Scenario) -> int:
@@ -215,11 +220,10 @@ def _unfused_permutation_bytes(scenario: Scenario) -> int:
     (``permute`` and ``unpermute`` in megatron/core/transformer/moe/moe_utils.py, 0.16.1). The fused permutation keeps
     less than that: one index of 4 bytes for each token and expert, twice.
     """
-    model, tokens = scenario.architecture, scenario.tokens_of_rank
-    rows = tokens * model.moe_router_topk
-    in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
-    kept = 16 * rows + (1 + 1 + 8 + 8) * tokens * (model.num_moe_experts or 0)
-    return in_flight * kept + 2 * 2 * rows * model.hidden_size
+    model = scenario.architecture
+    kept = 16 * model.moe_router_topk + (1 + 1 + 8 + 8) * (model.num_moe_experts or 0)
+    at_once = 2 * 2 * scenario.tokens_of_rank * model.moe_router_topk * model.hidden_size
+    return _routing_rows(scenario) * kept + at_once
 
 
 def _received_ahead_bytes(scenario: Scenario) -> int:
@@ -229,25 +233,8 @@ def _received_ahead_bytes(scenario: Scenario) -> int:
     return 2 * chunks * elements * (2 if scenario.dtype == "bf16" else 4)
 
 
-def _parameters(scenario: Scenario) -> tuple[int, int]:
-    """Returns how many parameters a rank has, outside experts and in them."""
-    model, layout = scenario.architecture, scenario.layout
-    tensor, stage, hidden = layout.tensor_model_parallel_size, layout.pipeline_stage, model.hidden_size
-    query = model.num_attention_heads * model.kv_channels
-    attention = 2 * hidden * (query + model.num_query_groups * model.kv_channels)
-    # Norms, and the router, are whole on every rank.
-    whole = 2 * hidden + 2 * model.kv_channels * model.qk_layernorm + hidden * (model.num_moe_experts or 0)
-    width = model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size
-    mlp = 3 * hidden * width * (model.num_moe_experts or 1)
-    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size if model.is_moe else tensor
-    has_embedding, has_output = stage == 0, stage == layout.pipeline_model_parallel_size - 1
-    tied = model.share_embeddings_and_output_weights and has_embedding and has_output
-    vocabularies = has_embedding + has_output - tied
-    dense = scenario.num_layers_of_stage * (attention // tensor + whole)
-    dense += vocabularies * model.vocab_size * hidden // tensor + hidden
-    experts = scenario.num_layers_of_stage * mlp // by_experts
-    return (dense, experts) if model.is_moe else (dense + experts, 0)
-
+_OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in LANGUAGE_MODEL)
+"""What freezes them changes nothing of the language model, which memlab predicts alone."""
 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
@@ -276,7 +263,9 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         _replayed_routing_bytes,
     ),
     "freeze_moe_router": _router_bytes,
-    **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
+    **dict.fromkeys(LANGUAGE_MODEL, _trained_bytes),
+    **dict.fromkeys(_OTHER_PARTS, lambda scenario: 0),
+    **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda one: 2 * sum(parameters_of_rank(one))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
@@ -295,7 +284,7 @@ BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
 """The same, of what the memory settings decide too."""
 
 EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
-    "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.is_moe else "more",
+    "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.routes else "more",
 }
 """By the last part of a key, where the model decides the sign of its effect."""
 
@@ -315,6 +304,7 @@ _STATE = ("gradients", "optimizer state")
 _OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
 _CAN_TAKE: dict[str, tuple[str, ...]] = {
     "freeze_moe_router": _STATE,
+    **dict.fromkeys(_OTHER_PARTS, ()),
     **dict.fromkeys(("offload_optimizer_states", "use_stateless_adam"), ("optimizer state",)),
     **dict.fromkeys(FREEZES, _OF_TRAINING),
     **dict.fromkeys(
@@ -357,6 +347,17 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
 }
 """By the end of a key whose effect is less: in which categories it can take bytes away. ``cpu_offloading`` also moves
 weights with ``cpu_offloading_weights``, off by default (megatron/core/model_parallel_config.py, 0.16.1)."""
+
+
+def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
+    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
+    ranks = scenario.on_ranks(None)
+    for index, one in enumerate(reading.not_modelled):
+        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
+        if None not in bounds and one.effect != "unknown":
+            name = one.key.rpartition(".")[2]
+            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
+            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
 
 
 def bound_bytes(key: str, scenario: Scenario, settings: MemorySettings) -> int | None:

@@ -17,7 +17,6 @@ from memlab.config.validation import RuleError, shortened
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
-from memlab.jobs.layer_pattern import has_dense_layers, layer_pattern
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
@@ -36,9 +35,10 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
     tensor = values["tensor_model_parallel_size"] or 1
-    if not architecture.is_moe or values["expert_tensor_parallel_size"] == tensor:
+    shared = {size.ranks for size in architecture.shared_sizes}
+    if "expert_tensor_parallel_size" not in shared or values["expert_tensor_parallel_size"] == tensor:
         values["expert_tensor_parallel_size"] = None
-    if not architecture.is_moe and (values["expert_model_parallel_size"] or 1) > 1:
+    if "expert_model_parallel_size" not in shared and (values["expert_model_parallel_size"] or 1) > 1:
         reading.without_effect["expert_model_parallel_size"] = "the model has no experts"
         values["expert_model_parallel_size"] = 1
     sizes = {name: size for name, size in values.items() if size is not None}
@@ -53,7 +53,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         )
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
-        world_size = math.lcm(per_copy, experts * pipeline) if architecture.is_moe else per_copy
+        world_size = math.lcm(per_copy, experts * pipeline)
         reading.warnings.append(
             f"the number of ranks is not in the file, so memlab takes the smallest, {world_size}: give --world-size"
         )
@@ -132,29 +132,31 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
         reading.not_modelled.remove(one)
 
 
-def _check_layer_pattern(reading: Reading, architecture: Architecture, num_layers: int) -> None:
-    """Refuses a model with experts in some layers only.
+def with_layer_pattern(reading: Reading, architecture: Architecture) -> Architecture:
+    """Returns the model with experts in the layers that the job names, if it names any.
 
     Raises:
-        CannotStartError: If the pattern is not as long as the model is deep (``get_gpt_decoder_block_spec`` in
+        CannotStartError: If the pattern is not as long as the model is deep (``get_gpt_decoder_layer_specs`` in
             megatron/core/models/gpt/gpt_layer_specs.py, 0.16.1).
-        ValueError: If a layer is dense.
     """
-    for key, entry in reading.entries.by_key.items():
-        if key.rpartition(".")[2] != "moe_layer_freq" or entry.is_unknown or not architecture.is_moe:
-            continue
-        given = f"{key} is {shortened(entry.value)} ({entry.place})"
-        pattern = layer_pattern(entry.value)
-        if isinstance(pattern, tuple) and len(pattern) != num_layers:
-            raise CannotStartError(
-                f"{given}, a list for {len(pattern)} layers, must be as long as the model, {num_layers} layers, by a "
-                "rule of Megatron-Core: correct one of them"
-            )
-        if has_dense_layers(entry.value):
-            raise ValueError(
-                f"{given}, so some layers are dense, and memlab models experts in every layer or in none: give --set "
-                f"{key}=1 to predict the model with experts in all {num_layers} layers"
-            )
+    taken = [one for one in reading.taken if one.field == "moe_layer_freq"]
+    if not taken:
+        return architecture
+    last, pattern = taken[-1], reading.values["moe_layer_freq"]
+    if not architecture.routes:
+        reading.without_effect |= {one.key: "the model has no experts" for one in taken}
+    num_layers = reading.values.get("num_layers") or architecture.num_layers
+    if isinstance(pattern, int):
+        pattern = tuple(int(layer % pattern == 0) for layer in range(num_layers))
+    if architecture.routes and len(pattern) != num_layers:
+        raise CannotStartError(
+            f"{last.key} is {shortened(last.value)} ({last.place}), a list for {len(pattern)} layers, must be as long "
+            f"as the model, {num_layers} layers, by a rule of Megatron-Core: correct one of them"
+        )
+    if architecture.routes and 0 in pattern:
+        return replace(architecture, num_layers=num_layers, moe_layer_freq=pattern)
+    reading.taken = [one for one in reading.taken if one not in taken]  # it changes nothing
+    return architecture
 
 
 def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
@@ -167,7 +169,6 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     layout = layout_of(reading, architecture)
     values = reading.values
     num_layers = values.get("num_layers") or architecture.num_layers
-    _check_layer_pattern(reading, architecture, num_layers)
     seq_length = values.get("seq_length") or architecture.default_seq_length
     num_microbatches = _num_microbatches(reading, layout)
     _note_turns_of_chunks(reading, layout, num_microbatches)
@@ -176,7 +177,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:
         raise CannotStartError(str(error), *error.fields) from error
-    return Scenario(
+    scenario = Scenario(
         architecture=architecture,
         num_layers=num_layers,
         seq_length=seq_length,
@@ -188,6 +189,17 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         state=state_of(reading, layout),
         allocator=_allocator(reading),
     )
+    _drop_overlap(reading, scenario)
+    return scenario
+
+
+def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
+    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
+    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
+        return
+    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the pipeline is not interleaved"
 
 
 def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:
@@ -439,5 +451,12 @@ def _allocator(reading: Reading) -> AllocatorSettings:
                     NotModelled(f"{variable}.{name}", value, missing.effect, missing.reason, "environment")
                 )
     if reading.values.get("expandable_segments"):  # a framework's own switch, which it turns after the start
-        values["expandable_segments"] = True
+        dropped = [name for name in values if name != "expandable_segments"]
+        if dropped:
+            # Each setting made by code resets these options (parseArgs in c10/core/AllocatorConfig.cpp, torch 2.13).
+            reading.warnings.append(
+                f"{variable}: the framework sets expandable_segments:True after the start, with which torch drops "
+                f"{' and '.join(dropped)}; memlab predicts the job without"
+            )
+        values = {"expandable_segments": True}
     return AllocatorSettings(**values)

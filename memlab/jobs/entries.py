@@ -49,7 +49,8 @@ class Entries:
     warnings: list[str] = field(default_factory=list)
     """What the reader of the file did not follow, in whole sentences."""
     program: Entry | None = None
-    """The Python program that a script's command starts, such as ``pretrain_gpt.py``; None where none is named."""
+    """The Python program that a script's command starts, such as ``pretrain_gpt.py``; None where none is named.
+    Of a command with overrides, the module that takes its own configuration."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a script sets, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
 

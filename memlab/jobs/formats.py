@@ -218,7 +218,9 @@ def _any_starts(entries: Entries, start: str) -> bool:
     return any(key.startswith(start) for key in entries.by_key)
 
 
-def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path, ...] = ()) -> Entries:
+def _with_defaults(
+    root: Node, path: Path, named: list[Path], chain: tuple[Path, ...] = (), package: str = ""
+) -> Entries:
     """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
     Args:
@@ -226,6 +228,7 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
         path: The file.
         named: Every file that was read so far; those that this one names are appended.
         chain: The files that named this one, each the next.
+        package: The mapping that gets the file's keys.
 
     Raises:
         ValueError: If files name each other in a circle, or more than any real job's.
@@ -234,6 +237,7 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
     defaults = root.value.get("defaults")
     for key in [key for key in own.by_key if key == "defaults" or key.startswith("defaults.")]:
         del own.by_key[key]
+    own = placed(own, package)
     if defaults is None:
         return own
     chain = (*chain, path.resolve())
@@ -245,7 +249,7 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
             continue
         base = _file_of_default(default, path, chain[0])
         if base is not None:
-            merge_over(merged, _of_default(default, base, path, named, chain))
+            merge_over(merged, _of_default(default, base, path, named, chain, package))
         elif not default.is_optional:
             merged.warnings.append(
                 f"line {default.line}: the defaults {shortened(default.name)} are not beside the file, so memlab "
@@ -256,7 +260,9 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
     return merged
 
 
-def _of_default(default: Default, base: Path, path: Path, named: list[Path], chain: tuple[Path, ...]) -> Entries:
+def _of_default(
+    default: Default, base: Path, path: Path, named: list[Path], chain: tuple[Path, ...], package: str
+) -> Entries:
     """Returns the keys of a file that another one names."""
     where = f"{path.name}, line {default.line}: the defaults name"
     if base.resolve() in chain:
@@ -267,8 +273,7 @@ def _of_default(default: Default, base: Path, path: Path, named: list[Path], cha
     content, _ = _text(base)
     if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
         raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-    found = _with_defaults(read_yaml(content, base.name), base, named, chain)
-    return placed(found, package_in(content, default))
+    return _with_defaults(read_yaml(content, base.name), base, named, chain, package_in(content, default, package))
 
 
 def _file_of_default(default: Default, path: Path, first: Path) -> Path | None:
@@ -363,6 +368,9 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         read_recipe(words, entries)
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
+    if not any(word.startswith("--config") for word, _ in words):
+        modules = (Entry("", word, line) for (flag, _), (word, line) in pairwise(words) if flag == "-m")
+        entries.program = next(modules, None)
     resolve(entries, dict(entries.environment))
 
 

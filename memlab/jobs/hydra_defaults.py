@@ -28,7 +28,7 @@ class Default:
     file: str | None = None
     """Relative to the folder of the file, or with a slash in front to that of the first file; None if it is unknown."""
     package: str = ""
-    """The mapping that gets the keys; nothing for the top."""
+    """The mapping that gets the keys, below that of the file with the list, or behind ``_global_`` below the top."""
     is_optional: bool = False
 
 
@@ -63,19 +63,23 @@ def _entries(node: Node) -> list[Default]:
 
 
 def _named(package: str, group: str) -> str:
-    return "" if package in ("_global_", "_here_") else package or _package_of(group)
+    return "" if package == "_here_" else package or _package_of(group)
 
 
 def _package_of(group: str) -> str:
     return group.strip("/").replace("/", ".")
 
 
-def package_in(text: str, default: Default) -> str:
-    """Returns the mapping that gets the keys of a file: what the list names, or else what the file's first lines do."""
-    match = _PACKAGE.search(text[:1000])
-    if match is None or match[1] == "_group_" or "@" in default.name:
-        return default.package
-    return "" if match[1] == "_global_" else match[1]
+def package_in(text: str, default: Default, parent: str) -> str:
+    """Returns the mapping that gets the keys of a file.
+
+    The list of another file may name it, below that file's own mapping (`parent`); else the first lines of the file
+    do, always below the top (``set_package_header`` in hydra/core/default_element.py, 1.3).
+    """
+    match, package = _PACKAGE.search(text[:1000]), default.package
+    if match is not None and match[1] != "_group_" and "@" not in default.name:
+        package = f"_global_.{match[1]}"
+    return ".".join(filter(None, (parent, package))).rpartition("_global_")[2].lstrip(".")
 
 
 def placed(entries: Entries, package: str) -> Entries:

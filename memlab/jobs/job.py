@@ -15,12 +15,13 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import EFFECTS, bound_bytes
+from memlab.jobs.bounds import bound, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
     scenario_of,
     settings_of,
+    with_layer_pattern,
 )
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
@@ -209,14 +210,13 @@ def _built(
     scenario, settings, cannot_start, not_supported = None, None, None, None
     refused_fields: tuple[str, ...] = ()
     try:
-        found = _architecture(reading, architecture)
+        found = with_layer_pattern(reading, _architecture(reading, architecture))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found)
-        _drop_overlap(reading, scenario)
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
-        _bound(reading, scenario, settings)
+        bound(reading, scenario, settings)
     except CannotStartError as error:
         scenario = None
         if reading.guessed:
@@ -237,6 +237,7 @@ def _built(
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     _note_accelerator(reading)
+    _drop_engine(reading)
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
@@ -309,7 +310,7 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
 
 def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     """Moves keys that concern experts only, where a dense model has them, to those without effect."""
-    if architecture.is_moe:
+    if architecture.routes:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
@@ -317,24 +318,16 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
             reading.without_effect[one.key] = "the model has no experts"
 
 
-def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
-    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
-    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
+def _drop_engine(reading: Reading) -> None:
+    """Moves what concerns an inference engine alone, where that has other GPUs, to what has no effect."""
+    if reading.rollout is None or reading.rollout.is_colocated:
         return
-    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
+    for one in [one for one in reading.not_modelled if is_of_inference_engine(one.key)]:
+        if one.key.endswith("routing_replay"):  # the training keeps what the engine chose
+            continue
         reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the pipeline is not interleaved"
-
-
-def _bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
-    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
-    ranks = [replace(scenario, layout=replace(scenario.layout, rank=rank)) for rank in scenario.ranks_of_every_kind]
-    for index, one in enumerate(reading.not_modelled):
-        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
-        if None not in bounds and one.effect != "unknown":
-            name = one.key.rpartition(".")[2]
-            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
+        if one.place != "default":
+            reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
@@ -351,7 +344,7 @@ def _shown(value: Any) -> Any:
     return "known only when the job runs" if Entry("", value).is_unknown else value
 
 
-_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size")
+_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size", "moe_layer_freq")
 """Sizes that are read beside another architecture, or that are padded after reading."""
 
 
@@ -377,7 +370,9 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")
     if name is not None and reading.values.get("hidden_size") is None:
-        return architecture_named(str(name), reading.path.parent)
+        found = architecture_named(str(name), reading.path.parent)
+        said = [one.memlab_value for one in reading.taken if one.field == "add_qkv_bias" and one.place != "default"]
+        return replace(found, add_qkv_bias=said[-1]) if said else found
     return architecture_of(reading.values, reading.path.stem)
 
 

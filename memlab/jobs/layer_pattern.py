@@ -37,12 +37,6 @@ def layer_pattern(value: Any) -> int | tuple[int, ...]:
     return found
 
 
-def has_dense_layers(value: Any) -> bool:
-    """Whether some layers have no experts; raises as `layer_pattern` does."""
-    pattern = layer_pattern(value)
-    return 0 in pattern if isinstance(pattern, tuple) else pattern != 1
-
-
 def _number(value: Any) -> int | list[int]:
     if value is None:
         return 1

@@ -7,30 +7,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
+from memlab.config.architectures import ARCHITECTURES, SAME_SIZES, Architecture, Family, find_architecture
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
 
-HUGGING_FACE_NAMES = {
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "phi-4": "microsoft/phi-4",
-    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
-    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")},
-    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
-}
 # Suffixes of checkpoints that have the same shapes as the model that they were made from.
 _VARIANTS = re.compile(
     r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron|fp8|int4|int8))+$"
 )
-# Their config.json files differ in the base of the rotary embedding, the width of a dense MLP, which neither model has,
-# and the coefficient of the auxiliary loss, which Megatron-Bridge's provider replaces by the same number for both.
-_SAME_SIZES = {"qwen3-coder-30b-a3b": "qwen3-30b-a3b", "llama-3.3-70b": "llama-3.1-70b"}
-_SIZES = (
-    "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "qk_layernorm",
-    "share_embeddings_and_output_weights", "num_moe_experts", "rotary_percent",
-)  # fmt: skip
-_EXPERT_SIZES = ("moe_router_topk", "moe_ffn_hidden_size")
+_OUTSIDE_LAYERS = ("vocab_size", "share_embeddings_and_output_weights")
 _ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
 """What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
 
@@ -62,7 +47,7 @@ def architecture_named(name: str, folder: Path) -> Architecture:
 def published_architecture(name: str) -> Architecture | None:
     """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
     plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
-    return ARCHITECTURES.get(_SAME_SIZES.get(plain, plain))
+    return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
 
 
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:
@@ -83,23 +68,24 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
             "--set"
         )
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    is_moe = bool(values.get("num_moe_experts"))
-    known_fields = {field.name for field in fields(Architecture)}
+    known_fields = {field.name for field in fields(Architecture) if field.name != "moe_layer_freq"}
     sizes = {key: value for key, value in values.items() if key in known_fields and value is not None}
     sizes.setdefault("num_query_groups", heads)
     sizes.setdefault("kv_channels", max(1, hidden // max(1, heads)))
     sizes.setdefault("ffn_hidden_size", 4 * hidden)
     sizes.setdefault("rotary_base", 10000.0)
     sizes.setdefault("layernorm_epsilon", 1e-5)
-    if is_moe:
+    family: Family = "phi3"
+    if sizes.get("num_moe_experts"):
+        family = "qwen3_moe"
         sizes.setdefault("moe_ffn_hidden_size", sizes["ffn_hidden_size"])
         sizes.setdefault("moe_router_topk", 2)
     else:
         sizes = {key: value for key, value in sizes.items() if "moe" not in key}
     sizes["rotary_base"], sizes["layernorm_epsilon"] = float(sizes["rotary_base"]), float(sizes["layernorm_epsilon"])
-    made = Architecture(name=name, family="qwen3_moe" if is_moe else "phi3", **sizes)
-    for known in ARCHITECTURES.values():
-        compared = (*_SIZES, *(_EXPERT_SIZES if is_moe else ("ffn_hidden_size",)))
-        if all(getattr(known, size) == getattr(made, size) for size in compared):
-            return replace(known, **{name: getattr(made, name) for name in _ROUTER}) if is_moe else known
+    made = Architecture(name=name, family=family, **sizes)
+    for published in ARCHITECTURES.values():
+        known = replace(published, **{name: getattr(made, name) for name in _ROUTER}) if made.routes else published
+        if all(getattr(known, name) == getattr(made, name) for name in ("parts", *_OUTSIDE_LAYERS)):
+            return known
     return made

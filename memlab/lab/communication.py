@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import fields
-from typing import Any
-
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
@@ -22,9 +18,6 @@ def communicated_bytes(scenario: Scenario, settings: MemorySettings) -> dict[str
     """
     from memlab.lab.lab import Lab
 
-    values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
-    with Lab(**values, backend="simulated") as lab:
+    with Lab(scenario, backend="simulated") as lab:
         lab.step(settings)
-        session: Any = lab._session
-        counted: Counter[str] = session.stepper.sent_bytes
-    return {kind: num_bytes for kind, num_bytes in sorted(counted.items()) if num_bytes}
+        return lab.sent_bytes

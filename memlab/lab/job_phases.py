@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from math import prod
 from typing import TYPE_CHECKING
 
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.request import PassRequest
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
@@ -46,13 +47,10 @@ def predict_phases(
     """
     from memlab.lab.lab import Lab
 
-    values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
     of_pass = rollout.of_log_probabilities(scenario)
-    with Lab(**values, backend="simulated", replay=replay) as lab:
+    with Lab(scenario, backend="simulated", replay=replay) as lab:
         trained = lab.step(settings, on_progress=on_progress)
-        passed = lab.forward_only(
-            seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True
-        )
+        passed = lab.take(PassRequest(scenario=of_pass, warm_up=True))
     between = trained.static_bytes
     away = trained.offloaded_bytes_by_group
     parameters = away.get("parameters", 0)
@@ -64,12 +62,16 @@ def predict_phases(
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
-    asleep = 0 if rollout.engine_sleeps else engine
+    # Where a job gives the bytes beside the weights, the engine is Megatron's: it pauses the weights as a whole.
+    beside = engine if rollout.engine_bytes is None or engine is None else engine - weights
+    asleep = 0 if rollout.engine_sleeps else beside
     of_sync = weights if rollout.engine_sleeps else engine
     gathered = _gathered_bytes(scenario, rollout)
     generating = between + reference_between
     if rollout.is_colocated and not rollout.engine_has_own_weights:
-        generating, gathered = generating + parameters, 0
+        generating += parameters
+    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
+        gathered = 0
     freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - loaded - reference - of_sync
@@ -120,5 +122,6 @@ def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
     if rollout.bucket_bytes is None:
         return None
     model = scenario.architecture
-    widest = max(model.vocab_size, 2 * (model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size))
-    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * widest * model.hidden_size)
+    weights = model.weights_of(range(scenario.num_layers))
+    largest = max(model.vocab_size * model.hidden_size, *(prod(weight.shape) for weight in weights))
+    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * largest)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,32 +18,28 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import is_whole_number
 from memlab.fitting.does_it_fit import Fit
-from memlab.lab.job_session import JobBackend, JobSession
-from memlab.lab.probes import Probes, check_device_memory, judge_with_steps
+from memlab.lab.fit_with_steps import judge_with_steps
+from memlab.lab.lab_part import OF_ONE_PROCESS
+from memlab.lab.many_ranks import ManyRanks
+from memlab.lab.one_process import OneProcess
+from memlab.lab.probes import Probes
 from memlab.lab.progress import Progress
-from memlab.lab.residency import ResidencyControl
-from memlab.lab.session import Session
-from memlab.lab.stepper import Stepper
+from memlab.lab.request import PassRequest, StepRequest
+from memlab.lab.residency import Residency
+from memlab.lab.session import NamedBackend, OnProgress, Session
 from memlab.model.retention import megatron_globals
-from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.recipe_release import Held, check_held
-from memlab.model.retention.retained_leaves import Retained
 from memlab.ranks.ranks import Ranks
 from memlab.record.device_bytes import DeviceBytes
-from memlab.record.offload_audit import OffloadAudit
-from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
-from memlab.record.transfer import Action, Transfer, check_groups
 
 __all__ = ["OF_ONE_PROCESS", "Lab", "Progress"]
 
-OF_ONE_PROCESS = ("audit_offload", "audit_residency", "groups_used", "retained", "unmetered_step_seconds")
-"""Methods whose answer is about the model of one process: `Lab.each` calls them on every rank."""
 
-
-class Lab:
+class Lab(Residency, Probes):
     """One live Megatron model: on one rank, or with `ranks` on all ranks of a job.
 
     All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs behave the same.
@@ -55,17 +49,18 @@ class Lab:
     `close`, a lab stays open, even if no variable refers to it any more.
 
     Args:
-        architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``.
+        architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``. Or a whole
+            `Scenario`, of which the arguments from `num_layers` to `allocator` that are given replace fields.
         num_layers: How many layers to build; None builds all.
         seq_length: Tokens in a sequence; None takes the architecture's default.
-        micro_batch_size: Sequences in one forward pass.
-        num_microbatches: Forward and backward passes before one optimizer step.
+        micro_batch_size: Sequences in one forward pass; None is 1.
+        num_microbatches: Forward and backward passes before one optimizer step; None is 1.
         packed_sequences: How many sequences share the one row of a micro-batch; None gives each a row of its own.
-        seed: Seed of the weights and the data.
-        dtype: Type of the parameters and the activations, ``bf16`` or ``fp32``.
+        seed: Seed of the weights and the data; None is 1234.
+        dtype: Type of the parameters and the activations, ``bf16`` or ``fp32``; None is ``bf16``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         routing: Which experts the tokens go to on the simulated backend: a `memlab.config.routing.Routing`, or a text
-            such as ``"skewed:2"``.
+            such as ``"skewed:2"``; None is ``"balanced"``.
         replay: Lets a simulated step repeat the events of layers, of micro-batches, of the optimizer or of a whole step
             that was taken, where they are known to be the same. The record is the same, up to the order of frees
             between two allocations, and takes less time. False runs everything.
@@ -91,18 +86,18 @@ class Lab:
 
     def __init__(
         self,
-        architecture: str | Path | Architecture,
+        architecture: str | Path | Architecture | Scenario,
         *,
         num_layers: int | None = None,
         seq_length: int | None = None,
-        micro_batch_size: int = 1,
-        num_microbatches: int = 1,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
         packed_sequences: int | None = None,
-        seed: int = 1234,
-        dtype: Dtype = "bf16",
+        seed: int | None = None,
+        dtype: Dtype | None = None,
         layout: Layout | None = None,
-        routing: Routing | str = "balanced",
-        expert_buffers: bool = False,
+        routing: Routing | str | None = None,
+        expert_buffers: bool | None = None,
         state: TrainingState | None = None,
         allocator: AllocatorSettings | None = None,
         backend: str | Backend = "auto",
@@ -111,33 +106,33 @@ class Lab:
     ) -> None:
         if Lab._open is not None:  # its thread must not wait for `_opening`
             Lab._open._session.worker.refuse_on_own_thread()
-        scenario = Scenario.of(
-            architecture,
-            num_layers=num_layers,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            num_microbatches=num_microbatches,
-            packed_sequences=packed_sequences,
-            seed=seed,
-            dtype=dtype,
-            layout=layout or Layout(),
-            routing=routing,
-            expert_buffers=expert_buffers,
-            state=state or TrainingState(),
-            allocator=allocator or AllocatorSettings(),
-        )
-        self._as_opened = {name: getattr(scenario, name) for name in ("seq_length", "packed_sequences")}
-        self._session: Session | JobSession
+        values: dict[str, Any] = {
+            "num_layers": num_layers,
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "num_microbatches": num_microbatches,
+            "packed_sequences": packed_sequences,
+            "seed": seed,
+            "dtype": dtype,
+            "layout": layout,
+            "routing": routing,
+            "expert_buffers": expert_buffers,
+            "state": state,
+            "allocator": allocator,
+        }
+        scenario = Scenario.of(architecture, **{name: value for name, value in values.items() if value is not None})
+        has_allocator = allocator is not None or isinstance(architecture, Scenario)
+        self._opened = scenario
+        self._session: Session
         if ranks is not None:
-            self._session = JobSession(
-                scenario, ranks, backend if isinstance(backend, str) else backend.name, {"allocator": allocator}
-            )
+            name = backend if isinstance(backend, str) else backend.name
+            self._session = ManyRanks(scenario, ranks, name, has_allocator=has_allocator)
         else:
-            self._session = _session_here(scenario, backend, allocator, replays=replay)
+            self._session = _session_here(scenario, find_backend(backend), replay=replay, has_allocator=has_allocator)
         self._worker = self._session.worker
         with Lab._opening:
             try:
-                self._require_free()
+                self._session.require_free()
                 _close_open_lab()
             except BaseException:
                 self._worker.end()
@@ -150,7 +145,7 @@ class Lab:
                 raise
 
     @property
-    def backend(self) -> Backend | JobBackend:
+    def backend(self) -> NamedBackend:
         """Where the model runs: its `name`, and the `reason` why it was chosen."""
         return self._session.backend
 
@@ -166,7 +161,10 @@ class Lab:
         Other rows are derived from these, so that packed sequences keep their length.
         """
         # Without packing, rows of the first workload say nothing, and may break a rule of another training state.
-        return self.scenario if self.scenario.packed_sequences is None else replace(self.scenario, **self._as_opened)
+        if self.scenario.packed_sequences is None:
+            return self.scenario
+        opened = self._opened
+        return replace(self.scenario, seq_length=opened.seq_length, packed_sequences=opened.packed_sequences)
 
     @property
     def settings(self) -> MemorySettings:
@@ -220,7 +218,7 @@ class Lab:
         Raises:
             ValueError: If the lab is busy or closed, or has ranks in other processes.
         """
-        return self._one_rank("start_over").start_over()
+        return self._one_process("start_over").start_over()
 
     def set_workload(
         self,
@@ -278,7 +276,7 @@ class Lab:
             ValueError: If the state breaks a rule, on this backend or with the settings, or the lab is closed.
         """
         self._worker.require_open()
-        self._session.check(self.settings if settings is None else settings, state)
+        self._session.check(StepRequest(settings=settings, state=state))
 
     def step(
         self,
@@ -287,48 +285,47 @@ class Lab:
         state: TrainingState | None = None,
         allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> StepRecord:
-        """Takes a training step and measures it: `submit`, and waits. Ctrl-C ends the step between two layers.
-
-        Returns:
-            The record, also appended to `records`.
-
-        Raises:
-            ValueError: If the settings break a rule.
-        """
-        return self._session.step(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
-
-    def submit(
-        self,
-        settings: MemorySettings | None = None,
-        *,
-        state: TrainingState | None = None,
-        allocator: AllocatorSettings | None = None,
-        warm_up: bool = True,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> Future[StepRecord]:
-        """Starts a training step and returns at once.
+        """Takes a training step and measures it. Ctrl-C ends the step between two layers.
 
         Args:
-            settings: Applied first; None keeps the current settings.
-            state: The training state, to which the lab changes as by `set_state`, together with the settings; None
-                keeps the current one.
-            allocator: Options of torch's allocator. A simulated lab rebuilds its model under other ones; a process on a
-                GPU has those that it was started with. None keeps the current ones.
-            warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills
-                Megatron's offload manager, so that the recorded step equals all that follow (`StepRecord.is_steady`).
+            settings: As `StepRequest` explains, with the next three.
+            state: The training state.
+            allocator: Options of torch's allocator.
+            warm_up: Whether a step is taken first that is not recorded, if something has changed.
             on_progress: Called on the lab's thread at each phase and layer.
 
         Returns:
-            The future record. A step that runs out of memory or is stopped also ends in a record.
+            The record, also appended to `records`. A step that runs out of memory or is stopped also ends in a record.
 
         Raises:
             ValueError: If the settings break a rule; nothing has run then.
         """
-        return self._session.submit(
-            settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress
-        )
+        request = StepRequest(settings=settings, state=state, allocator=allocator, warm_up=warm_up)
+        return self.take(request, on_progress)
+
+    def take(self, request: StepRequest | PassRequest, on_progress: OnProgress | None = None) -> StepRecord:
+        """Takes the step or the pass of a request, and waits for it, as `step` and `forward_only` do."""
+        return self._session.take(request, on_progress)
+
+    def submit(
+        self, request: StepRequest | MemorySettings | None = None, on_progress: OnProgress | None = None
+    ) -> Future[StepRecord]:
+        """Starts a training step and returns at once.
+
+        Args:
+            request: What the step runs under, or its settings alone.
+            on_progress: As for `step`.
+
+        Returns:
+            The future record.
+
+        Raises:
+            ValueError: If the request breaks a rule; nothing has run then.
+        """
+        asked = request if isinstance(request, StepRequest) else StepRequest(settings=request)
+        return self._session.submit(asked, on_progress)
 
     def stop(self) -> bool:
         """Requests that the running step ends between two phases or layers; its record says ``interrupted``.
@@ -375,7 +372,9 @@ class Lab:
             ValueError: If the settings or the workload break a rule.
         """
         scenario = self._with_workload(seq_length, micro_batch_size, num_microbatches)
-        return self._session.forward_only(settings, scenario, suspend_offload=suspend_offload, warm_up=warm_up)
+        return self.take(
+            PassRequest(scenario=scenario, settings=settings, suspend_offload=suspend_offload, warm_up=warm_up)
+        )
 
     def _with_workload(
         self, seq_length: int | None, micro_batch_size: int | None, num_microbatches: int | None
@@ -390,85 +389,6 @@ class Lab:
         return replace(scenario, **{name: value for name, value in given.items() if value is not None})
 
     @property
-    def pinned_host_memory(self) -> bool:
-        """Whether host copies of parameters, gradients and optimizer state are page-locked, so that copies are faster.
-
-        It applies to buffers that are allocated from now on: set it before the groups are first offloaded.
-        """
-        if isinstance(self._session, JobSession):
-            return all(self._session.get("pinned_host_memory"))
-        return ResidencyControl(self._session).pinned_host_memory
-
-    @pinned_host_memory.setter
-    def pinned_host_memory(self, pinned: bool) -> None:
-        if isinstance(self._session, JobSession):
-            self._session.set("pinned_host_memory", pinned)
-        else:
-            ResidencyControl(self._session).pinned_host_memory = pinned
-
-    def offload(self, *groups: str) -> Transfer:
-        """Transfers groups from the device to the host between two steps; the next step loads them again.
-
-        Args:
-            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``. Gradients are dropped, others copied.
-
-        Raises:
-            ValueError: If a name is unknown.
-        """
-        return self._transfer("offload", groups)
-
-    def load(self, *groups: str) -> Transfer:
-        """Transfers groups from the host to the device between two steps.
-
-        Args:
-            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``.
-
-        Raises:
-            ValueError: If a name is unknown.
-        """
-        return self._transfer("load", groups)
-
-    def hand_over(self) -> Transfer:
-        """Copies the parameters to the host for a rollout engine, as a weight sync does.
-
-        Raises:
-            ValueError: If the parameters are not on the device.
-        """
-        return self._transfer("hand over", ("parameters",))
-
-    def _transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
-        if isinstance(self._session, JobSession):
-            check_groups(groups)
-            return self._session.transfer(action, groups)
-        return ResidencyControl(self._session).transfer(action, groups)
-
-    def audit_residency(self) -> ResidencyAudit:
-        """Finds where parameters, gradients and optimizer state are, and compares it with what was requested."""
-        return ResidencyControl(self._one_rank("audit_residency")).audit()
-
-    def residency_fault(self, name: str) -> AbstractContextManager[None]:
-        """Within the block, transfers have an error that a real project once had. After it, all is on the device again.
-
-        Args:
-            name: One of `memlab.model.residency.injected_faults.FAULTS`, each of which names its source.
-
-        Raises:
-            ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.
-        """
-        return ResidencyControl(self._one_rank("residency_fault")).fault(name)
-
-    def groups_used(self) -> dict[str, tuple[str, ...]]:
-        """Takes a step and a weight sync that are not recorded, and finds which groups each phase touches.
-
-        Returns:
-            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
-
-        Raises:
-            torch.OutOfMemoryError: If the step runs out of memory; the model is usable afterwards.
-        """
-        return ResidencyControl(self._one_rank("groups_used")).groups_used()
-
-    @property
     def device_memory_bytes(self) -> int | None:
         """The memory of a pretended device: a step that needs more runs out of memory. None sets no limit.
 
@@ -479,8 +399,12 @@ class Lab:
 
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
-        check_device_memory(num_bytes)
-        self._session.limit_device_memory(num_bytes)
+        if num_bytes is not None and not is_whole_number(num_bytes):
+            raise ValueError(
+                f"device_memory_bytes is {num_bytes!r}, must be a whole number of at least 1, or None: give the "
+                "device's size in bytes, or None for an unlimited one"
+            )
+        self._session.device_memory_bytes = num_bytes
 
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
         """Compares a step or a forward-only pass with a GPU's memory.
@@ -502,58 +426,7 @@ class Lab:
         own, given = self.scenario, record.scenario
         if record.forward_only:
             own = self._with_workload(given.seq_length, given.micro_batch_size, given.num_microbatches)
-        return judge_with_steps(self, record, gpu_memory, own)
-
-    def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
-        """Compares what activation offload was expected to free with what it saves, to the byte.
-
-        Takes steps with and without offload, some of them twice or more; `records` gets the two that are measured. The
-        settings are again what they were.
-
-        Args:
-            settings: Settings that have `offload_modules`.
-
-        Raises:
-            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
-                the settings break another rule, or if one of the steps does not finish.
-        """
-        return Probes(self._one_rank("audit_offload")).audit_offload(settings)
-
-    def retained(self) -> list[Retained]:
-        """Finds what module attributes keep allocated between steps through their autograd graphs, by which path.
-
-        Replayed layers have no such graphs: they have what an equal layer keeps.
-        """
-        return Probes(self._one_rank("retained")).retained()
-
-    def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> AbstractContextManager[Tap]:
-        """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
-
-        Steps in the block are not steady: each begins with the output that the one before it has left. After them, the
-        first step outside of the block is preceded by a warm-up step.
-
-        Args:
-            layer: Counted from 0.
-            every: Keeps the outputs of all forwards and not only the last checkpointed one, as a program does that
-                appends them to a list: a leak, until the block ends.
-            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328),
-                and also the storages of other taps in the block; `Tap.look` then shows what a probe would have read,
-                without a read.
-
-        Raises:
-            ValueError: If there is no such layer.
-        """
-        return Probes(self._one_rank("tap")).tap(layer, guarded=guarded, every=every)
-
-    def unmetered_step_seconds(self) -> float:
-        """Takes a step without metering it and returns its duration, to compare with a metered one.
-
-        The next step under the same settings is preceded by a warm-up step, in which the meter catches up.
-
-        Raises:
-            ValueError: If no metered step has been taken under the current settings.
-        """
-        return Probes(self._one_rank("unmetered_step_seconds")).unmetered_step_seconds()
+        return judge_with_steps(self._session, record, gpu_memory, own)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of the lab on every rank at the same time.
@@ -571,44 +444,20 @@ class Lab:
         """
         if method not in OF_ONE_PROCESS:
             raise ValueError(f"method is {method!r}, must be one of {', '.join(OF_ONE_PROCESS)}: call others directly")
-        if isinstance(self._session, JobSession):
+        if isinstance(self._session, ManyRanks):
             return self._session.each(method, *args, **kwargs)
         return [getattr(self, method)(*args, **kwargs)]
-
-    def _one_rank(self, method: str) -> Session:
-        """Returns the session of a model in this process, which the method looks into.
-
-        Raises:
-            ValueError: If the lab has its ranks in other processes.
-        """
-        if isinstance(self._session, JobSession):
-            instead = "it on a lab without ranks"
-            if method in OF_ONE_PROCESS:
-                instead = f"lab.each({method!r}, ...), which answers for every rank"
-            num_ranks = self.scenario.layout.world_size
-            raise ValueError(
-                f"{method} looks into one process, and this lab has {num_ranks} ranks, each in its own: call {instead}"
-            )
-        return self._session
-
-    @property
-    def _stepper(self) -> Stepper:
-        return self._one_rank("_stepper").stepper
 
     def close(self) -> None:
         """Frees model, optimizer, process group and thread. Records stay readable. A second call does nothing."""
         self._worker.refuse_on_own_thread()
         if not self.closed:
-            self._require_free()  # a release that is refused would leave the model allocated for good
+            self._session.require_free()  # a release that is refused would leave the model allocated for good
         self.stop()
         try:
             self._session.close()
         finally:
             self._leave()
-
-    def _require_free(self) -> None:
-        if isinstance(self._session, Session):  # a job works in other processes
-            self._session.stepper.require_free()
 
     def drop(self) -> dict[str, int]:
         """Closes the lab the careless way: drops its names only, and finds what kept how much of the model alive.
@@ -616,7 +465,7 @@ class Lab:
         Returns:
             Device bytes by holder; an empty dict if dropping the names was enough. All of it is free afterwards.
         """
-        session = self._one_rank("drop")
+        session = self._one_process("drop")
         left = session.run_exclusive(session.stepper.drop)
         self._worker.end()
         self._leave()
@@ -637,7 +486,7 @@ class Lab:
             ValueError: If `held` is none of these.
         """
         check_held(held)
-        session = self._one_rank("release_recipe")
+        session = self._one_process("release_recipe")
         found = session.run_exclusive(lambda: session.stepper.release_recipe(held, clears=clears))
         self._worker.end()
         self._leave()
@@ -657,24 +506,21 @@ class Lab:
         Lab._open = None if Lab._open is self else Lab._open
 
 
-def _session_here(
-    scenario: Scenario, backend_name: str | Backend, allocator: AllocatorSettings | None, *, replays: bool
-) -> Session:
+def _session_here(scenario: Scenario, backend: Backend, *, replay: bool, has_allocator: bool) -> OneProcess:
     """Makes the session of a model in this process.
 
     Raises:
         ValueError: If the backend cannot build the scenario.
     """
-    backend = find_backend(backend_name)
     if backend.computes and scenario.routing != Routing():
         raise ValueError(
             f"routing is {scenario.routing}, and on the {backend.name} backend the router decides: "
             "leave it out, or choose backend 'simulated'"
         )
-    if allocator is None:
+    if not has_allocator:
         scenario = replace(scenario, allocator=backend.allocator())
     backend.check(scenario)
-    return Session(scenario, backend, replays=replays)
+    return OneProcess(scenario, backend, replays=replay)
 
 
 def _close_open_lab() -> None:

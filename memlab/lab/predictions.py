@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from memlab.analysis.limits import Limit
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
-from memlab.config.scenario import Scenario, routed_by_chance
+from memlab.config.scenario import WORKLOAD, Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
@@ -22,7 +22,6 @@ from memlab.record.step_record import StepRecord
 _DRAWS = 3
 """Of a random routing, to predict a limit. Of five draws three gave the limit that a real job of two ranks had
 (``labs/LOG.md``, 2026-11-23), and two gave one that was 8 % lower."""
-_WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 
 
 def predict_ranks(
@@ -32,6 +31,7 @@ def predict_ranks(
     *,
     ranks: Sequence[int] | None = None,
     routing: Routing | str = "balanced",
+    replay: bool = True,
     **workload: Any,
 ) -> dict[str, StepRecord]:
     """Predicts a step on ranks of a job, one after the other, as ``memlab predict --rank all`` does.
@@ -43,7 +43,8 @@ def predict_ranks(
         ranks: The ranks to predict; None takes one rank of every kind (`Scenario.ranks_of_every_kind`).
         routing: Which experts the tokens go to. Unless routing is balanced, ranks with different experts are of
             different kinds; with random routing, every rank is a kind of its own.
-        **workload: Further arguments of a `Lab`.
+        replay: As for a `Lab`.
+        **workload: Further fields of the job's `Scenario`.
 
     Returns:
         The records, by names such as ``"rank-3"``, in the order of the ranks.
@@ -51,14 +52,11 @@ def predict_ranks(
     Raises:
         ValueError: If a value breaks its rule.
     """
-    if ranks is None:
-        of_scenario = {name: value for name, value in workload.items() if name != "replay" and value is not None}
-        job = Scenario.of(architecture, layout=layout, routing=routing, **of_scenario)
-        ranks = job.ranks_of_every_kind
+    given = {name: value for name, value in workload.items() if value is not None}
+    job = Scenario.of(architecture, layout=layout, routing=routing, **given)
     records = {}
-    for rank in ranks:
-        spread = replace(layout, rank=rank)
-        with Lab(architecture, layout=spread, routing=routing, backend="simulated", **workload) as lab:
+    for rank in job.ranks_of_every_kind if ranks is None else ranks:
+        with Lab(job.on_rank(rank), backend="simulated", replay=replay) as lab:
             records[f"rank-{rank}"] = lab.step(settings)
     return records
 
@@ -76,7 +74,7 @@ def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
         The predictions, without their timelines.
 
     Raises:
-        ValueError: If a step did not finish.
+        ValueError: If a step did not finish, or cannot be predicted with the installed versions.
     """
     failed = next((record for record in measured if record.status != "ok"), None)
     if failed is not None:
@@ -90,16 +88,22 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     try:
         for record in measured:
             scenario = routed_by_chance(record.scenario)
-            model, workload = _split(scenario)
             is_other_lab = record.step_index <= former_step  # steps of one lab are numbered in their order
             former_step = record.step_index
-            if lab is None or is_other_lab or _split(lab.scenario)[0] != model:
-                if lab is not None:
-                    lab.close()
-                lab = Lab(**model, **workload, backend="simulated")
-            lab.set_workload(**workload)
-            settings = record.settings
-            predicted = lab.forward_only(settings, warm_up=True) if record.forward_only else lab.step(settings)
+            try:
+                if lab is None or is_other_lab or not set(lab.scenario.differences(scenario)) <= set(WORKLOAD):
+                    if lab is not None:
+                        lab.close()
+                    lab = Lab(scenario, backend="simulated")
+                lab.set_workload(**scenario.workload)
+                settings = record.settings
+                predicted = lab.forward_only(settings, warm_up=True) if record.forward_only else lab.step(settings)
+            except ValueError as error:
+                measured_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+                raise ValueError(
+                    f"{record.scenario}, {record}, was measured with {measured_with}, and memlab cannot predict it "
+                    f"with the versions here ({error}): leave its line out, or install those versions"
+                ) from error
             yield replace(predicted, timeline=None)
             lab.records.clear()
     finally:
@@ -123,16 +127,9 @@ def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
 
     taken: list[tuple[StepRecord, RequestLog]] = []
     for routing, rank in product(routings, chance.ranks_of_every_kind):
-        with stepping(replace(chance, routing=routing, layout=replace(chance.layout, rank=rank))) as steps:
+        with stepping(replace(chance.on_rank(rank), routing=routing)) as steps:
             record = steps(settings)
             assert steps.requests is not None, "torch's allocator is simulated"
             taken.append((record, steps.requests))
     most, _ = max(taken, key=lambda each: each[0].peak_reserved_bytes or 0)
     return Limit.find(most, lambda limit_bytes: all(log.completes_within(limit_bytes) for _, log in taken))
-
-
-def _split(scenario: Scenario) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a lab's arguments: those of the model, and those that `Lab.set_workload` changes."""
-    values = {field.name: getattr(scenario, field.name) for field in fields(scenario)}
-    workload = {name: values.pop(name) for name in _WORKLOAD}
-    return values, workload

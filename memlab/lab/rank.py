@@ -6,15 +6,16 @@ import gc
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import psutil
 
+from memlab.backends import find_backend
 from memlab.config.scenario import Scenario
 from memlab.lab.lab import Lab
-from memlab.lab.progress import Progress
+from memlab.lab.request import PassRequest, StepRequest
 from memlab.record.step_record import StepRecord
 
 _KEPT_RECORDS = 8
@@ -86,14 +87,14 @@ class Rank:
         of_interfaces = psutil.net_if_addrs().items()
         return next((name for name, of_name in of_interfaces if own in {one.address for one in of_name}), "")
 
-    def open(self, meeting: dict[str, str], backend: str, scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+    def open(self, meeting: dict[str, str], backend: str, scenario: Scenario, has_allocator: bool) -> dict[str, Any]:
         """Opens the lab of this rank; all ranks are called together.
 
         Args:
             meeting: Environment variables ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
             backend: Of the lab.
             scenario: Of the lab, with this rank's layout.
-            given: Arguments that replace those of the scenario.
+            has_allocator: Whether the scenario has the allocator's options; if not, they are those of this process.
 
         Returns:
             The name of the backend, why it was chosen, and the scenario as it is.
@@ -101,18 +102,21 @@ class Rank:
         os.environ.update(meeting)
         # The store is served already: no rank of torch's starts one (torch.distributed.rendezvous, 2.11 and 2.13).
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        arguments = {field.name: getattr(scenario, field.name) for field in fields(Scenario)} | given
-        self._lab = lab = Lab(**arguments, backend=backend)
+        if not has_allocator:
+            scenario = replace(scenario, allocator=find_backend(backend).allocator())
+        self._lab = lab = Lab(scenario, backend=backend)
         return {"name": lab.backend.name, "reason": lab.backend.reason, "scenario": lab.scenario}
 
-    def step(self, forward_only: bool, kwargs: dict[str, Any]) -> StepRecord:
-        """Takes a step, and reports its progress.
+    def take(self, request: StepRequest | PassRequest) -> StepRecord:
+        """Takes a step or a pass, and reports the progress of a step.
 
         Raises:
             StepEndedEarly: If it ran out of memory.
         """
         lab = self._require_lab()
-        record = lab.forward_only(**kwargs) if forward_only else lab.step(**kwargs, on_progress=self._report_progress)
+        if isinstance(request, PassRequest):
+            request = replace(request, scenario=request.scenario.on_rank(lab.scenario.layout.rank))
+        record = lab.take(request, self._report)
         del lab.records[:-_KEPT_RECORDS]
         if record.status == "out_of_memory":
             raise StepEndedEarly(record)
@@ -144,6 +148,3 @@ class Rank:
     def _require_lab(self) -> Lab:
         assert self._lab is not None, "the notebook opens the lab first"
         return self._lab
-
-    def _report_progress(self, progress: Progress) -> None:
-        self._report(progress)

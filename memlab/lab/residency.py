@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from memlab.lab.session import Session
+from memlab.lab.lab_part import LabPart
 from memlab.lab.stepper import Stepper
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.group_usage import GroupUse
@@ -17,49 +17,90 @@ from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import Action, Transfer, check_groups
 
 
-class ResidencyControl:
+class Residency(LabPart):
     """The part of a `Lab` that transfers groups between device and host, and checks where they are."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._stepper = session.stepper
 
     @property
     def pinned_host_memory(self) -> bool:
-        """Implements `Lab.pinned_host_memory`."""
-        self._session.worker.require_open()
-        return self._stepper.pinned_host_memory
+        """Whether host copies of parameters, gradients and optimizer state are page-locked, so that copies are faster.
+
+        It applies to buffers that are allocated from now on: set it before the groups are first offloaded.
+        """
+        return self._session.pinned_host_memory
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
-        def set_pinned() -> None:
-            self._stepper.pinned_host_memory = pinned
+        self._session.pinned_host_memory = pinned
 
-        self._session.run_exclusive(set_pinned)
+    def offload(self, *groups: str) -> Transfer:
+        """Transfers groups from the device to the host between two steps; the next step loads them again.
 
-    def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
-        """Implements `Lab.offload`, `Lab.load` and `Lab.hand_over`."""
+        Args:
+            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``. Gradients are dropped, others copied.
+
+        Raises:
+            ValueError: If a name is unknown.
+        """
+        return self._transfer("offload", groups)
+
+    def load(self, *groups: str) -> Transfer:
+        """Transfers groups from the host to the device between two steps.
+
+        Args:
+            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``.
+
+        Raises:
+            ValueError: If a name is unknown.
+        """
+        return self._transfer("load", groups)
+
+    def hand_over(self) -> Transfer:
+        """Copies the parameters to the host for a rollout engine, as a weight sync does.
+
+        Raises:
+            ValueError: If the parameters are not on the device.
+        """
+        return self._transfer("hand over", ("parameters",))
+
+    def _transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         check_groups(groups)
-        return self._session.run_exclusive(lambda: self._stepper.transfers.transfer(action, groups), disturbs=True)
+        return self._session.transfer(action, groups)
 
-    def audit(self) -> ResidencyAudit:
-        """Implements `Lab.audit_residency`."""
-        return self._session.run_exclusive(lambda: self._stepper.transfers.audit())  # noqa: PLW0108  # a closed lab has no transfers
+    def audit_residency(self) -> ResidencyAudit:
+        """Finds where parameters, gradients and optimizer state are, and compares it with what was requested."""
+        session = self._one_process("audit_residency")
+        return session.run_exclusive(lambda: session.stepper.transfers.audit())  # noqa: PLW0108  # a closed lab has no transfers
 
     @contextmanager
-    def fault(self, name: str) -> Iterator[None]:
-        """Implements `Lab.residency_fault`."""
+    def residency_fault(self, name: str) -> Iterator[None]:
+        """Within the block, transfers have an error that a real project once had. After it, all is on the device again.
+
+        Args:
+            name: One of `memlab.model.residency.injected_faults.FAULTS`, each of which names its source.
+
+        Raises:
+            ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.
+        """
+        session = self._one_process("residency_fault")
         if name not in FAULTS:
             raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
-        self._session.run_exclusive(lambda: self._stepper.transfers.set_fault(name), disturbs=True)
+        session.run_exclusive(lambda: session.stepper.transfers.set_fault(name), disturbs=True)
         try:
             yield
         finally:
-            self._session.run_after_step(lambda: self._stepper.transfers.set_fault(None), disturbs=True)
+            session.run_after_step(lambda: session.stepper.transfers.set_fault(None), disturbs=True)
 
     def groups_used(self) -> dict[str, tuple[str, ...]]:
-        """Implements `Lab.groups_used`."""
-        return self._session.run_exclusive(lambda: _groups_used(self._stepper), disturbs=True)
+        """Takes a step and a weight sync that are not recorded, and finds which groups each phase touches.
+
+        Returns:
+            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
+
+        Raises:
+            torch.OutOfMemoryError: If the step runs out of memory; the model is usable afterwards.
+        """
+        session = self._one_process("groups_used")
+        return session.run_exclusive(lambda: _groups_used(session.stepper), disturbs=True)
 
 
 def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:

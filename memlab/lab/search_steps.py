@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +77,9 @@ class SimulatedSteps:
         """
         lab = self._new_lab()
         lab.device_memory_bytes = limit_bytes
-        session: Any = lab._session
         self._last = self.requests = None
         try:
-            with session.logging_requests() if limit_bytes is None else nullcontext() as self.requests:
+            with lab.logging_requests() if limit_bytes is None else nullcontext() as self.requests:
                 if self._forward_only:
                     record = lab.forward_only(settings, warm_up=True)
                 else:
@@ -136,8 +134,7 @@ def stepping(
 def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) -> Iterator[Lab]:
     lab_module = imported("memlab.lab.lab")
 
-    values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
-    with lab_module.Lab(**values, backend=backend, replay=replay) as lab:
+    with lab_module.Lab(scenario, backend=backend, replay=replay) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
         # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
         # be included again. If few objects are left, torch and Megatron are excluded already, and a small model is no

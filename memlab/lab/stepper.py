@@ -59,9 +59,9 @@ from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS
-from memlab.replay.layers import NotReplayableError
 from memlab.replay.no_replay import NoReplay
-from memlab.replay.plan import Plan
+from memlab.replay.passes import NotReplayableError
+from memlab.replay.plan import Circumstances, Plan
 from memlab.replay.steps import replay_of
 
 
@@ -147,7 +147,7 @@ class Stepper:
         self.labels.attach(live.working_modules())
         self._make_transfers()
         with self.labels.category("workspace"):
-            self.backend.fill_workspaces(self.scenario.architecture.is_moe)
+            self.backend.fill_workspaces(self.scenario.architecture.routes)
         self.apply(settings)
         self.replay = replay_of(live, self.labels, self.meter, is_wanted=self._replays)
 
@@ -455,16 +455,17 @@ class Stepper:
             The record of a step that finished, ran out of memory or was stopped. The model is usable after each.
         """
         labels, meter = self.labels, self.meter
-        plan = self.replay.plan(
-            self.scenario,
-            self.settings,
+        circumstances = Circumstances(
+            scenario=self.scenario,
+            settings=self.settings,
             forward_only=forward_only,
             is_tapped=self.is_tapped,
             has_fault=self.transfers.has_fault,
         )
+        plan = self.replay.plan(circumstances)
         if (repeated := self._repeated(plan, on_move)) is not None:
             return repeated
-        self._begin()
+        self._is_as_built = False
         on_host, sent_before = self.transfers.residency.on_host, collectives.sent_bytes.copy()
         torch.cuda.synchronize()
         meter.start(self._categories())
@@ -499,10 +500,6 @@ class Stepper:
             self.replay.step_taken(plan, measured, forward_only=forward_only)
         return record
 
-    def _begin(self) -> None:
-        self.replay.begin()
-        self._is_as_built = False
-
     def _repeated(self, plan: Plan, on_move: Callable[[], None] | None) -> StepRecord | None:
         """Returns the record of a step that only repeats the last one; None if it has to be taken."""
         started = time.perf_counter()
@@ -522,7 +519,7 @@ class Stepper:
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Runs the block, a training step without a record; the model is usable again if it raises."""
-        self._begin()
+        self._is_as_built = False
         try:
             with self.replay.parts(Plan()):
                 yield

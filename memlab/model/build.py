@@ -145,8 +145,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
-            if scenario.architecture.is_moe:
-                config.memlab_routing.add_layers(model.decoder.layers)
+            config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
             if not scenario.state.use_distributed_optimizer:
@@ -209,7 +208,7 @@ def _spread_experts(model: GPTModel) -> None:
     # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
     # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
     for layer in model.decoder.layers:
-        for weight in layer.mlp.experts.parameters():
+        for weight in layer.mlp.experts.parameters() if layer.is_moe_layer else ():
             weight.allreduce = False
 
 
@@ -234,17 +233,22 @@ def _retain_main_gradients(live: LiveModel) -> None:
 def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:
     """Builds Megatron's GPTModel with the layers of a provider: one of the chunks of this rank's pipeline stage."""
     architecture = scenario.architecture
-    # The spec is Transformer Engine's own; only the classes in it are the provider's.
+    # The specs are Transformer Engine's own; only the classes in them are the provider's. Megatron's
+    # `get_gpt_decoder_block_spec`, which makes both kinds of layers, cannot be imported without Transformer Engine.
     with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=architecture.num_moe_experts,
-            moe_grouped_gemm=architecture.is_moe,
-            qk_layernorm=architecture.qk_layernorm,
-        )
+        specs = {
+            part.routes: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                num_experts=architecture.num_moe_experts if part.routes else None,
+                moe_grouped_gemm=part.routes,
+                qk_layernorm=architecture.qk_layernorm,
+            )
+            for part in architecture.feed_forwards
+        }
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
-        layer_specs=[spec] * scenario.num_layers_of_chunk, layer_norm=provider().layer_norm(rms_norm=True)
+        layer_specs=[specs[architecture.layer_routes(layer)] for layer in scenario.chunks_of_rank[chunk]],
+        layer_norm=provider().layer_norm(rms_norm=True),
     )
     return GPTModel(
         config=config,

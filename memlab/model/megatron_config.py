@@ -5,6 +5,7 @@ Written against megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,20 +32,11 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
     architecture = scenario.architecture
     dtype = _DTYPES[scenario.dtype]
-    moe: dict[str, Any] = {}
-    if architecture.is_moe:
-        moe = {
-            "num_moe_experts": architecture.num_moe_experts,
-            "moe_router_topk": architecture.moe_router_topk,
-            "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
-            "moe_aux_loss_coeff": architecture.moe_aux_loss_coeff,
-            "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": True,
-            "moe_permute_fusion": True,
-        }
+    of_parts: dict[str, Any] = {"ffn_hidden_size": architecture.ffn_hidden_size}
+    for part in architecture.parts:
+        of_parts |= {**asdict(part), **part.megatron}
+    if architecture.moe_layer_freq is not None:
+        of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
     config = TransformerConfig(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
@@ -59,14 +51,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
         expert_tensor_parallel_size=scenario.layout.expert_tensor_size,
         sequence_parallel=scenario.layout.sequence_parallel,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.layernorm_epsilon,
-        qk_layernorm=architecture.qk_layernorm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -81,7 +67,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         use_cpu_initialization=False,
         finalize_model_grads_func=finalize_model_grads,
         **state_fields(scenario.state),
-        **moe,
+        **{name: value for name, value in of_parts.items() if name in TransformerConfig.__dataclass_fields__},
         **settings_fields(settings),
     )
     # What memlab's own dispatcher reads, which gets nothing but the config.

@@ -9,7 +9,7 @@ an earlier one. If no micro-batch is known to repeat, the schedule steps all of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memlab.config.scenario import Scenario
@@ -17,6 +17,7 @@ from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.training_step import Microbatches
+from memlab.replay.passes import PassesOfStep
 from memlab.upstream.patching import patched
 
 
@@ -27,17 +28,15 @@ class MicrobatchReplay(Microbatches):
         meter: Of the step.
         labels: Of the step.
         scenario: What the step runs. Its stage decides after how many forward passes the pipeline is full.
-        on_insertion: Called with the number of micro-batches that are inserted.
+        step: The step under way. Its schedule makes fewer forward passes where micro-batches are inserted.
     """
 
-    def __init__(
-        self, meter: SimulatedMeter, labels: Labels, scenario: Scenario, on_insertion: Callable[[int], None]
-    ) -> None:
+    def __init__(self, meter: SimulatedMeter, labels: Labels, scenario: Scenario, step: PassesOfStep) -> None:
         layout = scenario.layout
         stage = layout.rank // layout.ranks_of_a_stage
         num_before = layout.pipeline_model_parallel_size - 1 - stage
         """Forward passes before the first backward pass, without the one that it follows."""
-        self._labels, self._meter, self._on_insertion = labels, meter, on_insertion
+        self._labels, self._meter, self._step = labels, meter, step
         self._num_microbatches = scenario.num_microbatches
         self._passes_of_a_microbatch = 2 * scenario.num_layers_of_stage
         self._starts: list[int] = []
@@ -61,7 +60,7 @@ class MicrobatchReplay(Microbatches):
             self._num_inserted = num_left
             collectives.send_again(sent, num_left)
             self._labels.num_repeated += num_left * self._passes_of_a_microbatch
-            self._on_insertion(num_left)
+            self._step.num_microbatches -= num_left
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from memlab.model.build import LiveModel
 from memlab.model.retention.retained_leaves import Retained
 from memlab.model.training_step import ALL_MICROBATCHES, Microbatches, update_parameters
 from memlab.record.timeline import Timeline
-from memlab.replay.plan import Plan
+from memlab.replay.plan import Circumstances, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +41,16 @@ class NoReplay:
     is_unchanged = False
     """Whether nothing but memory may differ between the last step and the next one."""
 
-    def plan(
-        self,
-        scenario: Scenario,
-        settings: MemorySettings,
-        *,
-        forward_only: bool,
-        is_tapped: bool,
-        has_fault: bool,
-    ) -> Plan:
-        """Plans the next step; a fault of the residency looks at real tensors."""
+    def plan(self, step: Circumstances) -> Plan:
+        """Plans the next step."""
         return Plan()
 
     def repeat_step(self, plan: Plan) -> tuple[Timeline, dict[str, Any]] | None:
         """Repeats the last step as a whole, and returns its new timeline and what was measured of it; None if not."""
 
-    def begin(self) -> None:
-        """Says that the model takes a step that repeats none."""
-
     @contextmanager
     def parts(self, plan: Plan) -> Iterator[StepParts]:
-        """Replays what the plan allows in the block, which takes one step."""
+        """Replays what the plan allows in the block, which takes a step that repeats none."""
         yield StepParts()
 
     def step_taken(self, plan: Plan, measured: dict[str, Any], *, forward_only: bool) -> None:

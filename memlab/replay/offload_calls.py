@@ -285,4 +285,5 @@ class RepeatedCalls:
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
+    """Returns what a stand-in of a tensor has in common with it."""
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -10,6 +10,19 @@ from memlab.config.settings import MemorySettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What a stepper knows of a step before it begins."""
+
+    scenario: Scenario
+    settings: MemorySettings
+    forward_only: bool
+    is_tapped: bool
+    """Whether a tap looks at the real tensors of passes."""
+    has_fault: bool
+    """Whether a residency fault looks at the real tensors of any part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What of one step may be replayed; without arguments, nothing."""
 
@@ -25,39 +38,28 @@ class Plan:
     """Whether MoE layers are recomputed as a whole."""
 
 
-def plan_step(
-    scenario: Scenario,
-    settings: MemorySettings,
-    *,
-    forward_only: bool,
-    has_limit: bool,
-    is_tapped: bool,
-    is_looked_at: bool,
-    follows_full_recompute: bool,
-) -> Plan:
+def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follows_full_recompute: bool) -> Plan:
     """Plans one step of a simulated model.
 
     Args:
-        scenario: What the step runs.
-        settings: Its settings.
-        forward_only: Whether it has no backward.
+        step: What is known of it.
         has_limit: Whether it may run out of memory.
-        is_tapped: Whether a tap looks at the real tensors of passes.
-        is_looked_at: Whether something looks at the real tensors of any part: `Meter.at_event`, or a fault.
+        is_looked_at: Whether `Meter.at_event` looks at the real tensors of any part.
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
     """
-    layout, is_moe = scenario.layout, scenario.architecture.is_moe
+    scenario, settings = step.scenario, step.settings
+    layout, is_moe = scenario.layout, scenario.architecture.routes
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates.
-    has_real_tensors = scenario.state.fp8_format is not None or is_looked_at
+    has_real_tensors = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
     # Data-parallel communication then begins in forward or backward, of the first and the last micro-batch: each of
     # their passes must start its own. The micro-batches between run under DDP's ``no_sync``, and only gather parameters
     # that have been gathered already.
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
     # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
     has_remedy = is_moe and settings.checkpoint_input_remedy is not None
-    are_equal = not (forward_only or has_remedy or scenario.rows_vary or is_tapped or has_real_tensors)
-    recomputes_moe = is_moe and checkpoints_moe_layers(settings, scenario.architecture)
+    are_equal = not (step.forward_only or has_remedy or scenario.rows_vary or step.is_tapped or has_real_tensors)
+    recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     passes = are_equal and not overlaps
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,

@@ -17,7 +17,7 @@ from memlab.record.timeline import Timeline
 from memlab.replay.layers import LayerReplay
 from memlab.replay.microbatches import MicrobatchReplay
 from memlab.replay.no_replay import NoReplay, StepParts
-from memlab.replay.plan import Plan, plan_step
+from memlab.replay.plan import Circumstances, Plan, plan_step
 from memlab.replay.update import UpdateReplay
 
 
@@ -52,26 +52,11 @@ class StepReplay(NoReplay):
     def is_unchanged(self) -> bool:  # type: ignore[override]
         return self._repeatable is not None
 
-    def plan(
-        self,
-        scenario: Scenario,
-        settings: MemorySettings,
-        *,
-        forward_only: bool,
-        is_tapped: bool,
-        has_fault: bool,
-    ) -> Plan:
-        if not self.is_on:
-            return Plan()
-        return plan_step(
-            scenario,
-            settings,
-            forward_only=forward_only,
-            has_limit=self._meter.device_memory_bytes is not None,
-            is_tapped=is_tapped,
-            is_looked_at=has_fault or self._meter.looks,
-            follows_full_recompute=self._follows_full_recompute,
-        )
+    def plan(self, step: Circumstances) -> Plan:
+        has_limit, follows = self._meter.device_memory_bytes is not None, self._follows_full_recompute
+        looks = self._meter.looks
+        plan = plan_step(step, has_limit=has_limit, is_looked_at=looks, follows_full_recompute=follows)
+        return plan if self.is_on else Plan()
 
     def repeat_step(self, plan: Plan) -> tuple[Timeline, dict[str, Any]] | None:
         timeline = self._meter.repeat_step() if plan.whole_step and self._repeatable is not None else None
@@ -82,20 +67,18 @@ class StepReplay(NoReplay):
         assert self._repeatable is not None, "it was measured"
         return timeline, self._repeatable
 
-    def begin(self) -> None:
-        self._repeatable = None
-
     @contextmanager
     def parts(self, plan: Plan) -> Iterator[StepParts]:
-        if not self.is_on and not self._layers.has_orphans:
+        self._repeatable = None
+        if not self.is_on and not self._layers.retention.has_orphans:
             yield StepParts()
             return
         given: dict[str, Any] = {}
         if plan.update:
             given |= {"update": self._update, "leaves_new": not self._update.is_known(self._live)}
         if plan.microbatches and self._meter.may_repeat:  # not if a group has been offloaded before the passes
-            leave_out = self._layers.leave_out
-            given["microbatches"] = MicrobatchReplay(self._meter, self._labels, self._live.scenario, leave_out)
+            step, scenario = self._layers.step, self._live.scenario
+            given["microbatches"] = MicrobatchReplay(self._meter, self._labels, scenario, step)
         with self._layers.during_step(plan):
             yield StepParts(**given)
 
@@ -117,7 +100,7 @@ class StepReplay(NoReplay):
     def forget_passes(
         self, scenario: Scenario, settings: MemorySettings, following: MemorySettings | None = None
     ) -> None:
-        recomputes_all_of_moe = scenario.architecture.is_moe and settings.recompute_granularity == "full"
+        recomputes_all_of_moe = scenario.architecture.routes and settings.recompute_granularity == "full"
         self._follows_full_recompute |= recomputes_all_of_moe and not _keeps_groups(settings, following)
         self._repeatable = None
         self._layers.forget()
@@ -136,10 +119,10 @@ class StepReplay(NoReplay):
         self.is_on, self._follows_full_recompute = True, False
 
     def categorise_retained(self) -> None:
-        self._layers.categorise_retained()
+        self._layers.retention.categorise()
 
     def kept_in_graphs(self) -> dict[int, list[Retained]]:
-        return self._layers.kept_in_graphs()
+        return self._layers.dispatchers.kept_in_graphs()
 
     def release(self) -> None:
         self._layers.release()

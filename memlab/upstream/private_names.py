@@ -697,8 +697,16 @@ _MEGATRON = (
         owner=_RANDOM,
         names=("rng_states",),
         use="used",
-        where="replay/layers.py",
+        where="replay/dispatchers.py",
         why="A checkpoint's node in autograd's graph keeps random states on the host until the graph is freed.",
+        on_instances=True,
+    ),
+    Internal(
+        owner=_DISPATCHER + ":MoEFlexTokenDispatcher",
+        names=("_comm_manager",),
+        use="used",
+        where="replay/dispatchers.py",
+        why="It keeps tensors of a pass until the layer's next pass, beside those that the dispatcher itself keeps.",
         on_instances=True,
     ),
     Internal(

@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.analysis.by_hand import DENSE_RECOMPUTE, MOE_RECOMPUTE, bytes_by_hand
+from memlab.analysis.by_hand import bytes_by_hand, formulas_of
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.units import GIB, format_bytes
 from memlab.views.figures.palette import CATEGORY_LOOKS
@@ -36,7 +36,7 @@ class Calculator(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no 
         self.num_layers = ipywidgets.IntSlider(
             num_layers, min=1, max=model.num_layers, description="layers", **_LABELS_FIT
         )
-        choices = [(_WORDS[name], name) for name in (MOE_RECOMPUTE if model.is_moe else DENSE_RECOMPUTE)]
+        choices = [(_WORDS[name], name) for name in formulas_of(model)]
         self.recompute = ipywidgets.Dropdown(options=choices, description="recompute", **_LABELS_FIT)
         self.bar = ipywidgets.HTML()
         controls = [self.tokens, self.num_layers, self.recompute]

@@ -22,7 +22,7 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
 from memlab.lab import probes
-from memlab.lab.probes import Probes
+from memlab.lab.one_process import OneProcess
 from memlab.lab.stepper import Stepper
 from memlab.model.activation_offload.audit import SavedInRegions
 from memlab.model.retention.activation_tap import Tap
@@ -588,17 +588,17 @@ class LabOfAudits(Lab):
     def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         scenario, default = self.scenario, MemorySettings()
         plain = replace(settings, offload_modules=None, min_offloaded_tensor_size=default.min_offloaded_tensor_size)
-        take_step, count_saved = Probes._finished_step, probes._saved_in_regions
+        take_step, count_saved = probes._finished_step, probes._saved_in_regions
 
-        def step(of_lab: Probes, of_step: MemorySettings) -> StepRecord:
+        def step(session: OneProcess, of_step: MemorySettings) -> StepRecord:
             if of_step != plain:
-                return take_step(of_lab, of_step)
-            return self.once((scenario, plain, "step"), lambda: take_step(of_lab, plain))
+                return take_step(session, of_step)
+            return self.once((scenario, plain, "step"), lambda: take_step(session, plain))
 
         def saved(stepper: Stepper) -> SavedInRegions:
             return self.once((scenario, plain, "saved"), lambda: count_saved(stepper))
 
-        with patch.object(Probes, "_finished_step", step), patch.object(probes, "_saved_in_regions", saved):
+        with patch.object(probes, "_finished_step", step), patch.object(probes, "_saved_in_regions", saved):
             return super().audit_offload(settings)
 
     def once(self, key: object, find: Callable[[], Any]) -> Any:

@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.lab.request import StepRequest
 from memlab.record.job_record import JobRecord
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
@@ -78,14 +78,11 @@ class FakeLab:
             raise ValueError(f"state is '{state}', and the cpu backend cannot build it: choose another")
 
     def submit(
-        self,
-        settings: MemorySettings | None = None,
-        *,
-        state: TrainingState | None = None,
-        allocator: AllocatorSettings | None = None,
-        on_progress: Callable[[Any], None] | None = None,
+        self, request: StepRequest | MemorySettings | None = None, on_progress: Callable[[Any], None] | None = None
     ) -> Future[StepRecord]:
-        settings = self.settings if settings is None else settings
+        asked = request if isinstance(request, StepRequest) else StepRequest(settings=request)
+        settings = self.settings if asked.settings is None else asked.settings
+        state, allocator = asked.state, asked.allocator
         check_on_model(settings, self.scenario)
         self._refuse_if_busy()
         self.scenario = replace(self.scenario, allocator=allocator or self.scenario.allocator)

@@ -10,13 +10,13 @@ import torch
 
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import (
-    MOE_OFFLOAD_MODULES,
-    MOE_RECOMPUTE_MODULES,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
     MemorySettings,
 )
 from memlab.lab.lab import Lab
+
+from .inside import inside
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -31,9 +31,9 @@ def offload(*modules: str) -> MemorySettings:
 
 def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
     """Draws settings that are allowed on the lab's model."""
-    is_moe = lab.scenario.architecture.is_moe
-    recompute_modules = [name for name in RECOMPUTE_MODULES if is_moe or name not in MOE_RECOMPUTE_MODULES]
-    offload_modules = [name for name in OFFLOAD_MODULES if is_moe or name not in MOE_OFFLOAD_MODULES]
+    model = lab.scenario.architecture
+    recompute_modules = [name for name in RECOMPUTE_MODULES if name not in model.absent_modules("recompute_modules")]
+    offload_modules = [name for name in OFFLOAD_MODULES if name not in model.absent_modules("offload_modules")]
     while True:
         values: dict[str, Any] = {"recompute_granularity": rng.choice([None, "full", "selective"])}
         if values["recompute_granularity"] == "full":
@@ -81,11 +81,11 @@ def gradients_of_step(
     """Takes a step and returns its loss and a copy of every gradient buffer as the optimizer sees it."""
     if warm_up:
         lab.step(settings, warm_up=False)  # before the optimizer is replaced: nothing is copied of it
-    optimizer, copies = lab._stepper.live.optimizer, []
+    optimizer, copies = inside(lab).stepper.live.optimizer, []
     take_step = optimizer.step
 
     def copy_then_step() -> Any:
-        chunk = lab._stepper.live.chunk
+        chunk = inside(lab).stepper.live.chunk
         copies[:] = [buffer.grad_data.clone() for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return take_step()
 

@@ -18,6 +18,8 @@ from memlab.record.timeline import Timeline
 from memlab.vocabulary import POOLS
 from tests.unit.live import random_settings
 
+from .inside import inside
+
 _COLUMNS = ("delta_bytes", "pool", "category", "phase", "module", "storage", "rounding_bytes")
 _FIGURES = ("status", "host_bytes", "host_reserved_bytes", "residual_bytes", "without_effect")
 _FIGURES += ("offloaded_bytes_by_module", "offloaded_bytes_by_group")
@@ -95,7 +97,7 @@ def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
         lab.device_memory_bytes = case.limit_bytes
         for each, warm_up in zip(case.settings, case.warm_up or (True,) * len(case.settings), strict=True):
             records.append(lab.step(each, warm_up=warm_up))
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             count += stepper.replay.num_replayed
         count += stepper.labels.num_repeated
     return records, count

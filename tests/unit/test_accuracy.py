@@ -171,6 +171,18 @@ def test_a_training_state_is_compared_with_the_same_step_in_the_default_state() 
     assert pairs_of([usual], [usual])[0].option_error is None
 
 
+def test_a_step_that_other_versions_refuse_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("a rule of Megatron-Core 0.19")
+
+    monkeypatch.setattr("memlab.lab.predictions.Lab", refuse)
+    measured = replace(record_of(None), versions={"megatron-core": "0.16.1"})
+    with pytest.raises(
+        ValueError, match=r"with megatron-core 0\.16\.1, and memlab cannot predict .*0\.19\): leave its line out"
+    ):
+        predict_measured([measured])
+
+
 def test_a_step_that_did_not_end_is_not_predicted_again() -> None:
     with pytest.raises(ValueError, match="did not finish"):
         predict_measured([replace(record_of(None), status="out_of_memory")])

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from memlab import Lab, MemorySettings, calculator
-from memlab.analysis.by_hand import DENSE_RECOMPUTE, MOE_RECOMPUTE, bytes_by_hand
-from memlab.config.architectures import ARCHITECTURES
+from memlab.analysis.by_hand import bytes_by_hand, formulas_of
+from memlab.analysis.kept import kept_by_module
+from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.units import GIB
-from tests.unit.live import recompute
+from tests.unit.live import FULL, recompute
 from tests.unit.test_cheat_sheet import formulas, letters
 
 SIZES = {"phi-4": (4, 4096), "qwen3-30b-a3b": (2, 1024), "phi-4-tiny": (2, 256), "qwen3-moe-tiny": (3, 512)}
@@ -20,7 +21,7 @@ SIZES = {"phi-4": (4, 4096), "qwen3-30b-a3b": (2, 1024), "phi-4-tiny": (2, 256),
 @pytest.mark.parametrize("name", SIZES)
 def test_each_part_is_what_the_cheat_sheet_s_formula_gives(name: str) -> None:
     model, (num_layers, tokens) = ARCHITECTURES[name], SIZES[name]
-    kind, heading = ("MoE", "MoE layer (Qwen3's kind)") if model.is_moe else ("dense", "Dense layer (phi-4's kind)")
+    kind, heading = ("MoE", "MoE layer (Qwen3's kind)") if model.routes else ("dense", "Dense layer (phi-4's kind)")
     of_model = letters(model, num_layers, tokens)
 
     def value(formula: str) -> int:
@@ -28,12 +29,12 @@ def test_each_part_is_what_the_cheat_sheet_s_formula_gives(name: str) -> None:
 
     sheet = formulas()
     rest = sheet["The rest of a step"]
-    of_model["P"] = value(rest[f"P of {'an MoE' if model.is_moe else 'a dense'} model"])
+    of_model["P"] = value(rest[f"P of {'an MoE' if model.routes else 'a dense'} model"])
     layer = {"none": sum(value(formula) for row, formula in sheet[heading].items() if row != "dense layer")}
     for row, formula in sheet["What a layer keeps under a setting"].items():
         if row.startswith(f"{kind}, "):
             layer[row.rpartition(" ")[2] if "full" not in row else "full"] = value(formula)
-    choices = MOE_RECOMPUTE if model.is_moe else DENSE_RECOMPUTE
+    choices = formulas_of(model)
     assert {*layer} == {*choices}
     for choice in choices:
         parts = bytes_by_hand(model, num_layers, tokens, choice)
@@ -48,6 +49,22 @@ def test_the_sum_is_within_a_hundredth_of_the_peak_of_a_predicted_step(settings:
         peak = lab.step(settings).peak_allocated_bytes
     parts = bytes_by_hand(ARCHITECTURES["phi-4"], 4, 4096, "none" if settings == MemorySettings() else "mlp")
     assert sum(parts.values()) == pytest.approx(peak, rel=0.01)
+
+
+PHI, QWEN = ARCHITECTURES["phi-4-tiny"], ARCHITECTURES["qwen3-moe-tiny"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False)],
+    ids=["phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's"],
+)
+def test_the_parts_of_a_layer_keep_what_is_metered(model: Architecture) -> None:
+    settings = {"none": MemorySettings(), "full": FULL, "mlp": recompute("mlp"), "core_attn": recompute("core_attn")}
+    with Lab(model, num_layers=2, seq_length=128, backend="simulated") as lab:
+        for name in formulas_of(model):
+            metered = sum(kept_by_module(lab.step(settings[name])).values())
+            assert sum(part.kept_bytes(128, name) for part in (model.attention, *model.feed_forwards)) == metered
 
 
 def test_a_slider_changes_the_text_and_the_bar() -> None:
@@ -73,12 +90,6 @@ def test_a_calculator_for_experts_offers_what_has_a_formula() -> None:
     assert [value for _, value in calculator("qwen3-30b-a3b").recompute.options] == ["none", "full"]
     with pytest.raises(ValueError, match="recompute is 'mlp', must be one of none, full"):
         bytes_by_hand(ARCHITECTURES["qwen3-30b-a3b"], 1, 256, "mlp")
-    for name, words in (("phi-4", "a dense model with norms"), ("qwen3-30b-a3b", "an MoE model without norms")):
-        other = replace(ARCHITECTURES[name], qk_layernorm=not ARCHITECTURES[name].qk_layernorm)
-        with pytest.raises(
-            ValueError, match=f"is {words} of queries and keys, for which the cheat sheet has no formula"
-        ):
-            bytes_by_hand(other, 1, 256)
     for wrong, words in (
         ({"num_layers": 41}, "num_layers is 41, must be from 1 to 40"),
         ({"tokens": 0}, "tokens is 0"),

@@ -268,15 +268,15 @@ def test_measure_writes_a_snapshot_beside_the_record(fake_lab: type[FakeLab], tm
     assert np.array_equal(again.total_bytes(), timeline.total_bytes())
 
 
-def test_an_error_of_the_lab_is_not_taken_for_bad_input(
-    fake_lab: type[FakeLab], monkeypatch: pytest.MonkeyPatch
+def test_a_value_that_the_lab_refuses_is_one_line_and_not_taken_for_bad_input(
+    fake_lab: type[FakeLab], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> StepRecord:
-        raise ValueError("of Megatron's")
+        raise ValueError("a rule of\nMegatron's")
 
     monkeypatch.setattr(fake_lab, "step", fail)
-    with pytest.raises(ValueError, match="of Megatron's"):
-        main(["measure", "phi-4-tiny"])
+    assert main(["measure", "phi-4-tiny"]) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "a rule of\\nMegatron's"
 
 
 def test_stdout_is_given_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,8 @@ from tests.unit.live import FULL, offload, recompute
 from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
 
+from .inside import inside
+
 QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 
 
@@ -104,7 +106,7 @@ def _take_steps(job: Job) -> OfRank:
     counts: list[list[int]] = []
     with job.lab(int(os.environ["RANK"])) as lab, _noting_routes(lab, counts):
         records = job.steps(lab)
-        states = [state for part in lab._stepper.live.optimizers for state in part.optimizer.state.values()]
+        states = [state for part in inside(lab).stepper.live.optimizers for state in part.optimizer.state.values()]
         return OfRank(records, counts, values, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
 
 
@@ -115,7 +117,7 @@ def _noting_routes(lab: Lab, counts: list[list[int]]) -> Iterator[None]:
     preprocess = MoEAlltoAllTokenDispatcher.preprocess
 
     def noting(dispatcher: Any, routing_map: torch.Tensor) -> Any:
-        with lab._stepper.meter.paused():
+        with inside(lab).stepper.meter.paused():
             counts.append(routing_map.sum(dim=0).tolist())
         return preprocess(dispatcher, routing_map)
 
@@ -146,7 +148,7 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
 def compute(lab: Lab) -> Values:
     """Takes a step with weights that depend on their names in the whole model alone."""
     norms: list[float] = []
-    optimizer = lab._stepper.live.optimizer
+    optimizer = inside(lab).stepper.live.optimizer
     take_step = optimizer.step
 
     def note_norm() -> Any:
@@ -155,13 +157,13 @@ def compute(lab: Lab) -> Values:
         return result
 
     def fill() -> None:
-        with lab._stepper.meter.paused(), torch.no_grad():
-            for chunk in lab._stepper.live.chunks:
+        with inside(lab).stepper.meter.paused(), torch.no_grad():
+            for chunk in inside(lab).stepper.live.chunks:
                 for name, parameter in chunk.module.named_parameters():
                     parameter.copy_(own_part(name, parameter, chunk.module, lab.scenario))
             optimizer.reload_model_params()
 
-    lab._worker.submit(fill).result()
+    inside(lab).worker.submit(fill).result()
     with patch.object(optimizer, "step", note_norm):
         record = lab.step(warm_up=False)
     return Values(record.loss, norms[0])

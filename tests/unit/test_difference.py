@@ -31,9 +31,9 @@ from memlab.units import KIB, MIB
 from memlab.views.display import compare
 from memlab.views.figures.compare import compare_figure
 from memlab.views.figures.palette import CATEGORY_LOOKS
-from memlab.views.text.columns import LINE_WIDTH
+from memlab.views.text.columns import LINE_WIDTH, as_text
 from memlab.views.text.compare import compare_table
-from memlab.views.text.difference import comparison_text, difference_lines, difference_rows, difference_table
+from memlab.views.text.difference import comparison_text, difference_blocks, difference_lines, difference_rows
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
 from tests.unit.test_simulated_backend import measured_on_an_h200
@@ -143,7 +143,7 @@ def test_where_one_side_does_not_tell_its_rounding_it_stays_in_the_categories() 
     without = split(record_of(rounded(plain)), measured_as(plain))
     assert not without.rounding_is_known
     assert sum(differing(without).values()) == without.difference_bytes < 0
-    assert "does not count the allocator's rounding separately" in difference_table(without)
+    assert "does not count the allocator's rounding separately" in as_text(difference_blocks(without))
 
 
 def test_peaks_at_different_moments_are_said_to_be() -> None:
@@ -157,8 +157,10 @@ def test_peaks_at_different_moments_are_said_to_be() -> None:
     update = (plain.phase == PHASES.index("optimizer")) & (plain.module == plain.modules.index("decoder.layers.3"))
     assert difference.predicted_there_bytes == plain.total_bytes()[update].max() < plain.peak_bytes()
     words = "compare these two moments: the predicted peak is in backward of output_layer, the measured one in"
-    assert words in plain_words(difference_table(difference))
-    assert "both peak in backward of output_layer" in difference_table(split(record_of(plain), measured_as(plain)))
+    assert words in plain_words(as_text(difference_blocks(difference)))
+    assert "both peak in backward of output_layer" in as_text(
+        difference_blocks(split(record_of(plain), measured_as(plain)))
+    )
 
 
 # Which steps are compared
@@ -340,9 +342,11 @@ def test_kept_measurements_are_predicted(folder: Path) -> None:
     elif difference.rounding_is_known:
         assert difference.predicted_peak == difference.measured_peak
         assert sums["optimizer state"] == 0, "requested bytes: what the allocator adds is apart"
-        assert abs(difference.difference_bytes - sums[ROUNDING]) <= KIB, difference_table(difference)
+        assert abs(difference.difference_bytes - sums[ROUNDING]) <= KIB, as_text(difference_blocks(difference))
     else:
-        assert abs(difference.difference_bytes) <= 0.005 * measured.peak_allocated_bytes, difference_table(difference)
+        assert abs(difference.difference_bytes) <= 0.005 * measured.peak_allocated_bytes, as_text(
+            difference_blocks(difference)
+        )
 
 
 # What is drawn and written
@@ -413,7 +417,7 @@ def test_the_picture_says_what_the_table_says() -> None:
 def test_the_table_s_numbers_are_the_data_s() -> None:
     predicted, measured = pair()
     difference = split(predicted, measured)
-    lines = difference_table(difference).splitlines()
+    lines = as_text(difference_blocks(difference)).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("the step's peak"))
     numbers = [(line.startswith("  "), int(line.split()[-1].replace(",", ""))) for line in lines[start:]]
     total, *rest = numbers

@@ -17,9 +17,11 @@ from memlab.cli import main
 from memlab.config.settings import MemorySettings
 from memlab.lab import stepper
 from memlab.lab.lab import Lab
-from memlab.lab.session import Session
+from memlab.lab.one_process import OneProcess
 from memlab.vocabulary import PHASES
 from tests.unit.live import FULL, offload, recompute
+
+from .inside import inside
 
 THREE = offload("qkv_linear", "core_attn", "attn_proj")
 RESETS_AFTER_FORWARD_ONLY = not megatron.core.__version__.startswith("0.16")
@@ -40,7 +42,7 @@ def test_a_forward_only_pass_has_the_loss_and_keeps_nothing(
     assert record.timeline is not None
     assert {PHASES[phase] for phase in record.timeline.phase} <= {"idle", "load", "forward", "offload"}
     assert lab.records == [trained, record]
-    assert lab._stepper.live.chunk.training
+    assert inside(lab).stepper.live.chunk.training
     assert "forward only" in str(record)
 
 
@@ -48,7 +50,7 @@ def test_a_pass_under_selective_recompute_leaves_no_random_states_on_the_host(op
     """Backward would have used them up. Each is the 5,056 bytes of ``torch.get_rng_state``; each layer's two norms have one."""
     lab = open_lab("qwen3-moe-tiny", seq_length=64)
     before = lab.step().host_bytes
-    meter = lab._stepper.meter
+    meter = inside(lab).stepper.meter
     without = meter.live_bytes("host")
     lab.forward_only(recompute("layernorm"))
     assert meter.live_bytes("host") == without + 2 * lab.scenario.num_layers * 5056
@@ -118,21 +120,21 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
     lab = open_lab("qwen3-moe-tiny")
     plain = lab.forward_only(warm_up=True)
     stopping = threading.Event()
-    take_pass, stop = stepper.forward_only_step, Session.stop
+    take_pass, stop = stepper.forward_only_step, OneProcess.stop
 
     def interrupted_pass(*args: Any, **kwargs: Any) -> float | None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         assert stopping.wait(60)
         return take_pass(*args, **kwargs)
 
-    def noted_stop(session: Session) -> bool:
+    def noted_stop(session: OneProcess) -> bool:
         was_running = stop(session)
         stopping.set()
         return was_running
 
     with monkeypatch.context() as patched:
         patched.setattr(stepper, "forward_only_step", interrupted_pass)
-        patched.setattr(Session, "stop", noted_stop)
+        patched.setattr(OneProcess, "stop", noted_stop)
         with pytest.raises(KeyboardInterrupt):
             lab.forward_only(warm_up=True)
     assert not lab.busy

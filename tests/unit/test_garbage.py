@@ -14,6 +14,8 @@ from memlab.backends.fake_cuda import FAKE
 from memlab.meter.storage_meter import StorageAllocation
 from tests.unit.replayed import require_identical
 
+from .inside import inside
+
 _MODEL: dict[str, Any] = {"num_layers": 4, "seq_length": 64}
 _LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
 _STEPS = [MemorySettings(), _LAYERNORM, MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))]
@@ -45,7 +47,7 @@ def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
             allocations = _num_allocations() - of_earlier_tests
         finally:
             gc.enable()
-        meter: Any = lab._session.stepper.meter  # type: ignore[union-attr]
+        meter: Any = inside(lab).stepper.meter
         assert meter.num_births > 3 * meter.num_live, "most storages of a step are freed in it"
         assert allocations < 1.5 * meter.num_live, "else only a collection frees what the meter knew of them"
 
@@ -55,7 +57,7 @@ def test_what_is_left_in_a_cycle_is_no_memory_of_the_next_settings() -> None:
         expected = [lab.step(settings) for settings in _STEPS]
     with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
         for settings, record in zip(_STEPS, expected, strict=True):
-            lab._session.run_exclusive(_make_cycle)  # type: ignore[union-attr]
+            inside(lab).run_exclusive(_make_cycle)
             require_identical(record, lab.step(settings))
 
 
@@ -83,7 +85,7 @@ def test_old_objects_are_visited_only_if_a_cycle_of_them_may_hold_memory(generat
         assert gc.get_threshold() == threshold
 
         cycles: list[Any] = []
-        lab._session.run_exclusive(lambda: cycles.append(_cycle()))  # type: ignore[union-attr]
+        inside(lab).run_exclusive(lambda: cycles.append(_cycle()))
         gc.collect()
         record = lab.step(MemorySettings(), on_progress=lambda _: cycles.clear())
         assert record.residual_bytes == residual_bytes, "it became garbage in the warm-up step"
@@ -99,7 +101,7 @@ def test_a_lab_that_starts_over_visits_old_objects_only_if_a_cycle_of_them_holds
         assert generations == [1, 1, 1], "the warm-up step and the step are followed by one each, and preceded by none"
 
         cycles: list[Any] = []
-        lab._session.run_exclusive(lambda: cycles.append(_cycle()))  # type: ignore[union-attr]
+        inside(lab).run_exclusive(lambda: cycles.append(_cycle()))
         gc.collect()
         cycles.clear()  # old garbage
         generations.clear()

@@ -168,6 +168,37 @@ def test_the_package_that_a_list_names_stands_above_the_file_s_own(default: str,
 
 
 @pytest.mark.parametrize(
+    ("header", "default", "key"),
+    [
+        ("", "inner: x", "actor.inner.tp"),
+        ("# @package _global_\n", "inner: x", "tp"),
+        ("# @package q.r\n", "inner: x", "q.r.tp"),
+        ("# @package _global_.k\n", "inner: x", "k.tp"),
+        ("# @package _global_\n", "inner@p: x", "actor.p.tp"),
+        ("", "inner@_global_.z: x", "z.tp"),
+        ("", "inner@_here_: x", "actor.tp"),
+        ("", "/inner@_global_: x", "tp"),
+        ("", "/inner: x", "actor.inner.tp"),
+    ],
+)
+def test_a_package_of_a_file_that_another_default_names_is_hydra_s(
+    header: str, default: str, key: str, tmp_path: Path
+) -> None:
+    """The keys are those that hydra-core 1.3.2 composes."""
+    files = {
+        "run.yaml": "defaults: [{actor: small}, _self_]\nm: 1\n",
+        "actor/small.yaml": f"defaults:\n  - {default}\n  - _self_\na: 2\n",
+        "actor/inner/x.yaml": f"{header}tp: 4\n",
+        "inner/x.yaml": f"{header}tp: 4\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    values = {name: entry.value for name, entry in read(tmp_path, "run.yaml").by_key.items()}
+    assert values == {key: 4, "actor.a": 2, "m": 1}
+
+
+@pytest.mark.parametrize(
     "default", ["missing", "group: missing", "group: ${which}", "override group: other", "{a: b, c: d}", "[1]"]
 )
 def test_defaults_that_are_not_there_are_named(default: str, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_skyrl_s_model_is_in_other_segments_where_it_stays_on_the_device(tmp_pat
     (warning,) = (
         line for line in skyrl(tmp_path, "trainer.placement.colocate_all=false").warnings if "segments" in line
     )
-    assert "switches them on after the model is built" in warning
+    assert "switched on after the model is built" in warning
 
 
 def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> None:

@@ -17,10 +17,13 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.lab.lab import Lab
+from memlab.lab.request import PassRequest, StepRequest
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from memlab.views.text.job_phases import phases_table
+
+from .inside import inside
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VERL = (
@@ -29,7 +32,7 @@ VERL = (
     "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 "
     "data.max_prompt_length=1024 data.max_response_length=3072"
 )
-OF_SEQUENCES = f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
+OF_SEQUENCES = f"actor_rollout_ref.actor.use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
 LOCAL = "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=local"
 CONTEXT = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
 OFFLOADED = " ".join(f"actor_rollout_ref.actor.megatron.{name}_offload=True" for name in ("param", "grad", "optimizer"))
@@ -66,7 +69,7 @@ SLIME = (
         (
             "run.sh",
             f"{VERL} {OF_SEQUENCES} {ROLLOUT}.free_cache_engine=False",
-            2,
+            None,
             {"seq_length": 12288, "micro_batch_size": 1, "engine_sleeps": False},
         ),
         ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 2 * GIB}),
@@ -130,7 +133,7 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(
     predicted = predict_phases(job, settings, rollout, gpu_memory_bytes)
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
         step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
-        weights = [p.nbytes for p in lab._stepper.live.parameters()]
+        weights = [p.nbytes for p in inside(lab).stepper.live.parameters()]
         parameters, reference = sum(weights) if settings == AWAY else 0, sum(weights)
         model = lab.scenario.architecture
         largest = 2 * model.vocab_size * model.hidden_size
@@ -289,13 +292,14 @@ def test_phases_of_which_nothing_is_known_have_no_verdict() -> None:
 def test_predict_shows_the_phases_of_a_job_and_judges_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replays, forward_only = [], Lab.forward_only
+    replays, take = [], Lab.take
 
-    def seen_forward_only(lab: Lab, **arguments: Any) -> StepRecord:
-        replays.append(lab._stepper.replay.is_on)
-        return forward_only(lab, **arguments)
+    def seen(lab: Lab, request: StepRequest | PassRequest, *rest: Any) -> StepRecord:
+        if isinstance(request, PassRequest):
+            replays.append(inside(lab).stepper.replay.is_on)
+        return take(lab, request, *rest)
 
-    monkeypatch.setattr(Lab, "forward_only", seen_forward_only)
+    monkeypatch.setattr(Lab, "take", seen)
     path = tmp_path / "run.sh"
     path.write_text(f"{VERL} {OFFLOADED} actor_rollout_ref.rollout.gpu_memory_utilization=0.99")
     small = ["qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "512", "--num-microbatches", "1"]

@@ -83,13 +83,16 @@ def test_an_engine_of_verl_with_a_draft_model_needs_more(tmp_path: Path) -> None
         ("sglang_enable_dp_attention", "more"),
         ("sglang_speculative_algorithm EAGLE", "more"),
         ("sglang_quantization fp8", "less"),
+        ("sglang_cpu_offload_gb 4", "less"),
         ("sglang_max_running_requests 512", None),
     ],
 )
 def test_keys_of_slime_s_engine_that_change_its_weights(flag: str, effect: str | None, tmp_path: Path) -> None:
     """With attention that is data parallel, SGLang keeps the whole attention on each of the engine's GPUs."""
-    found = effects(script(tmp_path, f"{SLIME} --{flag.replace('_', '-')}")).get(flag.partition(" ")[0])
+    job = f"{SLIME} --{flag.replace('_', '-')}"
+    found = effects(script(tmp_path, f"{job} --colocate")).get(flag.partition(" ")[0])
     assert (found and found.effect) == effect
+    assert flag.partition(" ")[0] not in effects(script(tmp_path, job)), "an engine on other GPUs"
 
 
 @pytest.mark.parametrize("value", ["none", "null"])
@@ -130,6 +133,7 @@ def test_ms_swift_loads_a_teacher_unless_it_is_the_student_without_adapters(
     """``_check_teacher`` in swift/megatron/arguments/megatron_args.py (main of August 2026)."""
     job = script(tmp_path, f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 {flags}")
     assert ("teacher_model" in effects(job)) == has_teacher
+    assert ("teacher_model" in job.without_effect) == ("--teacher_model " in flags and not has_teacher)
 
 
 def test_gkd_without_an_engine_trains_on_the_data(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
+from memlab.config.architectures import ARCHITECTURES, HUGGING_FACE_NAMES, Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
@@ -21,7 +21,6 @@ from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEG
 from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.writing import written
 
 PACKING = ("verl", "nemo-rl", "skyrl", "slime")
@@ -45,7 +44,7 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
             [ARCHITECTURES[name] for name in ("qwen3-30b-a3b", "phi-4", "qwen3-235b-a22b", "phi-4-mini")]
         )
         tensor, context, stages = dice.choice((1, 2, 4)), dice.choice((1, 1, 2)), dice.choice((1, 1, 2, 4))
-        experts = dice.choice((1, 2, 8)) if architecture.is_moe else 1
+        experts = dice.choice((1, 2, 8)) if architecture.routes else 1
         if dice.random() < 0.4:
             architecture = replace(architecture, name=odd_name(dice))
         values = {name: draw(dice) for name, draw in STATES.items() if dice.random() < 0.4}
@@ -62,7 +61,7 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
                     virtual_pipeline_model_parallel_size=dice.choice((1, 1, 2)),
                     expert_model_parallel_size=experts,
                     expert_tensor_parallel_size=1
-                    if architecture.is_moe and tensor > 1 and dice.random() < 0.7
+                    if architecture.routes and tensor > 1 and dice.random() < 0.7
                     else None,
                     data_parallel_size=dice.choice((1, 2, 8)),
                 ),
@@ -84,7 +83,7 @@ def odd_name(dice: random.Random) -> str:
 def write_model(architecture: Architecture, folder: Path) -> Architecture:
     """Writes the model's own config.json, and returns what memlab reads from it."""
     values: dict[str, Any] = {
-        "model_type": "qwen3_moe" if architecture.is_moe else "phi3",
+        "model_type": "qwen3_moe" if architecture.routes else "phi3",
         "num_hidden_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "intermediate_size": architecture.ffn_hidden_size,
@@ -192,7 +191,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     passes = scenario.num_microbatches
     if packed is not None:  # with more rows, a step needs no more memory
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
-    if name == "skyrl-sft":
+    if name in ("skyrl-sft", "verl"):  # they switch expandable segments on
         scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from memlab.cli import build_parser, main
-from memlab.commands.shared.job_flags import take_job
-from memlab.commands.shared.step_flags import checked_step, layout_of_the_job
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
@@ -168,8 +167,8 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
         {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "fp32_output": True, "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "expandable_segments": True},
     ),
     (
-        "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.context_parallel_size=2 {MEGATRON}.transformer_config_kwargs.attention_backend=fused trainer.max_tokens_per_microbatch=8192 trainer.policy.optimizer_config.offload_after_step=false {MEGATRON}.transformer_config_kwargs.recompute_granularity=selective {MEGATRON}.transformer_config_kwargs.recompute_method=null {MEGATRON}.transformer_config_kwargs.recompute_num_layers=null",
-        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "offload_parameters": True, "offload_gradients": True, "expandable_segments": True},
+        "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.context_parallel_size=2 {MEGATRON}.transformer_config_kwargs.attention_backend=fused trainer.max_tokens_per_microbatch=8192 {MEGATRON}.transformer_config_kwargs.recompute_granularity=selective {MEGATRON}.transformer_config_kwargs.recompute_method=null {MEGATRON}.transformer_config_kwargs.recompute_num_layers=null",
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "config.yaml", "trainer:\n  strategy: megatron\n  placement:\n    policy_num_gpus_per_node: 4\n  policy:\n    model:\n      path: microsoft/phi-4\n    megatron_config:\n      tensor_model_parallel_size: 2\n      fp8: hybrid\n      fp8_recipe: blockwise\n      optimizer_config_kwargs:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1.0\n        overlap_cpu_optimizer_d2h_h2d: true\n  policy_mini_batch_size: 4\ngenerator:\n  n_samples_per_prompt: 1\n",
@@ -245,7 +244,7 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.settings is not None
     default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
-    default |= REMEDY if framework == "verl" else {}
+    default |= REMEDY | {"expandable_segments": True} if framework == "verl" else {}
     default["deallocate_pipeline_outputs"] = expected.get("pipeline_model_parallel_size", 1) > 1
     found = flat(job.scenario, job.settings)
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
@@ -699,7 +698,7 @@ def test_what_a_script_is_started_with_is_said_where_its_job_takes_it(
 
 
 def test_overrides_that_only_a_run_shows_are_said(tmp_path: Path) -> None:
-    text = f"$RUN python3 -m verl.trainer.main_ppo model_engine=megatron {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
+    text = f"$RUN python3 -m verl.trainer.main_ppo model_engine=megatron {ACTOR}.megatron.param_offload=true {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
     job = Job.read(write(tmp_path, "run.sh", f'{text} "$MORE" $(cat extra)'), version="2026-08-20")
     rank = "line 1: actor_rollout_ref.model.lora_rank is known only when the job runs, so memlab takes it as not given"
     assert [one.partition(": give")[0] for one in job.warnings] == [f"line 1: {UNREAD.partition(': give')[0]}", rank]
@@ -750,7 +749,7 @@ def test_a_choice_is_said_with_a_given_format_too(tmp_path: Path) -> None:
 
 def test_the_configuration_that_a_command_names_is_read_or_said(tmp_path: Path) -> None:
     def job(flags: str) -> Job:
-        text = f"python3 -m verl.trainer.main_ppo {flags} model_engine=megatron actor_rollout_ref.model.path=phi-4 {ACTOR}.ppo_micro_batch_size_per_gpu=1"
+        text = f"python3 -m verl.trainer.main_ppo {flags} model_engine=megatron actor_rollout_ref.model.path=phi-4 {ACTOR}.megatron.param_offload=true {ACTOR}.ppo_micro_batch_size_per_gpu=1"
         return Job.read(write(tmp_path, "run.sh", text), version="2026-08-20")
 
     assert not job("--config-path=config --config-name='ppo_megatron_trainer.yaml'").warnings
@@ -948,8 +947,7 @@ def test_a_remedy_of_the_framework_is_that_of_every_candidate(tmp_path: Path) ->
     in_file = Job.read(path, overrides=[f"{transformer}.{name}={value}" for name, value in FULL.items()]).settings
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FULL.items())
     arguments = build_parser(["predict"]).parse_args(shlex.split(f"predict --job {path} {flags}"))
-    take_job(arguments)
-    assert checked_step(arguments, scenario.layout)[1] == in_file
+    assert asked_step(arguments).settings == in_file
     tried = candidates(settings, scenario, depth=1)
     assert in_file in tried
     assert all(one.checkpoint_input_remedy for one in tried if checkpoints_moe_layers(one, scenario.architecture))
@@ -988,10 +986,8 @@ def test_a_command_takes_the_job_and_flags_replace_parts_of_it(
     def step_of(flags: str) -> tuple[Scenario, MemorySettings]:
         memory = "--gpu-memory 80GiB" if command == "search" else ""
         arguments = build_parser([command]).parse_args(shlex.split(f"{command} --job {path} {flags} {memory}"))
-        take_job(arguments)
-        layout = layout_of_the_job(arguments, getattr(arguments, "world_size", 16), 0)
-        workload, found = checked_step(arguments, layout)
-        return Scenario.of(**workload), found
+        asked = asked_step(arguments, measured_ranks=16 if command == "measure" else None)
+        return asked.scenario, asked.settings
 
     assert step_of("") == (scenario, settings)
     assert "8 micro-batches" in capsys.readouterr().err
@@ -1009,10 +1005,10 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
 ) -> None:
     path = write(tmp_path, "run.sh", JOBS[0][2])
     arguments = build_parser(["measure"]).parse_args(["measure", "--job", str(path), "--num-layers", "4"])
-    take_job(arguments, num_ranks=1)
+    asked = asked_step(arguments, measured_ranks=1)
     assert "only one rank is measured, although the job's layout is TP2 EP8 ETP1 DP8" in capsys.readouterr().err
-    assert layout_of_the_job(arguments, 1, 0) == Layout()
-    assert (arguments.num_layers, arguments.recompute_granularity) == (4, "full")
+    assert asked.scenario.layout == Layout()
+    assert (asked.scenario.num_layers, asked.settings.recompute_granularity) == (4, "full")
 
 
 @pytest.mark.parametrize(

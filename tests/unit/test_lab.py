@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ import pytest
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
+from memlab.config.routing import Routing
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
+from memlab.lab.request import PassRequest
 from memlab.record.step_record import StepRecord
 from memlab.views.display import show
 from tests.unit.live import FULL, offload
+
+from .inside import inside
 
 
 def test_closing_gives_every_byte_back(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     lab.step(MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=0, offload_optimizer=True))
     lab.step(FULL)
-    meter = lab._stepper.meter
+    meter = inside(lab).stepper.meter
     assert meter.live_bytes() > 1_000_000
     lab.close()
     gc.collect()
@@ -161,7 +167,7 @@ def test_a_simulated_step_is_not_steady_after_starting_over_or_under_other_optio
 
 def test_work_happens_on_one_thread_of_the_lab_s_own(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny")
-    threads = {lab._worker.submit(threading.get_ident).result() for _ in range(3)}
+    threads = {inside(lab).worker.submit(threading.get_ident).result() for _ in range(3)}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
@@ -217,6 +223,30 @@ def test_a_wrong_scenario_is_refused_before_anything_is_built(options: dict[str,
 
     with pytest.raises(ValueError, match=words):
         Lab(**{"architecture": "phi-4-tiny"} | options)
+
+
+def test_a_whole_scenario_opens_a_lab_and_arguments_replace_its_fields() -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, routing="skewed:2", packed_sequences=2)
+    state = TrainingState(grad_reduce_in_bf16=True)
+    with Lab(scenario, backend="simulated") as lab:
+        assert lab.scenario is scenario
+        record = lab.step()
+    with Lab(scenario, routing="balanced", seq_length=128, state=state, backend="simulated") as lab:
+        assert lab.scenario == replace(scenario, routing=Routing(), seq_length=128, state=state)
+    named: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "packed_sequences": 2, "routing": "skewed:2"}
+    with Lab("qwen3-moe-tiny", **named, backend="simulated") as lab:
+        assert lab.scenario == scenario
+        assert lab.step().peak_allocated_bytes == record.peak_allocated_bytes
+
+
+def test_a_pass_may_have_another_workload_and_nothing_else() -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        longer = replace(lab.scenario, seq_length=128, micro_batch_size=2)
+        record = lab.take(PassRequest(scenario=longer))
+        assert (record.forward_only, record.scenario) == (True, longer)
+        with pytest.raises(ValueError, match=r"^the pass has another num_layers, another dtype than the lab"):
+            lab.take(PassRequest(scenario=replace(longer, num_layers=1, dtype="fp32")))
+        assert lab.step().scenario == replace(lab.scenario, seq_length=64, micro_batch_size=1)
 
 
 def test_a_step_that_needs_more_than_the_device_ends_in_a_record_and_the_model_steps_on(
@@ -283,7 +313,7 @@ def test_an_error_inside_a_step_is_told_and_the_model_steps_on(
 ) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=4)
     plain = lab.step(FULL)
-    attention = lab._stepper.live.chunk.module.decoder.layers[2].self_attention.core_attention
+    attention = inside(lab).stepper.live.chunk.module.decoder.layers[2].self_attention.core_attention
     with monkeypatch.context() as broken:
         broken.setattr(type(attention), "forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -332,11 +362,11 @@ def test_a_busy_lab_refuses_a_second_step_in_words(open_lab: Callable[..., Any])
 
 def test_the_workload_changes_without_a_rebuild(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny", seq_length=64)
-    model = lab._stepper.live.chunk
+    model = inside(lab).stepper.live.chunk
     short = lab.step()
     lab.set_workload(seq_length=128, micro_batch_size=2)
     long = lab.step()
-    assert lab._stepper.live.chunk is model
+    assert inside(lab).stepper.live.chunk is model
     assert long.scenario.tokens_per_step == 4 * short.scenario.tokens_per_step
     lab.close()
     fresh = open_lab("qwen3-moe-tiny", seq_length=128, micro_batch_size=2).step()
@@ -352,7 +382,7 @@ def test_the_workload_changes_without_a_rebuild(open_lab: Callable[..., Any]) ->
 def test_dropping_a_moe_model_s_names_frees_little_and_each_holder_is_named(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     record = lab.step(FULL)
-    meter = lab._stepper.meter
+    meter = inside(lab).stepper.meter
     left = lab.drop()
     assert lab.closed
     assert meter.live_bytes() == 0
@@ -389,9 +419,9 @@ def test_clearing_an_optimizer_frees_the_moments_even_if_something_else_holds_it
     for architecture, settings, held, clears, freed_by, is_collected in cases:
         lab = open_lab(architecture)
         lab.step(settings)
-        num_parameters = sum(parameter.numel() for parameter in lab._stepper.live.parameters())
+        num_parameters = sum(parameter.numel() for parameter in inside(lab).stepper.live.parameters())
         counters = lab.audit_residency().device_bytes("optimizer state") - 12 * num_parameters
-        meter = lab._stepper.meter
+        meter = inside(lab).stepper.meter
         freed = _freed_by_line(lab.release_recipe(held, clears=clears))
         assert lab.closed
         assert meter.live_bytes() == 0
@@ -561,22 +591,22 @@ def test_a_progress_callback_that_asks_a_closing_lab_is_refused_and_the_lab_clos
     open_lab: Callable[..., Any],
 ) -> None:
     lab = open_lab("phi-4-tiny")
-    inside, go_on, answers = threading.Event(), threading.Event(), []
+    reached, go_on, answers = threading.Event(), threading.Event(), []
 
     def ask(progress: Progress) -> None:
         if not answers:
             answers.append("")
-            inside.set()
+            reached.set()
             go_on.wait(20)
             with pytest.raises(ValueError, match="own thread") as refusal:
                 lab.audit_residency()
             answers.append(str(refusal.value))
 
     lab.submit(on_progress=ask)
-    assert inside.wait(20)
+    assert reached.wait(20)
     closing = threading.Thread(target=lab.close, daemon=True)
     closing.start()
-    while not lab._worker._starting.locked():
+    while not inside(lab).worker._starting.locked():
         pass
     go_on.set()
     closing.join(20)
@@ -587,7 +617,7 @@ def test_a_lab_that_fails_to_close_leaves_room_for_the_next(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = open_lab("phi-4-tiny")
-    monkeypatch.setattr(type(lab._stepper.live), "parameters", lambda _: 1 / 0)
+    monkeypatch.setattr(type(inside(lab).stepper.live), "parameters", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lab.close()
     assert lab.closed

@@ -15,9 +15,11 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
-from memlab.lab.session import Session
+from memlab.lab.one_process import OneProcess
 from memlab.model.recover_failed_step import release_tensors
 from tests.unit.live import FULL, offload, recompute
+
+from .inside import inside
 
 PLAIN = MemorySettings()
 SETTINGS = {
@@ -41,7 +43,7 @@ class ErrorInModelError(Exception):
 @contextmanager
 def broken(lab: Lab, place: str) -> Iterator[None]:
     """Within the block a step raises at a place, from within a call of a layer or of autograd."""
-    live = lab._stepper.live
+    live = inside(lab).stepper.live
 
     def fail(*arguments: Any) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
@@ -179,12 +181,12 @@ def test_a_failed_build_keeps_nothing_in_its_exception(
 def test_a_build_that_ctrl_c_interrupts_leaves_no_model(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build_and_interrupt(session: Session) -> None:
+    def build_and_interrupt(session: OneProcess) -> None:
         session.worker.submit(session.stepper.build)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "build", build_and_interrupt)
+        patched.setattr(OneProcess, "build", build_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             open_lab("phi-4-tiny")
     assert_no_model_is_left()
@@ -199,15 +201,15 @@ def assert_no_model_is_left() -> None:
 def test_what_a_cell_sets_while_a_step_runs_is_kept(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny", seq_length=32)
     logger = logging.getLogger("megatron.core")
-    inside, go_on = threading.Event(), threading.Event()
+    reached, go_on = threading.Event(), threading.Event()
 
     def wait(progress: Any) -> None:
-        inside.set()
+        reached.set()
         assert go_on.wait(20)
 
     with warnings.catch_warnings():
         running = lab.submit(on_progress=wait)
-        assert inside.wait(20)
+        assert reached.wait(20)
         level = logger.level
         warnings.filterwarnings("error", message="of a cell")
         logger.setLevel(logging.DEBUG)
@@ -233,7 +235,7 @@ def test_megatron_s_advice_is_silent_in_a_step_and_a_user_s_own_filter_comes_fir
 
     def heard() -> int:
         with warnings.catch_warnings(record=True) as caught:
-            lab._worker.submit(advise).result()
+            inside(lab).worker.submit(advise).result()
             return len(caught)
 
     with warnings.catch_warnings():

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.config.architectures import find_architecture
 from memlab.lab.progress import StepStopped
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
-from memlab.replay.layers import LayerReplay, NotReplayableError
+from memlab.replay.passes import NotReplayableError
+from memlab.replay.replayer import Replayer
 from memlab.vocabulary import PHASES
 from tests.unit.replayed import Case, random_case, require_identical, take
+
+from .inside import inside
 
 _MLP = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
 _MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))
@@ -158,7 +163,7 @@ def test_layers_that_offload_activations_are_replayed(
         with Lab(architecture, seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
             for each in (one for one in settings for _ in range(2)):
                 records[replay].append(lab.step(each, warm_up=False))
-                stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+                stepper: Any = inside(lab).stepper
                 assert bool(stepper.replay.num_replayed) == replay
     assert any(record.offloaded_bytes_by_module for record in records[True])
     for one, other in zip(records[False], records[True], strict=True):
@@ -171,7 +176,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
     records: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
         with Lab(architecture, num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
-            session: Any = lab._session
+            session: Any = inside(lab)
             lab.step(_ALL_ATTENTION)
             session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
             records[replay] = [lab.step(), lab.step()]
@@ -281,7 +286,7 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
     arguments: dict[str, Any] = {"num_layers": num_layers, "num_microbatches": num_microbatches, "layout": layout}
     for replay, taken in records.items():
         with Lab("qwen3-moe-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             for each in settings:
                 taken.append(lab.step(each, warm_up=False))
                 assert (stepper.replay.is_on, stepper.replay.num_replayed > 0) == (replay, replay)
@@ -304,7 +309,7 @@ def test_the_layers_of_large_checkpoints_are_replayed(
     records: dict[bool, list[StepRecord]] = {False: [], True: []}
     for replay, taken in records.items():
         with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             num_passes = len(stepper.live.layers) * lab.scenario.num_microbatches
             for size in layers_per_checkpoint:
                 taken.append(lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False))
@@ -315,12 +320,30 @@ def test_the_layers_of_large_checkpoints_are_replayed(
         require_identical(one, other)
 
 
+@pytest.mark.parametrize("pattern", [(0, 0, 0, 1), (1, 0)])
+def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[int, ...]) -> None:
+    """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""
+    num_layers = 4 * len(pattern) + 4
+    freq = tuple(islice(cycle(pattern), num_layers))
+    model = replace(find_architecture("qwen3-moe-tiny"), num_layers=num_layers, moe_layer_freq=freq)
+    records: dict[bool, list[StepRecord]] = {}
+    for replay in (False, True):
+        with Lab(model, seq_length=32, backend="simulated", replay=replay) as lab:
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            records[replay] = [lab.step(warm_up=False)]
+            if replay:
+                assert stepper.replay.num_replayed >= num_layers - 4 * len(pattern) - 2, "the first and the last layer"
+            records[replay].append(lab.step(_LAYERNORM, warm_up=False))
+    for one, other in zip(*records.values(), strict=True):
+        require_identical(one, other)
+
+
 def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_where_each_dispatcher_lets_go() -> None:
     records = []
     for replay in (False, True):
         with Lab("qwen3-moe-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
             lab.step(_MOE, warm_up=False)
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             assert 0 < stepper.replay.num_replayed < 3 if replay else not stepper.replay.num_replayed
             records.append(lab.step(replace(_FULL, recompute_num_layers=3), warm_up=False))
     require_identical(*records)
@@ -331,14 +354,14 @@ def test_a_step_that_was_stopped_while_it_was_replayed_can_be_taken_again() -> N
     with Lab("qwen3-moe-tiny", num_layers=12, seq_length=64, backend="simulated") as lab:
         lab.step(_ATTENTION)
         lab.apply(MemorySettings())
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
 
         def stop() -> None:
             labels = stepper.labels
             if PHASES[labels.phase] == "forward" and labels.modules[labels.module].startswith("decoder.layers.6"):
                 raise StepStopped(labels.modules[labels.module])
 
-        stopped: Any = lab._session.run_exclusive(lambda: stepper.step(stop))  # type: ignore[union-attr]
+        stopped: Any = inside(lab).run_exclusive(lambda: stepper.step(stop))
         assert stopped.status == "interrupted"
         assert lab.step(warm_up=False).status == lab.step(warm_up=False).status == "ok"
 
@@ -349,7 +372,7 @@ def test_what_dispatchers_retain_is_found_after_a_replayed_step_too(settings: Me
     for replay in (False, True):
         with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
             lab.step(settings)
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             assert bool(stepper.replay.num_replayed) == replay
             lab.offload("parameters", "optimizer state")
             lab.device_memory_bytes = lab.records[-1].peak_allocated_bytes // 2
@@ -369,7 +392,7 @@ def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copie
     state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
     with Lab("phi-4-tiny", num_layers=2, seq_length=32, state=state, backend="simulated") as lab:
         lab.step()
-        optimizer: Any = lab._session.stepper.live.optimizer  # type: ignore[union-attr]
+        optimizer: Any = inside(lab).stepper.live.optimizer
         calls = []
         update = optimizer.step
         optimizer.step = lambda: (calls.append(1), update())[1]
@@ -433,7 +456,7 @@ def test_a_step_after_one_that_ran_out_of_memory_runs_out_alike(settings: Memory
 def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool
 ) -> None:
-    def fail(replay: LayerReplay, *_: Any) -> Any:
+    def fail(replayer: Replayer, *_: Any) -> Any:
         monkeypatch.undo()
         raise NotReplayableError("the first replayed backward pass of this test")
 
@@ -452,7 +475,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
             if not offloads_at_start:
                 lab.step(away, warm_up=False)
             if replay:
-                monkeypatch.setattr(LayerReplay, "backward_of", fail)
+                monkeypatch.setattr(Replayer, "gradient_of", fail)
             timeline = lab.step(until_update, warm_up=False).timeline
             assert timeline is not None
             opening = timeline.breakdown(timeline.num_opening_events - 1)
@@ -460,7 +483,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     stepped, replayed = found
     assert replayed == stepped
     assert bool(stepped[2]) == offloads_at_start
-    assert LayerReplay.backward_of is not fail, "the step has begun again"
+    assert Replayer.gradient_of is not fail, "the step has begun again"
 
 
 def test_micro_batches_that_are_not_known_to_repeat_are_stepped_in_the_same_step() -> None:
@@ -502,7 +525,7 @@ def _steps_of_moe(
     with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
         for each, warms_up in zip(settings, warm_up, strict=True):
             records.append(lab.step(each, warm_up=warms_up))
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             are_replayed.append(stepper.replay.num_replayed > 0)
     return records, are_replayed
 

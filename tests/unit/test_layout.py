@@ -12,7 +12,7 @@ import pytest
 
 from memlab.analysis.diagnosis import worst
 from memlab.cli import build_parser
-from memlab.commands.shared.step_flags import layout_of_the_job
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
@@ -134,7 +134,7 @@ def test_a_rank_has_its_part_of_the_weights_where_more_ranks_share_them_than_the
 
 
 def test_a_dense_model_has_an_mlp_to_split_and_no_experts_to_spread() -> None:
-    with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose from 1"):
+    with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose 1"):
         Scenario.of(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
     uneven = replace(PHI, ffn_hidden_size=17921)
     with pytest.raises(ValueError, match="must divide the 17921 columns of the MLP of phi-4: choose from 1"):
@@ -152,7 +152,7 @@ def test_a_scenario_keeps_its_layout_in_json() -> None:
 def test_ranks_beyond_one_copy_are_data_parallel() -> None:
     def layout(*flags: str) -> Layout:
         arguments = build_parser().parse_args(["measure", "qwen3-30b-a3b", *flags])
-        return layout_of_the_job(arguments, num_ranks=8, rank=5)
+        return asked_step(arguments, rank=5, measured_ranks=8).scenario.layout
 
     found = layout("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "4")
     assert (found.data_parallel_size, found.world_size, found.rank) == (4, 8, 5)

@@ -39,6 +39,8 @@ from memlab.lab.search_steps import stepping
 from memlab.lab.search_workers import Workers
 from memlab.units import GIB, MIB
 
+from .inside import inside
+
 PLAIN = MemorySettings()
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))
@@ -121,7 +123,7 @@ def test_each_step_of_a_lab_sends_as_much_if_passes_updates_or_the_whole_step_ar
     arguments: dict[str, Any] = {"num_layers": 6, "seq_length": 64, "layout": layout, "state": state}
     for replay, of_steps in sent.items():
         with Lab("phi-4-tiny", **arguments, backend="simulated", replay=replay) as lab:
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             for settings in (PLAIN, PLAIN, FULL, FULL, FULL):
                 lab.step(settings, warm_up=False)
                 of_steps.append(stepper.sent_bytes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import memlab.lab.session
+import memlab.lab.one_process
 from memlab.config.settings import MemorySettings
 from memlab.lab.stepper import Stepper
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
@@ -20,6 +20,8 @@ from memlab.record.timeline import Timeline
 from memlab.units import MIB
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.live import FULL, offload, recompute
+
+from .inside import inside
 
 MOVED = offload("expert_fc1", "qkv_linear")
 
@@ -78,14 +80,14 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(
         offload_parameters=True,
         offload_optimizer=True,
     )
-    monkeypatch.setattr(memlab.lab.session, "Stepper", ProfiledStepper)
+    monkeypatch.setattr(memlab.lab.one_process, "Stepper", ProfiledStepper)
     lab = open_lab(family, num_layers=4, seq_length=32)
-    stepper: ProfiledStepper = lab._stepper
+    stepper: ProfiledStepper = inside(lab).stepper
     built = len(stepper.meter_totals)
     for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
         lab.step(settings)
     assert len(stepper.meter_totals) - built > 10_000
-    assert lab._worker.submit(lambda: stepper.disagreements(from_mark=built)).result() == []
+    assert inside(lab).worker.submit(lambda: stepper.disagreements(from_mark=built)).result() == []
 
 
 def metered(labels: Labels, work: Any) -> Timeline:
@@ -224,7 +226,7 @@ def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -
     record = lab.step()
     parameters = lab.scenario.architecture.num_parameters
     opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
-    num_tensors = len(list(lab._stepper.live.chunk.parameters()))
+    num_tensors = len(list(inside(lab).stepper.live.chunk.parameters()))
     # DDP starts each tensor at a multiple of 64 elements in its buffer, and pads the end to one of 128.
     padded = opening["parameters"] // 2
     assert parameters <= padded <= parameters + 64 * num_tensors + 128

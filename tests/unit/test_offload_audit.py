@@ -19,6 +19,8 @@ from memlab.record.offload_audit import ModuleAccount, OffloadAudit
 from tests.unit.builders import record_of
 from tests.unit.live import FULL, offload
 
+from .inside import inside
+
 T, LAYERS = 128, 3
 RECOMPUTED = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 
@@ -36,7 +38,7 @@ def saved_by_formula(name: str, architecture_name: str) -> int:
         "qkv_linear": 2 * hidden + per_row + qk_norms,
         "core_attn": 2 * query + 2 * key + per_row * a.num_attention_heads,
         "attn_proj": query,
-        "mlp_norm": hidden + per_row if a.is_moe else 0,
+        "mlp_norm": hidden + per_row if a.routes else 0,
         "expert_fc1": routed * a.hidden_size * 2,
         "moe_act": routed * (2 * (a.moe_ffn_hidden_size or 0) * 2 + 4),
     }[name]
@@ -106,7 +108,7 @@ def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Call
 def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     before = lab.audit_offload(offload("qkv_linear"))
-    linear = lab._stepper.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
+    linear = inside(lab).stepper.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
 
     def keep(module: Any, inputs: tuple[torch.Tensor]) -> None:
         module.probe = inputs[0].detach()

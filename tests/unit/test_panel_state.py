@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from memlab.cli import build_parser, main
-from memlab.commands.shared.step_flags import layout_of_the_job
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, without_effect
@@ -148,7 +148,7 @@ def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(arch
         except ValueError as error:
             reason = str(error)
         assert reasons.get(f"{field}:{module}") == reason
-    assert ("offload_modules:expert_fc1" in reasons) == ("recompute_modules:moe" in reasons) == (not model.is_moe)
+    assert ("offload_modules:expert_fc1" in reasons) == ("recompute_modules:moe" in reasons) == (not model.routes)
     assert "offload_modules:attn_norm" in reasons
 
 
@@ -591,9 +591,9 @@ def random_run(rng: random.Random) -> Run:
         num_microbatches=rng.choice([1, 3]),
         seed=rng.choice([1234, 0]),
         dtype=rng.choice(["bf16", "fp32"]),
-        expert_buffers=architecture.is_moe and rng.choice([True, False]),
+        expert_buffers=architecture.routes and rng.choice([True, False]),
     )
-    settings = rng.choice([case for case in CASES if architecture.is_moe or "moe" not in str(case)])
+    settings = rng.choice([case for case in CASES if architecture.routes or "moe" not in str(case)])
     return Run(number=1, scenario=scenario, settings=settings, backend="cpu")
 
 
@@ -718,6 +718,7 @@ def test_the_command_of_a_rank_of_a_job_repeats_its_layout(backend: str, words: 
     command = exports.measure_command(Run(number=1, scenario=scenario, settings=MemorySettings(), backend=backend))
     assert command.startswith(words)
     arguments = build_parser().parse_args(shlex.split(command.partition("memlab ")[2]))
-    again = layout_of_the_job(arguments, 4, getattr(arguments, "rank", 0))
-    assert again == layout
+    measured_ranks = None if backend == "simulated" else arguments.ranks
+    again = asked_step(arguments, rank=getattr(arguments, "rank", 0), measured_ranks=measured_ranks)
+    assert again.scenario == scenario
     assert getattr(arguments, "routing", None) == ("skewed:2" if backend == "simulated" else None)

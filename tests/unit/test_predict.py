@@ -25,9 +25,9 @@ from memlab.fitting import does_it_fit
 from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Alternative, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.fit_with_steps import _StepsOfLab
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks
-from memlab.lab.probes import _StepsOfLab
 from memlab.lab.progress import Progress
 from memlab.lab.search_steps import stepping
 from memlab.record.step_record import StepRecord
@@ -35,6 +35,7 @@ from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.live import FULL
 
 from .builders import AnsweredSteps, record_of
+from .inside import inside
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 
@@ -75,7 +76,7 @@ def test_a_long_step_says_how_far_it_is_and_ctrl_c_keeps_the_part_that_was_taken
             if progress.done == 3 and progress.module:
                 os.kill(os.getpid(), signal.SIGINT)
                 assert Lab._open is not None
-                assert Lab._open._one_rank("stop")._stop.wait(60)
+                assert inside(Lab._open)._stop.wait(60)
 
     monkeypatch.setattr(step_progress, "_SECONDS_BETWEEN_LINES", 0)
     monkeypatch.setattr(predict, "ProgressLines", Interrupting)
@@ -129,7 +130,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
             "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 4",
             "num_microbatches is 1, must be a multiple of the number of stages, 2, if the schedule is interleaved: choose from 2, 4, 6",
         ),
-        ("--world-size 2 --expert-model-parallel-size 2", "must be 1, since phi-4-tiny is dense: choose from 1"),
+        ("--world-size 2 --expert-model-parallel-size 2", "must be 1, since phi-4-tiny is dense: choose 1"),
         ("--world-size 2 --expert-tensor-parallel-size 2", "and phi-4-tiny is dense: leave it out"),
         ("--world-size 0", "world_size is 0, must be a whole number of at least 1"),
         ("--world-size 2 --rank 2", "rank is 2, must be from 0 to 1, of 2 ranks (DP2): choose another rank or layout"),
@@ -276,8 +277,8 @@ def test_fit_is_refused_in_one_line_if_a_step_that_it_takes_is_stopped() -> None
     with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
         record = lab.step()
         gpu_memory = (record.static_bytes + record.peak_allocated_bytes) // 2 + OUTSIDE_BYTES
-        plain_step = lab.step
-        lab.step = lambda settings: plain_step(settings, on_progress=lambda _: lab.stop())  # type: ignore[method-assign]
+        session, take = inside(lab), inside(lab).take
+        session.take = lambda request: take(request, lambda _: lab.stop())  # type: ignore[assignment,method-assign,misc]
         with pytest.raises(
             ValueError, match=r"^the step under '.*' was stopped, so fit has no answer: call fit again$"
         ):
@@ -287,11 +288,11 @@ def test_fit_is_refused_in_one_line_if_a_step_that_it_takes_is_stopped() -> None
 
 def test_a_step_that_is_stopped_says_nothing_about_whether_it_completes_within_a_limit() -> None:
     record = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=2)
-    for forward_only in (False, True):
-        lab = Mock()
-        lab.step.return_value = lab.forward_only.return_value = replace(record, status="interrupted")
+    for of_pass in (None, record.scenario):
+        session = Mock()
+        session.take.return_value = replace(record, status="interrupted")
         with pytest.raises(ValueError, match="was stopped, so fit has no answer: call fit again"):
-            _StepsOfLab(lab, replace(record, forward_only=forward_only)).completes(record, GIB)
+            _StepsOfLab(session, of_pass).completes(record, GIB)
 
 
 def test_a_record_of_another_scenario_is_not_judged_by_steps_of_this_one() -> None:
@@ -315,10 +316,10 @@ def test_what_a_used_lab_has_reserved_is_tried_again_where_that_may_decide(
     step_index: int, limit: int, is_tried: bool
 ) -> None:
     record = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=step_index)
-    lab = Mock()
-    lab.step.return_value = replace(record, status="out_of_memory", message="fragmentation")
-    assert _StepsOfLab(lab, record).completes(record, limit) is not is_tried
-    assert lab.step.called is is_tried and (not is_tried or lab.device_memory_bytes == limit)
+    session = Mock()
+    session.take.return_value = replace(record, status="out_of_memory", message="fragmentation")
+    assert _StepsOfLab(session, None).completes(record, limit) is not is_tried
+    assert session.take.called is is_tried and (not is_tried or session.device_memory_bytes == limit)
 
 
 def test_a_pass_is_judged_by_passes_of_its_own_workload() -> None:

@@ -29,8 +29,8 @@ from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
 from memlab.cli import main
 from memlab.commands.shared.process import terminate_on_signal
 from memlab.config.scenario import Scenario
-from memlab.lab import job_session
-from memlab.lab.job_session import JobSession
+from memlab.lab import many_ranks
+from memlab.lab.many_ranks import ManyRanks
 from memlab.lab.rank import Rank
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
@@ -41,6 +41,7 @@ from memlab.ranks.guard import PROFILE
 from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.ranks import NO_ENGINE, Engine, _lacks_memory, _require_equal_versions, why_lost
 
+from .inside import ranks_of
 from .served import number_of_process, use_fork_server, without_memory
 
 SERVED = "tests.unit.served:Served"
@@ -458,7 +459,7 @@ def test_calls_leave_nothing_in_the_client(ranks: Ranks) -> None:
 def test_ranks_without_a_name_end() -> None:
     ranks = Ranks.start(1)
     started = psutil.Process(ranks.engines[0].pid)
-    session = JobSession(Scenario.of("qwen3-moe-tiny"), ranks, "cpu", {})
+    session = ManyRanks(Scenario.of("qwen3-moe-tiny"), ranks, "cpu", has_allocator=False)
     del ranks
     gc.collect()
     assert started.is_running(), "a lab holds them"
@@ -478,7 +479,7 @@ def test_a_program_that_ends_without_closing_its_ranks_prints_nothing() -> None:
 def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
     closed = Ranks.start(1)
     group = RankGroup(closed, 1, SERVED)
-    session = JobSession(Scenario.of("qwen3-moe-tiny"), closed, "cpu", {})
+    session = ManyRanks(Scenario.of("qwen3-moe-tiny"), closed, "cpu", has_allocator=False)
     session._group = group
     closed.close()
     closed.close()
@@ -656,7 +657,7 @@ def test_ctrl_c_or_a_request_to_terminate_waits_for_the_pass_of_a_job_or_ends_it
     signals = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
 
     def interrupted_call(group: RankGroup, method: str, *args: Any) -> list[Any]:
-        if method == "step":
+        if method == "take":
             threading.Timer(0.5, os.kill, (os.getpid(), signals[error])).start()
             assert stopping.wait(60)
         return call(group, method, *args)
@@ -669,7 +670,7 @@ def test_ctrl_c_or_a_request_to_terminate_waits_for_the_pass_of_a_job_or_ends_it
             with monkeypatch.context() as patched, terminate_on_signal():
                 patched.setattr(RankGroup, "call", interrupted_call)
                 patched.setattr(RankGroup, "notify", lambda *_: stopping.set())
-                patched.setattr(job_session, "_STOP_SECONDS", seconds)
+                patched.setattr(many_ranks, "_STOP_SECONDS", seconds)
                 with pytest.raises(error):
                     lab.forward_only(num_microbatches=num_microbatches)
             assert not lab.busy
@@ -689,8 +690,7 @@ def test_a_job_of_one_rank_runs_out_of_memory_and_goes_on_after_a_build_that_fai
         process_of(ranks, 0).kill()
         with pytest.raises(RankFailed, match="rank 0 is lost"):
             lab.step()
-        session = lab._session
-        assert isinstance(session, JobSession)
+        session = ranks_of(lab)
         session._wanted_backend = "none such"
         for _ in range(2):
             with pytest.raises(ValueError, match="none such"):
@@ -727,8 +727,7 @@ def test_what_a_job_cannot_be_is_refused_before_anything_starts(ranks: Ranks) ->
 
 def test_a_job_whose_models_are_lost_is_closed_as_a_lab_is(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
-        session = lab._session
-        assert isinstance(session, JobSession)
+        session = ranks_of(lab)
         group = session._group
         assert group is not None
 

@@ -18,9 +18,11 @@ from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement,
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
 from memlab.views.display import show
-from memlab.views.text.audits import groups_used_table, residency_table
-from memlab.views.text.columns import LINE_WIDTH
+from memlab.views.text.audits import groups_used_blocks, residency_blocks
+from memlab.views.text.columns import LINE_WIDTH, as_text
 from tests.unit.live import FULL
+
+from .inside import inside
 
 NONE = MemorySettings()
 BELOW = MemorySettings(offload_parameters=True, offload_optimizer=True)
@@ -61,7 +63,7 @@ def test_the_audit_is_silent_through_any_moves_and_agrees_with_the_meter(
         assert 0 <= audit.device_bytes(group) - num_bytes * parameters < 4096, group
     lab.step(NONE)
     named = sum(audit.device_bytes(group) for group in GROUPS)
-    assert 0 <= lab._stepper.meter.live_bytes() - named < 128 * 1024, "the rest is workspace"
+    assert 0 <= inside(lab).stepper.meter.live_bytes() - named < 128 * 1024, "the rest is workspace"
 
 
 def test_forward_and_backward_need_no_optimizer_state_and_a_sync_only_parameters(open_lab: Callable[..., Any]) -> None:
@@ -78,7 +80,7 @@ def test_forward_and_backward_need_no_optimizer_state_and_a_sync_only_parameters
     assert not lab.audit_residency().complaints
     after = lab.step(NONE)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
-    lines = groups_used_table(used).splitlines()
+    lines = as_text(groups_used_blocks(used)).splitlines()
     assert [len(line.split()) for line in lines[1:]] == [4, 4, 4, 4, 5]
     assert lines[2].split() == ["forward", "yes", "-", "-"]
 
@@ -137,8 +139,8 @@ def test_every_fault_has_its_symptom_here() -> None:
 def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=2, expert_buffers=True)
     plain = lab.step(NONE)
-    before = lab._stepper.meter.live_bytes("host")
-    chunk = lab._stepper.live.chunk
+    before = inside(lab).stepper.meter.live_bytes("host")
+    chunk = inside(lab).stepper.live.chunk
     dense, experts = (sum(buffer.numel for buffer in each) for each in (chunk.buffers, chunk.expert_parallel_buffers))
     own = [buffer.numel * 2 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = replace(lab.scenario.architecture, num_layers=2).num_parameters
@@ -159,11 +161,11 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
         found = lab.audit_residency()
     words = {name: format_bytes(size) for name, size in sizes.items()}
     assert list(found.complaints) == [complaint.format(**words) for complaint in complaints]
-    assert all(complaint in " ".join(residency_table(found).split()) for complaint in found.complaints)
+    assert all(complaint in " ".join(as_text(residency_blocks(found)).split()) for complaint in found.complaints)
     assert not lab.audit_residency().complaints, "the block is left"
     after = lab.step(NONE, warm_up=False)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
-    assert type(lab._stepper.transfers.residency) is Residency
+    assert type(inside(lab).stepper.transfers.residency) is Residency
     show_symptom(lab)
     assert not lab.audit_residency().complaints, "the same moves without the fault"
 
@@ -220,7 +222,7 @@ def test_a_fault_is_refused_in_one_line_and_changes_nothing_then(open_lab: Calla
             lab.residency_fault("size_not_saved"),
         ):
             pass
-        assert type(lab._stepper.transfers.residency) is FAULTS["pinned_again"]
+        assert type(inside(lab).stepper.transfers.residency) is FAULTS["pinned_again"]
     assert not lab.audit_residency().complaints
     assert lab.step(NONE).static_bytes == plain.static_bytes
 
@@ -234,16 +236,16 @@ def test_an_error_or_a_close_inside_the_block_ends_the_fault(open_lab: Callable[
     with lab.residency_fault("gradients_held_by_main_parameters"):
         lab.step()
         lab.close()
-    assert lab._stepper.meter.live_bytes() < plain.static_bytes / 100
+    assert inside(lab).stepper.meter.live_bytes() < plain.static_bytes / 100
 
 
 def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny", num_layers=2)
     lab.step(NONE)
-    stepper, kept = lab._stepper, []
+    stepper, kept = inside(lab).stepper, []
 
     def spoil(change: Callable[[], object]) -> tuple[str, ...]:
-        lab._worker.submit(change).result()
+        inside(lab).worker.submit(change).result()
         return lab.audit_residency().complaints
 
     buffer = stepper.live.chunk.buffers[0]
@@ -298,11 +300,11 @@ def test_the_table_has_a_row_a_holder_and_fits_a_line() -> None:
         move_peak_host_bytes=2048,
     )
     assert len(audit.complaints) == 4
-    lines = residency_table(audit).splitlines()
+    lines = as_text(residency_blocks(audit)).splitlines()
     assert lines[1].split() == ["device,", "parameters:", "buffers.param_data", "0.00", "2.00", "2,097,152"]
     assert lines[3].split() == ["host,", "parameters", "2.00", "0.00", "0"]
     assert all(len(line) <= LINE_WIDTH for line in lines)
-    assert residency_table(audit_of()).endswith("\n\nevery byte is where it should be")
+    assert as_text(residency_blocks(audit_of())).endswith("\n\nevery byte is where it should be")
 
 
 def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -693,7 +693,7 @@ def test_processes_find_what_one_process_finds_and_judge_every_kind_of_rank_even
     with open_workers(1) as workers:
         alone = front_of(PLAIN, scenarios, workers, GIB, **options)
     assert alone.ranks == (0, 1) and len(alone.points) == 6
-    with Lab("qwen3-moe-tiny", **workload_of(scenarios[alone.points[0].rank]), backend="simulated") as lab:
+    with Lab(scenarios[alone.points[0].rank], backend="simulated") as lab:
         assert lab.step().peak_allocated_bytes == alone.points[0].peak_allocated_bytes
     with open_workers(2) as workers:
         waiting = threading.Timer(0.1, kill_a_process)
@@ -741,11 +741,6 @@ def kill_a_process() -> None:
                 process.kill()
                 return
         time.sleep(0.05)
-
-
-def workload_of(scenario: Scenario) -> dict[str, Any]:
-    names = ("num_layers", "seq_length", "num_microbatches", "layout")
-    return {name: getattr(scenario, name) for name in names}
 
 
 def test_ctrl_c_shows_what_was_found_until_then() -> None:

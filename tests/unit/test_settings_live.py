@@ -12,6 +12,8 @@ import torch
 from memlab.config.settings import MemorySettings
 from tests.unit.live import FULL, gradients_of_step, offload, recompute, settings_with_all_pairs
 
+from .inside import inside
+
 NONE = MemorySettings()
 FAMILIES = ["qwen3-moe-tiny", "phi-4-tiny"]
 EVERY_MODULE = {
@@ -65,9 +67,13 @@ def test_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
     for settings in settings_with_all_pairs(lab, random.Random(20261120), num_draws=200):
         record = lab.step(settings, warm_up=False)
         assert record.loss == first.loss, settings
-        live, fresh = lab._worker.submit(
-            lambda settings=settings: (flags(lab._stepper.live.chunk.module), fresh_flags(lab, settings))
-        ).result()
+        live, fresh = (
+            inside(lab)
+            .worker.submit(
+                lambda settings=settings: (flags(inside(lab).stepper.live.chunk.module), fresh_flags(lab, settings))
+            )
+            .result()
+        )
         assert live == fresh, settings
     last = lab.step(NONE)
     assert last.peak_allocated_bytes == first.peak_allocated_bytes
@@ -165,7 +171,7 @@ def test_an_offload_that_does_nothing_says_why(open_lab: Callable[..., Any]) -> 
 def test_a_refused_setting_leaves_the_model_as_it_was(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny")
     before = lab.step(FULL)
-    standing = lab._worker.submit(lambda: flags(lab._stepper.live.chunk.module)).result()
+    standing = inside(lab).worker.submit(lambda: flags(inside(lab).stepper.live.chunk.module)).result()
     for refused in (
         offload("moe_act"),
         MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
@@ -173,5 +179,5 @@ def test_a_refused_setting_leaves_the_model_as_it_was(open_lab: Callable[..., An
         with pytest.raises(ValueError):
             lab.step(refused)
     assert lab.settings == FULL
-    assert lab._worker.submit(lambda: flags(lab._stepper.live.chunk.module)).result() == standing
+    assert inside(lab).worker.submit(lambda: flags(inside(lab).stepper.live.chunk.module)).result() == standing
     assert lab.step().peak_allocated_bytes == before.peak_allocated_bytes

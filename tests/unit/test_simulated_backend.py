@@ -16,7 +16,7 @@ from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.backends import BACKEND_VARIABLE, find_backend
 from memlab.backends.fake_cuda import FakeCuda
 from memlab.backends.simulated import of_the_cpu_backend
-from memlab.config.architectures import find_architecture
+from memlab.config.architectures import ARCHITECTURES, find_architecture
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
@@ -25,12 +25,16 @@ from memlab.record.step_record import StepRecord
 from tests.unit import caching_allocator as reference
 from tests.unit.live import FULL, offload, random_settings, recompute
 
+from .inside import inside
+
 SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbatches": 2}
 
 
 QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 OF_OTHER_PARTS = {
     "dense Qwen3's": replace(PHI, qk_layernorm=True, share_embeddings_and_output_weights=True),
+    "Qwen2.5's": ARCHITECTURES["qwen2.5-tiny"],
+    "dense first": replace(QWEN, moe_layer_freq=(0, 1, 1, 0)),
     "Mixtral's": replace(QWEN, qk_layernorm=False, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.0),
 }
 
@@ -42,7 +46,7 @@ def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, i
     with Lab(request.param, backend="cpu", **SMALL) as lab:
         drawn.append(random_settings(lab, random.Random(3)))
         real = [lab.step(each) for each in drawn]
-        num_weights = sum(1 for _ in lab._stepper.live.chunk.parameters())
+        num_weights = sum(1 for _ in inside(lab).stepper.live.chunk.parameters())
     with Lab(request.param, backend=of_the_cpu_backend(), **SMALL) as lab:
         fake = [lab.step(each) for each in drawn]
     # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
@@ -150,9 +154,9 @@ def test_a_limit_is_the_allocator_s() -> None:
 def test_it_takes_no_memory_and_gives_everything_back() -> None:
     with Lab("qwen3-moe-tiny", backend="simulated", **SMALL) as lab:
         lab.step()
-        assert all(parameter.is_meta for parameter in lab._stepper.live.chunk.parameters())
+        assert all(parameter.is_meta for parameter in inside(lab).stepper.live.chunk.parameters())
         left = lab.drop()
-        assert lab._stepper.meter.live_bytes() == 0, left
+        assert inside(lab).stepper.meter.live_bytes() == 0, left
     assert torch.zeros(2, device="cpu").tolist() == [0.0, 0.0]
 
 

@@ -12,9 +12,12 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.lab import search_steps
 from memlab.lab.search_steps import stepping
-from memlab.replay.layers import LayerReplay, NotReplayableError
+from memlab.replay.passes import NotReplayableError
+from memlab.replay.replayer import Replayer
 from tests.unit.live import FULL
 from tests.unit.replayed import Case, require_identical, take_anew
+
+from .inside import inside
 
 PLAIN = MemorySettings()
 
@@ -148,12 +151,12 @@ def test_real_tensors_do_not_start_over() -> None:
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=5, seq_length=32, backend="simulated") as lab:
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
         expected = lab.step()
         assert stepper.replay.num_replayed
         assert lab.start_over()
         with monkeypatch.context() as patch:
-            patch.setattr(LayerReplay, "backward_of", _is_not_known)
+            patch.setattr(Replayer, "gradient_of", _is_not_known)
             lab.step(FULL)
         lab.step(PLAIN)
         assert not stepper.replay.num_replayed, "what replay knows is wrong somewhere"
@@ -164,10 +167,10 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(m
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=6, seq_length=32, backend="simulated") as lab:
-        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        stepper: Any = inside(lab).stepper
         lab.step()
         with monkeypatch.context() as patch:
-            patch.setattr(LayerReplay, "backward_of", _is_not_known)
+            patch.setattr(Replayer, "gradient_of", _is_not_known)
             lab.step(FULL)
         assert not stepper.replay.is_on
         assert lab.set_state(TrainingState(grad_reduce_in_bf16=True)).rebuilt == "model"

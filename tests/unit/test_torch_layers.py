@@ -171,7 +171,7 @@ def test_a_layer_retains_what_transformer_engine_retains(family: str, open_lab: 
     attention = (s, a.hidden_size, a.num_attention_heads, a.num_query_groups, a.kv_channels)
     expected = (
         qwen_layer_bytes(*attention, a.num_moe_experts, a.moe_router_topk, a.moe_ffn_hidden_size)
-        if a.is_moe
+        if a.routes
         else phi_layer_bytes(*attention, a.ffn_hidden_size)
     )
     first_step = lab.step(warm_up=False)  # nothing of an earlier step is replaced in it

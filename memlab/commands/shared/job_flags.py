@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES
-from memlab.config.layout import Layout
-from memlab.config.scenario import Scenario
-from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
-
-_MANY_PASSES = 4
-"""Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
-_WORKLOAD = ("num_layers", "seq_length", "micro_batch_size", "num_microbatches", "dtype")
-_TOGETHER = ("recompute_", "offload_modules", "logprobs_chunk_size", "fp8_", "cross_entropy_")
-"""Beginnings of names: a flag of such a group replaces all of the job's settings of the group."""
 
 
 def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = True) -> None:
@@ -95,12 +81,11 @@ def job_of(
     )
 
 
-def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> Job | None:
-    """Fills in what the flags leave out from the file that ``--job`` names, if there is one.
+def job_of_flags(arguments: argparse.Namespace) -> Job | None:
+    """Reads the file that ``--job`` names, if there is one.
 
     Args:
-        arguments: Of `measure`, `predict` or `search`; they are changed.
-        num_ranks: The ranks that there are, where a command measures; a single one has no layout.
+        arguments: Of `measure`, `predict` or `search`.
 
     Raises:
         ValueError: If the file cannot be understood, or there is neither a job nor a model.
@@ -115,22 +100,7 @@ def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> 
         _require_a_model(arguments)
         return None
     given_ranks = getattr(arguments, "world_size", None)
-    job = job_of(arguments.job, arguments, architecture=arguments.architecture, world_size=given_ranks)
-    scenario, settings = job.required()
-    if getattr(arguments, "forward_only", False) and job.rollout is not None:
-        scenario = job.rollout.of_log_probabilities(scenario)
-    arguments.architecture = scenario.architecture
-    _fill(arguments, scenario, settings, has_layout=num_ranks != 1)
-    if hasattr(arguments, "world_size"):
-        arguments.world_size = scenario.layout.world_size
-    notes = _notes(job, scenario, arguments.num_microbatches)
-    if num_ranks == 1 and scenario.layout.world_size > 1:
-        notes.append(
-            f"only one rank is measured, although the job's layout is {scenario.layout}: --ranks N starts more ranks"
-        )
-    for note in notes:
-        print(f"{job.path.name}: {note}", file=sys.stderr)
-    return job
+    return job_of(arguments.job, arguments, architecture=arguments.architecture, world_size=given_ranks)
 
 
 def _require_a_model(arguments: argparse.Namespace) -> None:
@@ -143,56 +113,3 @@ def _require_a_model(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
         )
-
-
-def _notes(job: Job, scenario: Scenario, num_microbatches: int) -> list[str]:
-    """Says what the user should know of a job before its figures."""
-    notes = [*job.causes, *job.warnings]
-    missing = [f"{one.key} ({one.effect})" for one in job.not_modelled if one.effect != "unknown"]
-    if missing:
-        words = "; ".join(missing)
-        notes.append(
-            f"memlab does not model these keys, so the job may need more or less memory than memlab says: {words} "
-            f"(memlab job {job.path} explains each)"
-        )
-    stages = scenario.layout.pipeline_model_parallel_size
-    if num_microbatches > _MANY_PASSES * stages:
-        shorter = f"--num-microbatches {2 * stages} makes the step shorter"
-        notes.append(f"a step has {num_microbatches} micro-batches, which take a while: {shorter}")
-    return notes
-
-
-def _fill(arguments: argparse.Namespace, scenario: Scenario, settings: MemorySettings, *, has_layout: bool) -> None:
-    layout: dict[str, Any] = {}
-    if has_layout:
-        names = (field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
-        layout = {name: getattr(scenario.layout, name) for name in names}
-    allocator = {field.name: getattr(scenario.allocator, field.name) for field in fields(AllocatorSettings)}
-    of_job = (
-        {name: getattr(scenario, name) for name in _WORKLOAD}
-        | {"packed_sequences": _packed_sequences(arguments, scenario)}
-        | layout
-        | {name: value for name, value in allocator.items() if value}
-        | scenario.state.changed()
-        | settings.changed()
-    )
-    given = {name for name in of_job if getattr(arguments, name, None) is not None}
-    given |= {
-        field.name
-        for cls in (MemorySettings, TrainingState)
-        for field in fields(cls)
-        if getattr(arguments, field.name, None) is not None
-    }
-    for name, value in of_job.items():
-        replaced = any(name.startswith(start) and any(one.startswith(start) for one in given) for start in _TOGETHER)
-        if name not in given and not replaced:
-            setattr(arguments, name, value)
-
-
-def _packed_sequences(arguments: argparse.Namespace, scenario: Scenario) -> int | None:
-    """Returns the job's packed sequences; those of a row of another length are as long as the job's."""
-    if (arguments.micro_batch_size or 1) > 1 or arguments.attention_backend == "unfused":
-        return None
-    tokens = arguments.seq_length or scenario.seq_length
-    packed, ranks = scenario.packed_sequences_in(tokens), getattr(arguments, "context_parallel_size", None) or 1
-    return packed if packed is None or ranks == 1 else max(1, min(packed, tokens // (2 * ranks)))

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields, replace
-from typing import Any
 
 from memlab.commands.shared.job_flags import add_job_file_options
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES
-from memlab.config.layout import MOST_RANKS, Layout
-from memlab.config.model_restrictions import check_on_model
-from memlab.config.scenario import DTYPES, Scenario
+from memlab.config.layout import Layout
+from memlab.config.scenario import DTYPES
 from memlab.config.settings import (
     CHECKPOINT_INPUT_REMEDIES,
     OFFLOAD_MODULES,
     RECOMPUTE_GRANULARITIES,
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
-    MemorySettings,
 )
-from memlab.config.training_state import CHOICES, TrainingState
-from memlab.config.validation import check_whole_number
+from memlab.config.training_state import CHOICES
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.units import format_bytes, parse_bytes
 
@@ -322,50 +316,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[str, Any], MemorySettings]:
-    """Returns the arguments of a `Lab` and the settings of its step.
-
-    Raises:
-        ValueError: If a value breaks its rule.
-    """
-    workload = _given(arguments, Scenario) | {
-        "layout": layout,
-        "state": TrainingState(**_given(arguments, TrainingState)),
-        "allocator": AllocatorSettings(**_given(arguments, AllocatorSettings)),
-    }
-    settings = MemorySettings(**_given(arguments, MemorySettings))
-    check_on_model(settings, Scenario.of(**workload))
-    return workload, settings
-
-
-def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int | None, rank: int) -> Layout:
-    """Returns the layout that the flags name, with as many copies of the model as the ranks make.
-
-    Args:
-        arguments: With the sizes of the parallel groups, under `Layout`'s names.
-        num_ranks: Ranks of the job; None for one.
-        rank: The rank to measure or predict.
-
-    Raises:
-        ValueError: If a size breaks its rule, or the ranks do not divide.
-    """
-    num_ranks = 1 if num_ranks is None else num_ranks
-    check_whole_number("world_size", num_ranks, at_most=MOST_RANKS)
-    given = {field.name: getattr(arguments, field.name, None) for field in fields(Layout)}
-    sizes = {name: size for name, size in given.items() if size is not None and name != "rank"}
-    splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    tensor, context, pipeline = (sizes.get(name, 1) for name in splits)
-    per_copy = tensor * context * pipeline
-    if per_copy > 0 and num_ranks % per_copy:
-        raise ValueError(
-            f"the number of ranks is {num_ranks}, must be a multiple of {per_copy} (tensor {tensor} x context "
-            f"{context} x "
-            f"pipeline {pipeline}): use {per_copy} ranks (measure --ranks, torchrun --nproc-per-node, or predict "
-            "--world-size), or change a size"
-        )
-    return Layout(**sizes, data_parallel_size=num_ranks // max(1, per_copy), rank=rank)
-
-
 def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
     """Returns how many bytes of a GPU torch's allocator can have.
 
@@ -385,12 +335,6 @@ def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
 def rank_or_all(text: str) -> int | None:
     """Reads a flag's rank; None is one rank of each kind."""
     return None if text == "all" else whole_number(text)
-
-
-def ranks_of(job: Scenario, rank: int | None) -> list[Scenario]:
-    """Returns a job on one of its ranks, or for None on one rank of each kind."""
-    numbers = job.ranks_of_every_kind if rank is None else (rank,)
-    return [replace(job, layout=replace(job.layout, rank=number)) for number in numbers]
 
 
 def whole_number(text: str) -> int:
@@ -416,14 +360,6 @@ def memory_size(text: str) -> int:
     if num_bytes > _LARGEST_MEMORY_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is larger than any GPU's memory: give a size such as 80GiB")
     return num_bytes
-
-
-def _given(
-    arguments: argparse.Namespace, cls: type[Scenario | MemorySettings | TrainingState | AllocatorSettings]
-) -> dict[str, Any]:
-    """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
-    values = {field.name: getattr(arguments, field.name, None) for field in fields(cls)}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _names(text: str) -> list[str]:

@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    frozen_parts,
     is_false,
     is_given,
     missing_under,
@@ -36,12 +37,14 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
     PIPELINE,
+    QKV_BIAS,
     RECOMPUTE,
     SIZES,
 )
@@ -60,7 +63,7 @@ KEYS = (
     Key("nnodes", "nodes", COUNT, 1),
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
     *under("model", (*SIZES, CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
-    *under("model", ARCHITECTURE),
+    *under("model", (*ARCHITECTURE, *LAYERS)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", COUNT),
@@ -132,6 +135,7 @@ _DISTILLATION = (
 """Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
     *_OTHER_MODELS,
+    *frozen_parts("model."),
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
@@ -271,8 +275,8 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture = scenario.architecture
-    sizes = {key.field: getattr(architecture, key.field, None) for key in ARCHITECTURE}
-    if not architecture.is_moe:
+    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
+    if not architecture.routes:
         sizes |= dict.fromkeys(name for name in sizes if "moe" in name)
     return (
         common(scenario, settings)

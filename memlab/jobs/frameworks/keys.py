@@ -156,6 +156,24 @@ NONE_WORD = Conversion(
 """A text whose absence is written as the word ``none``."""
 
 
+LANGUAGE_MODEL = ("freeze_llm", "freeze_language_model")
+PARTS_OF_MULTIMODAL_MODELS = (
+    *LANGUAGE_MODEL, "freeze_vit", "freeze_aligner", "freeze_vision_model", "freeze_vision_projection",
+    "freeze_audio_model", "freeze_audio_projection", "freeze_sound_encoder", "freeze_sound_projection",
+    "freeze_mtp_model",
+)  # fmt: skip
+"""What multimodal models can freeze: in ms-swift 4.6.0, and as arguments of ``freeze`` in the models of
+Megatron-Bridge, which NeMo-RL passes on (main of August 2026)."""
+
+
+def frozen_parts(*prefixes: str) -> tuple[Missing, ...]:
+    """Returns the rows of keys that freeze one part of a multimodal model each, below prefixes."""
+    reason = "the frozen parts of a multimodal model have no gradients and no optimizer state"
+    return tuple(
+        Missing(f"{prefix}{part}", "less", reason) for prefix in prefixes for part in PARTS_OF_MULTIMODAL_MODELS
+    )
+
+
 ALLOCATOR = (
     Key("PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
     Key("PYTORCH_ALLOC_CONF", "allocator", TEXT),

@@ -6,6 +6,10 @@ Sources: ``megatron/core/model_parallel_config.py``, ``transformer/transformer_c
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
+from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.keys import (
     BACKEND,
     LONG_DTYPE,
@@ -15,12 +19,13 @@ from memlab.jobs.frameworks.keys import (
     TEXT,
     WHOLE,
     WORDS,
+    Conversion,
     Key,
     Missing,
     is_false,
     is_given,
 )
-from memlab.jobs.layer_pattern import has_dense_layers
+from memlab.jobs.layer_pattern import layer_pattern
 
 SIZES = (
     Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
@@ -80,25 +85,24 @@ BUCKETS = (
     Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
     Key("bucket_size", "ddp_bucket_size", WHOLE, None),
 )
-ARCHITECTURE = (
-    Key("num_layers", "num_layers", WHOLE),
-    Key("hidden_size", "hidden_size", WHOLE),
-    Key("ffn_hidden_size", "ffn_hidden_size", WHOLE),
-    Key("num_attention_heads", "num_attention_heads", WHOLE),
-    Key("num_query_groups", "num_query_groups", WHOLE),
-    Key("kv_channels", "kv_channels", WHOLE),
-    Key("vocab_size", "vocab_size", WHOLE),
-    Key("rotary_base", "rotary_base", NUMBER),
-    Key("rotary_percent", "rotary_percent", NUMBER),
-    Key("layernorm_epsilon", "layernorm_epsilon", NUMBER),
-    Key("share_embeddings_and_output_weights", "share_embeddings_and_output_weights", SWITCH),
-    Key("qk_layernorm", "qk_layernorm", SWITCH),
-    Key("num_moe_experts", "num_moe_experts", WHOLE),
-    Key("moe_router_topk", "moe_router_topk", WHOLE),
-    Key("moe_ffn_hidden_size", "moe_ffn_hidden_size", WHOLE),
-    Key("moe_aux_loss_coeff", "moe_aux_loss_coeff", NUMBER),
-    Key("moe_router_pre_softmax", "moe_router_pre_softmax", SWITCH),
+
+
+def _listed(pattern: Any) -> Any:
+    return list(pattern) if isinstance(pattern, tuple) else pattern
+
+
+_OF_A_MODEL = {"int": WHOLE, "int | None": WHOLE, "float": NUMBER, "bool": SWITCH}
+ARCHITECTURE = tuple(
+    Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
+    for field in fields(Architecture)
+    if field.name not in ("name", "family", "add_qkv_bias", "moe_layer_freq", "default_seq_length")
 )
+QKV_BIAS = Key("add_qkv_bias", "add_qkv_bias", SWITCH)
+LAYERS = (
+    QKV_BIAS,
+    Key("moe_layer_freq", "moe_layer_freq", Conversion(layer_pattern, _listed)),
+)
+"""What a job may say about the layers of a model of any name."""
 
 UNUSED_GRADIENTS = (
     "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
@@ -132,7 +136,6 @@ MISSING = (
         lambda value: value not in (None, "rope", "yarn"),
         True,
     ),
-    Missing("moe_layer_freq", "either", "some layers have no experts", has_dense_layers),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing(
         "moe_shared_expert_intermediate_size",
@@ -174,7 +177,6 @@ MISSING = (
     Missing("moe_router_padding_for_fp8", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
     Missing("moe_router_padding_for_quantization", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
     Missing("moe_input_jitter_eps", "more", "the router's input is multiplied by noise, which keeps a copy"),
-    Missing("add_qkv_bias", "more", "biases of the projection to queries, keys and values, which memlab does not have"),
     Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
     Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
     Missing(

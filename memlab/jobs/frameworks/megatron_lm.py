@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import HUGGING_FACE_NAMES
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -18,10 +19,10 @@ from memlab.jobs.frameworks.keys import (
     COUNT,
     DTYPE,
     NOT,
-    NUMBER,
     SWITCH,
     TEXT,
     WHOLE,
+    Conversion,
     Key,
     Missing,
     is_given,
@@ -29,19 +30,22 @@ from memlab.jobs.frameworks.keys import (
 )
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
+    ARCHITECTURE,
     CHUNKS,
     COMPUTE,
+    LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    QKV_BIAS,
     RECOMPUTE,
     SIZES,
     UNUSED_GRADIENTS,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import HUGGING_FACE_NAMES, published_architecture
+from memlab.jobs.model import published_architecture
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
@@ -51,27 +55,35 @@ FLAGS_OF_THE_OPTIMIZER = tuple(
     if not key.name.startswith("pin_cpu")
 )
 
-SIZES_OF_THE_MODEL = (
-    Key("num_layers", "num_layers", WHOLE),
-    Key("hidden_size", "hidden_size", WHOLE),
-    Key("ffn_hidden_size", "ffn_hidden_size", WHOLE),
-    Key("num_attention_heads", "num_attention_heads", WHOLE),
-    Key("group_query_attention", "group_query_attention", SWITCH, False),
-    Key("num_query_groups", "num_query_groups", WHOLE),
-    Key("kv_channels", "kv_channels", WHOLE),
-    Key("vocab_size", "vocab_size", WHOLE),
-    Key("padded_vocab_size", "padded_vocab_size", WHOLE),
-    Key("make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
-    Key("rotary_base", "rotary_base", NUMBER, 10000),
-    Key("rotary_percent", "rotary_percent", NUMBER, 1.0),
-    Key("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
-    Key("untie_embeddings_and_output_weights", "share_embeddings_and_output_weights", NOT, True),
-    Key("qk_layernorm", "qk_layernorm", SWITCH, False),
-    Key("num_experts", "num_moe_experts", WHOLE),
-    Key("moe_router_topk", "moe_router_topk", WHOLE, 2),
-    Key("moe_ffn_hidden_size", "moe_ffn_hidden_size", WHOLE),
-    Key("moe_aux_loss_coeff", "moe_aux_loss_coeff", NUMBER, 0.0),
-    Key("moe_router_pre_softmax", "moe_router_pre_softmax", SWITCH, False),
+_FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
+"""What Megatron-LM's arguments call a field of its TransformerConfig."""
+_OF_AN_ARGUMENT = {"rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
+             "moe_aux_loss_coeff": 0.0}  # fmt: skip
+_BESIDE = {
+    "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),
+    "vocab_size": (
+        Key("padded_vocab_size", "padded_vocab_size", WHOLE),
+        Key("make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
+    ),
+}
+"""By the field that they concern."""
+
+
+def _as_text(pattern: tuple[int, ...] | None) -> str | None:
+    return None if pattern is None else f"[{','.join(map(str, pattern))}]"
+
+
+def _argument(key: Key) -> Key:
+    if key.field == "share_embeddings_and_output_weights":
+        return Key("untie_embeddings_and_output_weights", key.field, NOT, True)
+    if key.field == "moe_layer_freq":
+        return replace(key, conversion=Conversion(key.conversion.read, _as_text))
+    default = _OF_AN_ARGUMENT.get(key.field, False if key.conversion is SWITCH else ABSENT)
+    return replace(key, name=_FLAGS.get(key.name, key.name), default=default)
+
+
+SIZES_OF_THE_MODEL = tuple(
+    one for key in (*ARCHITECTURE, *LAYERS) for one in (_argument(key), *_BESIDE.get(key.field, ()))
 )
 KEYS = (
     Key("world_size", "world_size", WHOLE),
@@ -478,10 +490,10 @@ def _world_size_of_launcher(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture, layout = scenario.architecture, scenario.layout
-    sizes = {key.field: getattr(architecture, key.field, None) for key in SIZES_OF_THE_MODEL}
+    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
     padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
     values = common(scenario, settings) | sizes
-    if not architecture.is_moe:
+    if not architecture.routes:
         values |= dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff"))
     return values | {
         "num_layers": scenario.num_layers,
@@ -513,12 +525,14 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         unread += ("cross_entropy_fusion_impl",)
     if layout.pipeline_model_parallel_size == 1:
         unread += ("deallocate_pipeline_outputs",)
+    model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
         **{name: value for name, value in state.items() if name not in unread},
         **{name: getattr(settings, name) for name in settings.__slots__},
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "fine_grained_activation_offloading": settings.offload_modules is not None,
+        "moe_layer_freq": model.moe_layer_freq if model.routes else None,
         "seq_length": scenario.seq_length,
         "micro_batch_size": scenario.micro_batch_size,
         "num_microbatches": scenario.num_microbatches,

@@ -10,7 +10,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import Architecture
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -30,6 +29,7 @@ from memlab.jobs.frameworks.keys import (
     Conversion,
     Key,
     Missing,
+    frozen_parts,
     is_given,
     missing_under,
     refusal,
@@ -40,6 +40,7 @@ from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
+    LAYERS,
     MISSING,
     OFFLOAD,
     PIPELINE,
@@ -57,7 +58,13 @@ from memlab.jobs.frameworks.megatron_lm import (
     named,
     note_sequence_parallel,
 )
-from memlab.jobs.frameworks.reinforcement import LORA, longest_sequence, pack_micro_batch, take_rollout
+from memlab.jobs.frameworks.reinforcement import (
+    LORA,
+    drop_frozen_parts,
+    longest_sequence,
+    pack_micro_batch,
+    take_rollout,
+)
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
@@ -67,7 +74,7 @@ _RECOMPUTE = tuple(
 )
 
 _EXTRA = "megatron_extra_kwargs"
-_PASSED_ON = (*PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
+_PASSED_ON = (*LAYERS, *PIPELINE, *OFFLOAD, *COMPUTE, *(replace(key, default=ABSENT) for key in RECOMPUTE))
 _FLASH_OF_A_VERSION = Conversion(
     lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
 )
@@ -119,13 +126,14 @@ KEYS = (
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
     *under(_EXTRA, _PASSED_ON),
+    *LAYERS,  # of ms-swift 3
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
-    "add_qkv_bias", "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
+    "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
-    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_layer_freq", "moe_pad_expert_input_to_capacity",
+    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
     "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",
@@ -160,6 +168,7 @@ FRAMEWORK_MISSING = (
         Missing(name, "less", "quantized weights: 1 byte per parameter or less", is_given)
         for name in ("quant_method", "quant_bits")
     ),
+    *frozen_parts(""),
     Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
     Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
     Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
@@ -208,8 +217,6 @@ is the reference."""
 
 _ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 """Keys that make ``tuner_type`` ``lora`` where it is ``full`` (``MegatronArguments.__post_init__``)."""
-_OF_MULTIMODAL_MODELS = ("freeze_llm", "freeze_vit", "freeze_aligner")
-"""Read for models with a vision tower only (``_init_multimodal_full``); ``args.json`` has them for every model."""
 
 
 def _tuner(reading: Reading) -> Any:
@@ -224,21 +231,10 @@ def _complete_trained(reading: Reading) -> None:
     adapters = [key for key in _ADAPTERS if is_given(reading.get(key))]
     if adapters and _tuner(reading) != reading.entries.get("tuner_type", reading.entries.get("train_type")):
         reading.miss("tuner_type", "less", f"{adapters[0]} sets it to lora: {LORA}")
-    for key in _OF_MULTIMODAL_MODELS:
-        if reading.get(key):
-            reading.miss(key, "less", "the frozen parts of a multimodal model have no gradients and no optimizer state")
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
     if not reading.values.pop("removes_padding") and not reading.get("packing"):
         reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
-
-
-def complete_of_model(reading: Reading, _: Architecture) -> None:
-    """Drops what concerns multimodal models alone: memlab has none of them."""
-    reading.not_modelled = [one for one in reading.not_modelled if one.key not in _OF_MULTIMODAL_MODELS]
-    for key in _OF_MULTIMODAL_MODELS:
-        if key in reading.entries.by_key:
-            reading.without_effect[key] = "only multimodal models have parts that it can freeze"
 
 
 def _note_history(reading: Reading) -> None:
@@ -293,6 +289,7 @@ def complete(reading: Reading) -> None:
         values["architecture"] = loaded
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
     values["grad_reduce_in_bf16"] = values.get("main_grads_dtype") == "bf16"
+    _complete_offload(reading)
     per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
@@ -311,7 +308,7 @@ def complete(reading: Reading) -> None:
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
     generates = kind == "grpo" or (kind == "gkd" and is_on_policy)
     if length and generates:
-        length += generated
+        length = _length_with_answers(reading, length, generated)
     values["seq_length"] = length
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
@@ -331,13 +328,61 @@ def complete(reading: Reading) -> None:
     _note_fusion(reading)
 
 
+def _complete_offload(reading: Reading) -> None:
+    """Takes what leaves the device: gradients with the parameters (``offload_megatron_model_to_cpu``).
+
+    Under Ray, parameters leave it too where anything else does, and for an engine on the same GPUs in any case
+    (``_generation_context`` in swift/ray/megatron/base_trainer.py).
+    """
+    values = reading.values
+    is_colocated = "rollout.gpus" in reading.entries.by_key and values.get("vllm_mode") == "colocate"
+    if values.get("ranks_of_training") and (is_colocated or values.get("offload_optimizer")):
+        values["offload_parameters"] = True
+    values["offload_gradients"] = values.get("offload_parameters")
+
+
+def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
+    """Returns the tokens of the longest sequence with its answers.
+
+    Each turn generates as many tokens (``run_multi_turn`` in swift/rollout/agent_loop.py), after messages of the
+    scheduler that only the job knows. An engine on the same GPUs ends a sequence at its own longest length
+    (``set_default_max_tokens`` in swift/infer_engine/infer_engine.py), and under Ray any engine. A server has arguments
+    of its own.
+    """
+    scheduler, turns = reading.get("multi_turn_scheduler"), reading.get("max_turns")
+    of_engine = reading.get("vllm_max_model_len")
+    is_own = reading.values.get("vllm_mode") != "server" or "rollout.gpus" in reading.entries.by_key
+    limit: int | None = of_engine if is_own and isinstance(of_engine, int) else None
+    if not scheduler:
+        together = prompt + generated
+        return together if limit is None else max(prompt, min(together, limit))
+    if limit is not None:
+        reading.take("vllm_max_model_len", "seq_length", limit)
+        return max(prompt, limit)
+    if not isinstance(turns, int) or turns < 1:
+        reading.questions.append(
+            "multi_turn_scheduler generates turn after turn, and neither max_turns nor vllm_max_model_len ends a "
+            "sequence: give --set max_turns=NUMBER"
+        )
+        return prompt + generated
+    reading.warnings.append(
+        f"multi_turn_scheduler: memlab takes sequences of a prompt with {turns} answers of {generated:,} tokens, but "
+        "the messages that the scheduler adds between turns come on top"
+    )
+    return prompt + turns * generated
+
+
 def _drop_teacher(reading: Reading, kind: str | None) -> None:
     """Drops the teacher where ms-swift loads none (``_check_teacher`` in swift/megatron/arguments/megatron_args.py)."""
     key, teacher = "teacher_model", reading.get("teacher_model")
+    if teacher is None:
+        return
+    if reading.get("offload_teacher_model"):
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.miss(key, "more", "a frozen teacher model on the same ranks, on the device in its own pass alone")
     reasons = {
         "only --rlhf_type gkd and grpo read it": kind not in _LIKELIHOOD,
         "of adapters, the model without them is the teacher": _tuner(reading) == "lora"
-        and teacher is not None
         and teacher == reading.get("model"),
     }
     for reason in [reason for reason, holds in reasons.items() if holds]:
@@ -459,8 +504,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what ms-swift cannot express of a job."""
     reasons = {}
-    if settings.offload_gradients != settings.offload_optimizer:
-        reasons["offload_gradients"] = "ms-swift offloads gradients with the optimizer state"
+    if settings.offload_gradients != settings.offload_parameters:
+        reasons["offload_gradients"] = "ms-swift frees the gradients where it offloads the parameters"
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
@@ -509,7 +554,7 @@ MS_SWIFT = Framework(
     | keys_without_effect("megatron_core_model", _EXTRA)
     | {f"{_EXTRA}.{number}" for number in NUMBERS_OF_THE_MODEL},
     complete=complete,
-    complete_of_model=complete_of_model,
+    complete_of_model=drop_frozen_parts,
     compose=compose,
     cannot_write=_NEVER
     | {

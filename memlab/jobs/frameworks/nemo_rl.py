@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    frozen_parts,
     is_false,
     is_given,
     missing_under,
@@ -36,6 +37,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_OPTIMIZER,
     OFFLOAD,
@@ -48,6 +50,7 @@ from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_para
 from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
+    drop_frozen_parts,
     is_packed,
     longest_sequence,
     note_replaced_values,
@@ -96,7 +99,7 @@ KEYS = (
     *under(_MEGATRON, OFFLOAD[:2]),
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
-    *under(_OVERRIDES, (*PIPELINE, *_PASSED[:-1])),
+    *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED[:-1])),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
@@ -148,6 +151,8 @@ _OWN_ARGUMENTS = (
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
 _DEFAULTS = {"moe_router_dtype": "fp64", "moe_router_load_balancing_type": "none"}
 """What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
+_OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
+"""What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
             is_false, True),
@@ -155,6 +160,7 @@ FRAMEWORK_MISSING = (
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
+    *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("loss_fn.zero_outside_topk", "more",
@@ -173,7 +179,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
-    *sglang_arguments(f"{_GENERATION}.sglang_cfg."),
+    *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
     *sglang_arguments(f"{_GENERATION}.sglang_kwargs."),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
@@ -201,7 +207,7 @@ def complete(reading: Reading) -> None:
     if not values.pop("is_fp8"):
         values["fp8_format"] = None
     is_colocated = values.pop("is_colocated")
-    _take_offload(reading, is_offloading=is_colocated and generates)
+    _take_offload(reading, is_colocated=is_colocated, generates=generates)
     values["fp32_output"] = not values.pop("is_deferred")
     note_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     longest, sequences = values.pop("longest"), values.pop("sequences")
@@ -242,35 +248,53 @@ def _take_rollout(
     engine = _take_engine(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
-    freed = ("gradients", "optimizer state") if values.pop("frees_optimizer") else ("gradients",)
+    freed = ["gradients"] + ["optimizer state"] * values.pop("frees_optimizer")
+    if is_colocated or _trains_in_parts(reading):
+        freed = []
     take_rollout(
         reading,
         is_colocated=is_colocated,
         ranks_per_node=per_node,
         seq_length=seq_length,
         micro_batch_size=rows,
-        bucket_bytes=int(bucket * 2**30) if bucket else None,
+        # Megatron copies weights from tensor to tensor.
+        bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
-        freed_for_log_probabilities=() if is_colocated else freed,
+        freed_for_log_probabilities=tuple(freed),
         engine=engine,
     )
 
 
-def _take_offload(reading: Reading, *, is_offloading: bool) -> None:
-    """Derives what leaves the device while an engine generates on it (``offload_before_refit``).
+def _take_offload(reading: Reading, *, is_colocated: bool, generates: bool) -> None:
+    """Derives what leaves the device between a weight sync and the next step (``offload_before_refit``).
 
-    ``move_optimizer`` moves the state of torch's optimizer alone, where Megatron does not move it by itself.
+    Parameters leave it where an engine generates on it. The rest also does where Megatron's engine has other GPUs
+    (``sync_weights`` in nemo_rl/weight_sync/megatron_weight_synchronizer.py). ``move_optimizer`` moves the state of
+    torch's optimizer alone, where Megatron does not move it by itself.
     """
     values, optimizer = reading.values, f"{_MEGATRON}.optimizer"
-    values["offload_parameters"] = values["offload_gradients"] = is_offloading
+    values["offload_parameters"] = is_colocated and generates
+    values["offload_gradients"] = generates and (is_colocated or _engine_of(reading) == "megatron")
     is_moved = values.pop("moves_optimizer") and not values.get("optimizer_cpu_offload")
-    values["offload_optimizer"] = is_offloading and is_moved
+    values["offload_optimizer"] = values["offload_gradients"] and is_moved
     if values["offload_optimizer"] and values.get("use_precision_aware_optimizer") is False:
         reading.warnings.append(
             f"{optimizer}.use_precision_aware_optimizer is false, so the fp32 main parameters are no state of the "
             "optimizer, and NeMo-RL leaves them on the device between steps; memlab offloads them: the phases without "
             "training need 4 bytes per parameter of the rank's optimizer more"
         )
+
+
+def _trains_in_parts(reading: Reading) -> bool:
+    """Whether a step computes log-probabilities again after it has begun, so that its gradients have to stay.
+
+    See ``keep_train_buffers`` in nemo_rl/algorithms/single_controller.py; the others do not have the section.
+    """
+    if not any(key.startswith("async_rl.") for key in reading.entries.by_key):
+        return False
+    keys = ("async_rl.min_groups_for_streaming_train", "grpo.num_prompts_per_step")
+    part, prompts = (reading.get(key, 32) for key in keys)
+    return isinstance(part, int) and isinstance(prompts, int) and part < prompts
 
 
 _TENSOR = "vllm_cfg.tensor_parallel_size"
@@ -289,6 +313,10 @@ _KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
 """For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
 
 
+def _engine_of(reading: Reading) -> str:
+    return str(reading.get(f"{_GENERATION}.backend") or "vllm")
+
+
 def _take_engine(reading: Reading) -> tuple[str, str]:
     """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used.
 
@@ -296,8 +324,7 @@ def _take_engine(reading: Reading) -> tuple[str, str]:
         The key that chooses the engine, and the engine.
     """
     values = reading.values
-    key = f"{_GENERATION}.backend"
-    backend = str(reading.get(key) or "vllm")
+    key, backend = f"{_GENERATION}.backend", _engine_of(reading)
     if backend != "vllm":
         values["engine_ranks"] = 1  # those of the table are vLLM's
     for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
@@ -318,8 +345,12 @@ def _take_engine(reading: Reading) -> tuple[str, str]:
     values["engine_data_ranks"] = max(1, (experts or 1) // (tensor if isinstance(tensor, int) and tensor > 0 else 1))
     if backend == "megatron":
         _take_megatron_engine(reading)
-    elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
-        values["engine_share"] = None
+    elif backend == "sglang":
+        if f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
+            values["engine_share"] = None
+        # ``finish_generation`` in nemo_rl/models/generation/sglang/sglang_generation.py does nothing without it.
+        server = f"{_GENERATION}.sglang_cfg.sglang_server_config"
+        values["engine_sleeps"] = reading.get(f"{server}.needs_offload") is not False
     return key, backend
 
 
@@ -473,7 +504,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     ):
         reasons["recompute_method"] = "NeMo-RL recomputes whole layers only one by one (uniform 1)"
     if settings.offload_gradients != settings.offload_parameters:
-        reasons["offload_gradients"] = "NeMo-RL offloads gradients where it offloads parameters"
+        reasons["offload_gradients"] = "NeMo-RL offloads gradients where it offloads parameters, with vLLM's engine"
     if settings.offload_optimizer and (not settings.offload_parameters or scenario.state.optimizer_cpu_offload):
         reasons["offload_optimizer"] = (
             "NeMo-RL offloads the optimizer state only where it offloads parameters, and no CPU optimizer"
@@ -493,6 +524,7 @@ NEMO_RL = Framework(
     | {f"{_OVERRIDES}.{number}" for number in NUMBERS_OF_THE_MODEL}
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
+    complete_of_model=drop_frozen_parts,
     check=check,
     compose=compose,
     configurations=("grpo_math_1B",),

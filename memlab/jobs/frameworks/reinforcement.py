@@ -5,14 +5,30 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.architectures import Architecture
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import Missing, is_given, missing_under, refusal
+from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
+from memlab.jobs.model import published_architecture
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
+
+
+def drop_frozen_parts(reading: Reading, architecture: Architecture) -> None:
+    """Moves keys that freeze parts of multimodal models to those without effect where the job's model is none.
+
+    Another architecture that the user gives in place of the job's says nothing about the job's own parts.
+    """
+    if published_architecture(str(reading.values.get("architecture"))) != architecture:
+        return
+    for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in PARTS_OF_MULTIMODAL_MODELS]:
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.known.add(key)
+        reading.without_effect[key] = "only multimodal models have parts that it can freeze"
 
 
 def vllm_arguments(prefix: str) -> tuple[Missing, ...]:
@@ -231,6 +247,22 @@ def note_replaced_values(reading: Reading, prefix: str) -> None:
                 reading.miss(key, "less", FROZEN_ROUTER)
         elif is_given(entry.value) and not key.endswith(".attn_implementation"):
             reading.miss(key, "either", "it replaces a value of the published model")
+
+
+def note_segments(reading: Reading, key: str) -> None:
+    """Says what is built before a framework switches expandable segments on, and stays on the device."""
+    if not reading.values.get("offload_parameters"):
+        reading.warnings.append(
+            f"{key}: expandable segments are switched on after the model is built, so its parameters and gradients "
+            "stay in segments of fixed size; memlab predicts all in expandable segments"
+        )
+
+
+def only_segments(scenario: Scenario, title: str) -> dict[str, str]:
+    """Names the allocator's settings where a framework makes its own, whatever the environment says."""
+    if scenario.allocator == AllocatorSettings(expandable_segments=True):
+        return {}
+    return {"allocator": f"{title} switches expandable segments on, and nothing else"}
 
 
 def _count(values: dict[str, Any], name: str) -> int:

@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.reinforcement import (
     longest_sequence,
     note_padded_rows,
     note_replaced_values,
+    note_segments,
     sequences_of_a_step,
     take_rollout,
     take_rows,
@@ -50,7 +51,6 @@ KEYS = (
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
     Key("trainer.use_expandable_segments", "expandable_segments", SWITCH, True),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
-    Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
     Key("trainer.remove_microbatch_padding", "removes_padding", SWITCH, True),
@@ -99,14 +99,10 @@ def complete(reading: Reading) -> None:
         values["recompute_granularity"] = None
     is_flash = values.pop("is_flash")
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
-    is_colocated, after_step = values.pop("is_colocated"), values.pop("offload_after_step")
-    values["offload_parameters"] = values["offload_gradients"] = is_colocated
-    if values["expandable_segments"] and not is_colocated:
-        reading.warnings.append(
-            "trainer.use_expandable_segments: SkyRL switches them on after the model is built, so its parameters and "
-            "gradients stay in segments of fixed size; memlab predicts all in expandable segments"
-        )
-    values["offload_optimizer"] = is_colocated and after_step
+    is_colocated = values.pop("is_colocated")
+    values["offload_parameters"] = values["offload_gradients"] = values["offload_optimizer"] = is_colocated
+    if values["expandable_segments"]:
+        note_segments(reading, "trainer.use_expandable_segments")
     # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
     prompt = values.pop("prompt_length")
     longest = (values.pop("input_length") or prompt) + values.pop("response_length")
@@ -121,6 +117,7 @@ def complete(reading: Reading) -> None:
         seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else of_log_probs,
         micro_batch_size=1 if tokens > 0 else rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
+        freed_for_log_probabilities=() if is_colocated else _freed_by_reference_model(reading),
         engine=_engine(reading),
     )
     if tokens > 0:
@@ -131,6 +128,19 @@ def complete(reading: Reading) -> None:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
     drop_single_chunk(values)
+
+
+def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
+    """Returns what is off the device in a pass for log-probabilities, although it is on it for generation.
+
+    A reference model has the policy's GPUs (``placement.colocate_policy_ref``), and its pass comes first: the policy
+    then leaves the device, and for its own pass the parameters alone return (``_ensure_on_gpu`` in
+    skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0).
+    """
+    algorithm = "trainer.algorithm"
+    compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
+    is_together = reading.get("trainer.placement.colocate_policy_ref", default=True)
+    return ("gradients", "optimizer state") if any(compares) and is_together else ()
 
 
 def _engine(reading: Reading) -> tuple[str, str]:
@@ -154,7 +164,6 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_checkpointing": settings.recompute_granularity is not None,
             "is_colocated": settings.offload_parameters,
             "expandable_segments": scenario.allocator.expandable_segments,
-            "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
             "removes_padding": is_row or scenario.micro_batch_size == 1,
             "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
             "prompt_length": longest // 2,
@@ -171,8 +180,8 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"
-    if settings.offload_optimizer and not settings.offload_parameters:
-        reasons["offload_optimizer"] = "SkyRL offloads the optimizer state only where it offloads parameters"
+    if settings.offload_optimizer != settings.offload_parameters:
+        reasons["offload_optimizer"] = "SkyRL offloads the optimizer state where it offloads parameters"
     return reasons
 
 
@@ -190,7 +199,7 @@ SKYRL = Framework(
     fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE
-    | {"allocator": "beside trainer.use_expandable_segments, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    | {"allocator": "with trainer.use_expandable_segments=false, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
     render=plain_lines,
 )

@@ -15,6 +15,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_OPTIMIZER,
     OFFLOAD,
@@ -34,7 +35,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
         *under(prefix, SIZES),
         *under(
             transformer,
-            (CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE),
+            (CHUNKS, *LAYERS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE),
             recompute_granularity="full",
             recompute_method="uniform",
             recompute_num_layers=1,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
@@ -20,6 +19,7 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
     note_padded_rows,
+    only_segments,
     sequences_of_a_step,
     take_rows,
     take_sequences,
@@ -108,9 +108,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
     """Names what SkyRL's SFT trainer cannot express of this job."""
-    reasons = {}
-    if scenario.allocator != AllocatorSettings(expandable_segments=True):
-        reasons["allocator"] = "SkyRL's SFT trainer switches expandable segments on, and nothing else"
+    reasons = only_segments(scenario, "SkyRL's SFT trainer")
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     if scenario.state.logprobs_chunk_size != (_CHUNK if tokens > _CHUNK else None):
         reasons["logprobs_chunk_size"] = f"SkyRL's SFT trainer takes {_CHUNK} tokens, or all of a shorter row"

@@ -62,6 +62,8 @@ KEYS = (
     Key("offload_train", "is_offloaded", SWITCH, None),
     Key("no_offload_train", "stays", SWITCH, False),
     Key("offload", "is_offloaded_too", SWITCH, False),
+    Key("offload_rollout", "engine_is_offloaded", SWITCH, None),
+    Key("no_offload_rollout", "engine_stays", SWITCH, False),
     Key("num_steps_per_rollout", "steps_per_rollout", COUNT, None),
     Key("rollout_batch_size", "prompts", COUNT, None),
     Key("n_samples_per_prompt", "responses_per_prompt", COUNT, 1),
@@ -164,7 +166,11 @@ def _complete_offload(reading: Reading, *, is_colocated: bool) -> None:
     """Takes what leaves the device between phases, as ``slime_validate_args`` decides it."""
     values = reading.values
     is_offloaded, is_offloaded_too = values.pop("is_offloaded"), values.pop("is_offloaded_too")
-    stays = values.pop("stays")
+    stays, engine_stays = values.pop("stays"), values.pop("engine_stays")
+    # ``--release-train`` colocated, and ``--offload``, offload the engine in any case.
+    given = values.pop("engine_is_offloaded")
+    is_forced = is_offloaded_too or (is_colocated and bool(reading.get("release_train")))
+    values["engine_sleeps"] = is_forced or not (engine_stays or given is False)
     has_critic = reading.get("advantage_estimator") == "ppo"
     if has_critic:
         reading.miss("advantage_estimator", "more", "a critic is trained too: its parameters, gradients and state")
@@ -201,6 +207,8 @@ def _take_allocator(reading: Reading) -> None:
         found = dict(_ALLOCATOR.findall(str(entry.value))) if entry is not None else {}
         if found:
             reading.take(key, "allocator", found.get("CUDA_", found.get("")))
+    if any(_SEGMENTS.search(text) for text in texts):
+        reading.take("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "expandable_segments", value=True)
     if any(_INT4_TRAINING.search(text) for text in texts):
         reason = "each forward pass rounds a copy of every expert's weights to 4 bits and back"
         reading.miss("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "more", reason)
@@ -208,6 +216,8 @@ def _take_allocator(reading: Reading) -> None:
 
 _INT4_TRAINING = re.compile(r'"OPEN_TRAINING_INT4_FAKE_QAT_FLAG"\s*:\s*"1"')
 """slime's patch of Megatron-LM reads it (``docker/patch/latest/megatron.patch``, 624b824a)."""
+_SEGMENTS = re.compile(r'"SLIME_ENABLE_EXPANDABLE_SEGMENTS"\s*:\s*"1"')
+"""The training ranks read it before they build the model (``slime/utils/accelerator/torch_accelerator.py``)."""
 _ALLOCATOR = re.compile(r'"PYTORCH_(CUDA_|)ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
@@ -215,6 +225,14 @@ def _longest_sequence(reading: Reading) -> int | None:
     """Returns the tokens of the longest prompt with its response, as far as the file gives them."""
     prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
     together = (prompt or 0) + (response or 0)
+    own = "custom_generate_function_path"
+    if reading.get(own) and not context:
+        reading.miss(
+            own,
+            "more",
+            "the job's own function may generate several turns, so that sequences are longer than a prompt with one "
+            "response, which memlab takes: give rollout_max_context_len",
+        )
     if prompt and response:
         return int(min(together, context or together))
     if context:
@@ -246,6 +264,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_offloaded": None,
             "is_offloaded_too": False,
             "stays": False,
+            "engine_is_offloaded": None,
+            "engine_stays": False,
             "steps_per_rollout": None,
             "prompts": None,
             "responses_per_prompt": 1,

@@ -5,12 +5,13 @@ Names and defaults: ``verl/trainer/config/`` (0.9.1); `verl_engine` has those of
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import common, named
@@ -18,6 +19,8 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     longest_sequence,
     note_padded_rows,
+    note_segments,
+    only_segments,
     sequences_of_a_step,
     sglang_arguments,
     take_rollout,
@@ -26,6 +29,7 @@ from memlab.jobs.frameworks.reinforcement import (
     vllm_arguments,
 )
 from memlab.jobs.frameworks.verl_engine import (
+    BEFORE,
     CANNOT_WRITE,
     FIXED,
     VERSIONS,
@@ -53,9 +57,15 @@ KEYS = (
     Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", COUNT, 256),
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
-    Key(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_is_dynamic", SWITCH),
-    Key(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "log_prob_tokens", COUNT),
-    Key(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT),
+    *(
+        Key(f"{prefix}.log_prob_{key}", f"{model}_{field}", conversion)
+        for model, prefix in (("policy", _ROLLOUT), ("reference", "actor_rollout_ref.ref"))
+        for key, field, conversion in (
+            ("use_dynamic_bsz", "is_dynamic", SWITCH),
+            ("max_token_len_per_gpu", "tokens", COUNT),
+            ("micro_batch_size_per_gpu", "rows", COUNT),
+        )
+    ),
     Key(f"{_ROLLOUT}.gpu_memory_utilization", "engine_share", NUMBER, 0.5),
     Key(f"{_ROLLOUT}.free_cache_engine", "engine_sleeps", SWITCH, True),
     Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", COUNT, 2),
@@ -96,6 +106,9 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ROLLOUT}.dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ROLLOUT}.enable_rollout_routing_replay", "more", "the chosen experts of each token are kept"),
+    Missing("trainer.v1.trainer_mode", "either",
+            "other GPUs generate, and the engine of the training's GPUs sleeps unless it is lent to them",
+            lambda value: value == "separate_async"),
     Missing(f"{_ROLLOUT}.disaggregation.enabled", "either", "prefill and decoding have different engines"),
 )  # fmt: skip
 
@@ -111,16 +124,14 @@ def complete(reading: Reading) -> None:
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
-    of_log_probs = (values.pop("log_prob_tokens", None) or tokens) * (values.get("context_parallel_size") or 1)
-    rows = values.pop("log_prob_micro_batch_size", None) or 1
     removes_padding = values.pop("removes_padding")
-    if values.pop("log_prob_is_dynamic", is_dynamic):
-        rows = 1
-    else:
-        of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
+    of_log_probs, rows = _largest_pass(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
+    is_colocated = values.pop("is_colocated")
+    if is_colocated:
+        _take_allocator(reading)
     take_rollout(
         reading,
-        is_colocated=values.pop("is_colocated"),
+        is_colocated=is_colocated,
         ranks_per_node=per_node,
         seq_length=of_log_probs,
         micro_batch_size=rows,
@@ -139,12 +150,69 @@ def complete(reading: Reading) -> None:
     take_sequences(reading, longest, sequences, packed_by=key)
 
 
+def _largest_pass(
+    reading: Reading, longest: int, tokens: int, *, is_dynamic: bool, removes_padding: bool
+) -> tuple[int, int]:
+    """Returns the tokens of a row, and the rows, of the largest pass without backward.
+
+    The policy's and the reference model's have keys of their own (``ActorRolloutRefWorker`` in
+    verl/workers/engine_workers.py, 0.9.1), and take the actor's where these are not given.
+    """
+    values, passes = reading.values, []
+    for model in ("policy", "reference"):
+        own, rows = values.pop(f"{model}_tokens", None) or tokens, values.pop(f"{model}_rows", None) or 1
+        if values.pop(f"{model}_is_dynamic", is_dynamic):
+            passes.append((own * (values.get("context_parallel_size") or 1), 1))
+        else:
+            passes.append((longest * rows, 1) if removes_padding else (longest, rows))
+    return max(passes if _compares(reading) else passes[:1], key=math.prod)
+
+
+def _take_allocator(reading: Reading) -> None:
+    """Takes expandable segments, which verl switches on after each weight sync, the first one before the first step.
+
+    See ``update_weights`` in verl/workers/engine_workers.py (0.9.1): only what sends weights inside the process does.
+    """
+    key = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if reading.get(key) in (None, "naive"):
+        reading.take(key, "expandable_segments", value=True)
+        note_segments(reading, key)
+
+
+def check(reading: Reading) -> None:
+    """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py, and of ``engine_workers.py`` (0.9.1).
+
+    Raises:
+        CannotStartError: If it refuses the job.
+    """
+    key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
+    is_dynamic = reading.get(own) or False
+    if reading.version != BEFORE and (reading.get(key, is_dynamic) or False) != is_dynamic:
+        raise CannotStartError(f"{key} is another value than {own}, which verl refuses: set both to the same")
+    key = f"{_ROLLOUT}.expert_parallel_size"
+    experts, name = reading.get(key), reading.get(f"{_ROLLOUT}.name")
+    sizes = [
+        reading.get(f"{_ROLLOUT}.{size}", default)
+        for size, default in (("tensor_model_parallel_size", 2), ("data_parallel_size", 1))
+    ]
+    if name == "trtllm" or not all(isinstance(size, int) for size in (experts, *sizes)):
+        return
+    if experts > 1 and experts != math.prod(sizes):
+        raise CannotStartError(
+            f"{key} is {experts}, must be tensor_model_parallel_size x data_parallel_size ({sizes[0]} x {sizes[1]}), "
+            "by a rule of verl: change one of them"
+        )
+
+
 def _check_engine(reading: Reading) -> None:
     """Refuses a job of another engine: verl takes FSDP without ``model_engine=megatron`` or a configuration with it."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
+    is_chosen = chosen is not None or reading.entries.get("model_engine") is not None
     engine = engine if chosen is None else str(chosen).removesuffix("_actor")
     keys, configuration = reading.entries.by_key, reading.get("config_name")
+    if not is_chosen:
+        _note_unchosen(reading)
     if engine is None and "megatron" not in str(configuration):
         if any(key.startswith((f"{_ACTOR}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config.")) for key in keys):
             engine = "dp"
@@ -159,6 +227,17 @@ def _check_engine(reading: Reading) -> None:
         reading.blocked.append(f"model_engine {engine}: memlab predicts Megatron's jobs only (model_engine=megatron)")
 
 
+def _note_unchosen(reading: Reading) -> None:
+    """Says that Hydra stops: FSDP's actor, the default of ``ppo_trainer.yaml`` (0.9.1), has no keys of Megatron."""
+    refused = [entry for key, entry in reading.entries.by_key.items() if key.startswith(f"{_ACTOR}.megatron.")]
+    program = reading.entries.program
+    if refused and program is not None and program.value == "verl.trainer.main_ppo":
+        reading.entries.causes.append(
+            f"{program.place}: {program.value} takes FSDP's actor without model_engine=megatron, so Hydra stops at "
+            f"{refused[0].key} ({refused[0].place}): add model_engine=megatron"
+        )
+
+
 def _note_critic(reading: Reading) -> None:
     """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of it is offloaded."""
     key = "critic.enable" if reading.get("critic.enable") is not None else "algorithm.adv_estimator"
@@ -169,15 +248,19 @@ def _note_critic(reading: Reading) -> None:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 
+def _compares(reading: Reading) -> bool:
+    """Whether a penalty compares the policy with a reference model."""
+    return True in [reading.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
+
+
 def _keeps_reference_model(reading: Reading) -> bool:
     """Returns whether a reference model is on the device wherever the parameters are.
 
     A penalty by KL divergence needs one (``need_reference_policy`` in verl/trainer/ppo/utils.py), unless adapters are
     trained. It is offloaded as the parameters are (``ref/megatron_ref.yaml``), unless its own key says otherwise.
     """
-    compares = [reading.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
     adapters = [reading.entries.get(f"actor_rollout_ref.model.{key}") for key in ("lora.rank", "lora_rank")]
-    if True not in compares or any(adapters):
+    if not _compares(reading) or any(adapters):
         return False
     moves = bool(reading.values.get("offload_parameters"))
     key = "actor_rollout_ref.ref.megatron.param_offload"
@@ -196,6 +279,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | named(scenario)
         | {
             "model_engine": "megatron",
+            "allocator": None,
             "is_dynamic": is_row,
             "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
             "micro_batch_size": None if is_row else scenario.micro_batch_size,
@@ -217,12 +301,13 @@ VERL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("verl") | engine_without_effect(*_PREFIXES),
     complete=complete,
+    check=check,
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE,
-    cannot_write_of=cannot_write,
+    cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,
     configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),
     versions=VERSIONS,

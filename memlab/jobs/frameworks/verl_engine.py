@@ -30,6 +30,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
@@ -57,7 +58,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     return (
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
-        *under(transformer, (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+        *under(transformer, (*LAYERS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
         Key(f"{model}.use_remove_padding", "removes_padding", SWITCH, True),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
@@ -94,6 +95,8 @@ _MODEL_MISSING = (
     Missing("use_fused_kernels", "less",
             "a fused linear cross entropy computes log-probabilities without whole logits, which saves at most the "
             "logits and their fp32 copies"),
+    # It replaces the engine's own key (``TrainingWorker`` in verl/workers/engine_workers.py, 0.9.1).
+    Missing("use_remove_padding", "more", "rows are padded to the longest sequence", is_false),
     Missing("mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
 )  # fmt: skip
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.lab.request import StepRequest
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 
@@ -66,12 +66,7 @@ class LabLike(Protocol):
     def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None: ...
 
     def submit(
-        self,
-        settings: MemorySettings | None = None,
-        *,
-        state: TrainingState | None = None,
-        allocator: AllocatorSettings | None = None,
-        on_progress: Callable[[ProgressLike], None] | None = None,
+        self, request: StepRequest | None = None, on_progress: Callable[[ProgressLike], None] | None = None
     ) -> Future[StepRecord]: ...
 
     def stop(self) -> bool: ...

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import traitlets
 
-from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
@@ -135,7 +133,7 @@ class SearchState(traitlets.HasTraits):
             form = self._state.form
             try:
                 limit_bytes = parse_bytes(self.limit)
-                scenario = self._of_worst_rank(form.scenario(self._state.lab.scenario_as_opened))
+                scenario = self._state.of_worst_rank(form.scenario(self._state.lab.scenario_as_opened))
                 self._process = self._start_process(
                     scenario,
                     self.base,
@@ -152,12 +150,6 @@ class SearchState(traitlets.HasTraits):
             only = f" (only rank {scenario.layout.rank})" if scenario.layout.world_size > 1 else ""
             self.alone = alone
             self.busy, self.notice = True, f"Searching: {scenario}{only}. The first prediction takes a few seconds."
-
-    def _of_worst_rank(self, scenario: Scenario) -> Scenario:
-        """Returns a job's scenario for the rank that has the highest peak in the shown run; a search steps one rank."""
-        job = self._state.shown.job if self._state.shown is not None else None
-        rank = scenario.layout.rank if job is None else job.worst_rank
-        return replace(scenario, layout=replace(scenario.layout, rank=rank))
 
     def stop(self) -> None:
         """Ends the running search."""

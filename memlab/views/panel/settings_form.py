@@ -191,7 +191,7 @@ class SettingsForm:
         for field in _not_read(granularity):
             if field not in MODULE_FIELDS:
                 reasons[field] = _without_value(_rule_text(**chosen, **{field: getattr(self, field) or _ANY[field]}))
-        if not architecture.is_moe:
+        if not architecture.routes:
             remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
         for field, modules in MODULE_FIELDS.items():

@@ -26,6 +26,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import smallest_offloaded
 from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.lab.request import StepRequest
 from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -300,6 +301,11 @@ class LabState(traitlets.HasTraits):
         """Whether a run had the settings, the workload and the training state that the controls show."""
         return _had(run, self.selection)
 
+    def of_worst_rank(self, scenario: Scenario) -> Scenario:
+        """Returns a job's scenario for the rank with the highest peak in the shown run: predictions step one rank."""
+        job = None if self.shown is None else self.shown.job
+        return scenario if job is None else scenario.on_rank(job.worst_rank)
+
     @property
     def base(self) -> Run | None:
         """The run that the table and the words above the chart compare with: the pinned one, or else the first."""
@@ -350,9 +356,8 @@ class LabState(traitlets.HasTraits):
                 self.refresh()
                 rebuilds = self._rebuilds_for(scenario.state, scenario.allocator)
                 num_changes = len(self.lab.state_changes)
-                running = self.lab.submit(
-                    settings, state=scenario.state, allocator=scenario.allocator, on_progress=self._note_progress
-                )
+                request = StepRequest(settings=settings, state=scenario.state, allocator=scenario.allocator)
+                running = self.lab.submit(request, self._note_progress)
             except ValueError as error:
                 self._say(f"{_NOT_STARTED}: {error}")
                 return None
@@ -629,7 +634,7 @@ def _had(run: Run, selection: Selection | None) -> bool:
 
 def _of_job(scenario: Scenario) -> Scenario:
     """Returns the scenario of a job, whichever of its ranks this one is about."""
-    return replace(scenario, layout=replace(scenario.layout, rank=0))
+    return scenario.on_rank(0)
 
 
 def _remove(records: list[StepRecord], record: StepRecord | None) -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from dataclasses import replace
 from typing import Any
 
 import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
@@ -117,7 +115,7 @@ class WhatIf(traitlets.HasTraits):
             self._wanted, self.predicted, self.notice = None, None, ""
             if not self.is_on or selection is None:
                 return
-            selection = self._of_worst_rank(selection[0]), selection[1]
+            selection = state.of_worst_rank(selection[0]), selection[1]
             if selection in self._known:
                 self.predicted = self._known[selection]
                 return
@@ -165,13 +163,6 @@ class WhatIf(traitlets.HasTraits):
                     del self._known[next(iter(self._known))]
             if self._wanted == selection:  # a prediction of what was selected before is not shown
                 self._wanted, self.predicted, self.notice = None, found, notice
-
-    def _of_worst_rank(self, scenario: Scenario) -> Scenario:
-        """Returns a job's scenario for the rank that has the highest peak in the shown run: one rank is predicted."""
-        job = self._state.shown.job if self._state.shown is not None else None
-        if job is None:
-            return scenario
-        return replace(scenario, layout=replace(scenario.layout, rank=job.worst_rank))
 
 
 def _reserved(record: StepRecord) -> str:

@@ -14,11 +14,6 @@ from memlab.views.text.columns import NAME_WIDTH, SETTING_WIDTH, Block, Table, a
 from memlab.views.text.record import without_layer_numbers
 
 
-def residency_table(audit: ResidencyAudit) -> str:
-    """Writes `residency_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
-    return as_text(residency_blocks(audit))
-
-
 def residency_blocks(audit: ResidencyAudit) -> list[Block]:
     """Describes where parameters, gradients and optimizer state are between two steps, and what is wrong with that.
 
@@ -104,11 +99,6 @@ def device_bytes_blocks(moments: Mapping[str, DeviceBytes]) -> list[Block]:
         )
         former = counts[0]
     return [Table(rows)]
-
-
-def groups_used_table(used: Mapping[str, Sequence[str]]) -> str:
-    """Writes `groups_used_blocks` as text."""
-    return as_text(groups_used_blocks(used))
 
 
 def groups_used_blocks(used: Mapping[str, Sequence[str]]) -> list[Block]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from memlab.config.training_state import TrainingState, option_words
 from memlab.record.job_record import JobRecord
@@ -53,7 +52,7 @@ def common_scenario(records: Sequence[StepRecord]) -> str:
 def _words(record: StepRecord) -> list[str]:
     """Returns the words of a record's scenario, without those of its training state, and which rank it is of."""
     layout = record.scenario.layout
-    words = without_state(replace(record.scenario, layout=replace(layout, rank=0))).split(", ")
+    words = without_state(record.scenario.on_rank(0)).split(", ")
     if layout.world_size == 1:
         return words
     return [*words, f"worst rank {layout.rank}" if isinstance(record, JobRecord) else f"rank {layout.rank}"]
@@ -120,11 +119,6 @@ def compare_blocks(*records: StepRecord) -> list[Block]:
 def peak_phase(record: StepRecord) -> str:
     """Returns the phase in which a step peaks; a dash where it is unknown."""
     return (record.peak_phase if record.timeline is None else record.timeline.peak_phase()) or "-"
-
-
-def peak_table(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> str:
-    """Writes `peak_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
-    return as_text(peak_blocks(records, limits))
 
 
 def peak_blocks(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> list[Block]:

@@ -105,11 +105,6 @@ def difference_lines(difference: PeakDifference) -> list[str]:
     return lines
 
 
-def difference_table(difference: PeakDifference) -> str:
-    """Writes `difference_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
-    return as_text(difference_blocks(difference))
-
-
 def difference_blocks(difference: PeakDifference) -> list[Block]:
     """Describes the terms from the predicted to the measured allocated peak, the largest first.
 

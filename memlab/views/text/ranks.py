@@ -17,7 +17,7 @@ _RANK_WIDTH = 8
 
 def job_words(scenario: Scenario) -> str:
     """Returns the words of a job's scenario, without those of its training state and without a rank."""
-    return without_state(replace(scenario, layout=replace(scenario.layout, rank=0)))
+    return without_state(scenario.on_rank(0))
 
 
 def ranks_table(records: Sequence[StepRecord]) -> str:

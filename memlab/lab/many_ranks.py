@@ -1,4 +1,6 @@
-"""A live model on many ranks, from the notebook's side: what `Session` is for one rank, done by all of them."""
+"""A live model on many ranks, from the notebook's side: the session of a job."""
+
+# ruff: noqa: D102 - `memlab.lab.session.Session` documents what both sessions have
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.progress import Progress
+from memlab.lab.request import PassRequest, StepRequest, check_kind
+from memlab.lab.session import OnProgress
 from memlab.lab.stepper import ModelLost
 from memlab.lab.worker import Worker
 from memlab.ranks.group import RankFailed, RankGroup
@@ -40,17 +43,17 @@ class JobBackend:
     reason: str
 
 
-class JobSession:
+class ManyRanks:
     """The labs of all ranks. If one fails, all processes end, and the next call builds the job again.
 
     Args:
         scenario: What a step runs; its layout's `rank` is ignored.
         ranks: Engines, at least as many as the layout has ranks.
-        backend: Of each rank.
-        given: Arguments of the ranks' labs in place of the scenario's.
+        backend: Name of each rank's backend.
+        has_allocator: Whether the scenario has the allocator's options; if not, they are those of the ranks' processes.
     """
 
-    def __init__(self, scenario: Scenario, ranks: Ranks, backend: str, given: dict[str, Any]) -> None:
+    def __init__(self, scenario: Scenario, ranks: Ranks, backend: str, *, has_allocator: bool) -> None:
         if backend == "simulated":
             raise ValueError(
                 "backend is 'simulated', which predicts any rank in this process: leave ranks out, or choose another "
@@ -70,11 +73,11 @@ class JobSession:
         # Packed sequences stay as long as in the first workload. Without packing, its rows say nothing, and may break a
         # rule of another training state.
         packed = scenario.packed_sequences
-        self._as_opened = {} if packed is None else _workload_of(scenario) | {"packed_sequences": packed}
+        self._as_opened: dict[str, Any] = {} if packed is None else scenario.workload | {"packed_sequences": packed}
         self._attributes: dict[str, Any] = {}
         """What has been set on every rank's lab."""
         self._ranks = ranks
-        self._given = given
+        self._has_allocator = has_allocator
         self._wanted_backend = backend
         self.backend = JobBackend(backend, "requested")
         self._group: RankGroup | None = None
@@ -82,8 +85,10 @@ class JobSession:
         """Set from a request to stop until the ranks have been told while they were in a step."""
         self.worker = Worker(nullcontext, lambda: f"{self.scenario}, {self.settings}")
 
+    def require_free(self) -> None:
+        """Does nothing: the models are in other processes."""
+
     def build(self) -> None:
-        """Starts the ranks and opens their labs."""
         building = self.worker.submit(self._build)
         try:
             building.result()
@@ -117,18 +122,18 @@ class JobSession:
             (
                 meeting | {"RANK": str(rank)} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
                 self._wanted_backend,
-                replace(self.scenario, **self._as_opened, layout=replace(self.scenario.layout, rank=rank)),
-                self._given,
+                replace(self.scenario, **self._as_opened).on_rank(rank),
+                self._has_allocator,
             )
             for rank, interface in enumerate(interfaces)
         ]
         opened = group.call("open", arguments)
         self.backend = JobBackend(opened[0]["name"], opened[0]["reason"])
-        self._given = self._given | {"allocator": opened[0]["scenario"].allocator}
-        self.scenario = replace(self.scenario, **self._given)
+        self.scenario = replace(self.scenario, allocator=opened[0]["scenario"].allocator)
+        self._has_allocator = True
         for name, value in self._attributes.items():
             group.call("set", [(name, value)] * size)
-        group.call("call", [("set_workload", (), _workload_of(self.scenario))] * size)
+        group.call("call", [("set_workload", (), self.scenario.workload)] * size)
         if self.settings != MemorySettings():
             group.call("call", [("apply", (self.settings,), {})] * size)
 
@@ -137,8 +142,8 @@ class JobSession:
         return next((host for host in others if host != own), own)
 
     def apply(self, settings: MemorySettings) -> None:
-        """Implements `Lab.apply`."""
-        self.check(settings)
+        check_kind("settings", settings, MemorySettings)
+        self.check(StepRequest(settings=settings))
 
         def apply() -> None:
             self._on_all("call", "apply", (settings,), {})
@@ -147,24 +152,22 @@ class JobSession:
         self.worker.run_exclusive(apply)
 
     def set_workload(self, scenario: Scenario) -> None:
-        """Implements `Lab.set_workload`."""
-        workload = _workload_of(scenario)
-
         def set_workload() -> None:
-            self._on_all("call", "set_workload", (), workload)
+            self._on_all("call", "set_workload", (), scenario.workload)
             self.scenario = scenario
 
         self.worker.run_exclusive(set_workload)
 
-    def set_state(self, state: TrainingState, settings: MemorySettings | None = None) -> StateChange:
-        """Implements `Lab.set_state`; the time is the longest of all ranks, the bytes those of the fullest."""
-        requested = self.settings if settings is None else settings
-        self.check(requested, state)
-        return self.worker.run_exclusive(lambda: self._change_state(state, requested))
+    def set_state(self, state: TrainingState, settings: MemorySettings | None) -> StateChange:
+        """Returns the longest time of all ranks, and the bytes of the fullest."""
+        check_kind("state", state, TrainingState)
+        request = StepRequest(settings=self.settings if settings is None else settings, state=state)
+        self.check(request)
+        return self.worker.run_exclusive(lambda: self._change_state(request))
 
-    def _change_state(self, state: TrainingState, settings: MemorySettings) -> StateChange:
+    def _change_state(self, request: StepRequest) -> StateChange:
         try:
-            changes: list[StateChange] = self._on_all("call", "set_state", (state, settings), {})
+            changes: list[StateChange] = self._on_all("call", "set_state", (request.state, request.settings), {})
         except ModelLost:
             self._end_group()
             self.worker.end()
@@ -174,30 +177,29 @@ class JobSession:
             seconds=max(one.seconds for one in changes),
             device_bytes=max(one.device_bytes for one in changes),
         )
-        self.scenario, self.settings = replace(self.scenario, state=state), settings
+        assert request.settings is not None, "the callers say which"
+        self.scenario, self.settings = request.scenario_after(self.scenario), request.settings
         self.state_changes.append(change)
         return change
 
-    def step(
-        self,
-        settings: MemorySettings | None = None,
-        *,
-        state: TrainingState | None = None,
-        allocator: AllocatorSettings | None = None,
-        warm_up: bool = True,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> StepRecord:
-        """Implements `Lab.step`."""
-        return self._result_of(
-            self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
-        )
+    def submit(self, request: StepRequest | PassRequest, on_progress: OnProgress | None = None) -> Future[StepRecord]:
+        self.check(request)
+        asked = replace(request, settings=self._settings_of(request))
 
-    def _result_of(self, running: Future[StepRecord]) -> StepRecord:
-        """Waits for a step or a forward-only pass.
+        def take() -> StepRecord:
+            if isinstance(asked, StepRequest) and asked.state not in (None, self.scenario.state):
+                self._change_state(asked)
+            return self._take(asked, on_progress)
+
+        return self.worker.start(take, before=self._stop.clear)
+
+    def take(self, request: StepRequest | PassRequest, on_progress: OnProgress | None = None) -> StepRecord:
+        """Takes a step or a pass.
 
         Ctrl-C, or a request to terminate this process, ends a step where the ranks can end it together. A pass has no
         such place: it runs to its end. Whichever takes too long for that ends with the processes.
         """
+        running = self.submit(request, on_progress)
         try:
             return running.result()
         except (KeyboardInterrupt, SystemExit):
@@ -209,51 +211,9 @@ class JobSession:
                 wait([running])
             raise
 
-    def submit(
-        self,
-        settings: MemorySettings | None = None,
-        *,
-        state: TrainingState | None = None,
-        allocator: AllocatorSettings | None = None,
-        warm_up: bool = True,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> Future[StepRecord]:
-        """Implements `Lab.submit`."""
-        requested = self.settings if settings is None else settings
-        self.check(requested, state)
-        if allocator not in (None, self.scenario.allocator):
-            raise ValueError(
-                f"allocator is '{allocator}', and the ranks' processes were started with '{self.scenario.allocator}', "
-                "which must be the same: leave it out, or start them with other options in PYTORCH_CUDA_ALLOC_CONF"
-            )
-
-        def take_step() -> StepRecord:
-            if state is not None and state != self.scenario.state:
-                self._change_state(state, requested)
-            return self._take_step({"settings": requested, "warm_up": warm_up}, on_progress)
-
-        return self.worker.start(take_step, before=self._stop.clear)
-
-    def forward_only(
-        self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool, warm_up: bool
-    ) -> StepRecord:
-        """Implements `Lab.forward_only`."""
-        requested = self.settings if settings is None else settings
-        self.check(requested)
-        arguments = {"settings": requested, "suspend_offload": suspend_offload, "warm_up": warm_up}
-        arguments |= _workload_of(scenario)
-        return self._result_of(
-            self.worker.start(lambda: self._take_step(arguments, None, forward_only=True), before=self._stop.clear)
-        )
-
-    def _take_step(
-        self,
-        arguments: dict[str, Any],
-        on_progress: Callable[[Progress], None] | None,
-        *,
-        forward_only: bool = False,
-    ) -> JobRecord:
-        former, self.settings = self.settings, arguments["settings"]
+    def _take(self, request: StepRequest | PassRequest, on_progress: OnProgress | None) -> JobRecord:
+        assert request.settings is not None, "`submit` says which"
+        former, self.settings = self.settings, request.settings
         failed: list[Exception] = []
 
         def report(progress: Progress) -> None:
@@ -269,7 +229,7 @@ class JobSession:
                 self._stop.set()
 
         try:
-            records = self._on_all("step", forward_only, arguments, on_progress=report)
+            records = self._on_all("take", request, on_progress=report)
         except Exception as error:
             errors = list(error.errors.values()) if isinstance(error, RankFailed) else [error]
             records = [each.record for each in errors if hasattr(each, "record")]
@@ -285,14 +245,10 @@ class JobSession:
         return record
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Implements `Lab.each`."""
+        """Calls a method of every rank's lab, and returns the answers in the order of the ranks."""
         return self.worker.run_exclusive(lambda: self._on_all("call", method, args, kwargs))
 
-    def get(self, name: str) -> list[Any]:
-        """Returns an attribute of every rank's lab."""
-        return self.worker.run_exclusive(lambda: self._on_all("get", name))
-
-    def set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         """Sets an attribute of every rank's lab, also of those that replace it."""
 
         def set_on_all() -> None:
@@ -302,7 +258,7 @@ class JobSession:
         self.worker.run_exclusive(set_on_all)
 
     def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
-        """Implements `Lab.offload`, `Lab.load` and `Lab.hand_over`: the sum over the ranks, and the longest time."""
+        """Returns the sum over the ranks, and the longest time."""
         method = {"offload": "offload", "load": "load", "hand over": "hand_over"}[action]
         args = () if action == "hand over" else groups
         ranks: list[Transfer] = self.each(method, *args)
@@ -320,15 +276,21 @@ class JobSession:
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """Implements `Lab.device_memory_bytes`."""
         return self._attributes.get("device_memory_bytes")
 
-    def limit_device_memory(self, num_bytes: int | None) -> None:
-        """Sets `Lab.device_memory_bytes` of every rank."""
-        self.set("device_memory_bytes", num_bytes)
+    @device_memory_bytes.setter
+    def device_memory_bytes(self, num_bytes: int | None) -> None:
+        self._set("device_memory_bytes", num_bytes)
+
+    @property
+    def pinned_host_memory(self) -> bool:
+        return all(self.worker.run_exclusive(lambda: self._on_all("get", "pinned_host_memory")))
+
+    @pinned_host_memory.setter
+    def pinned_host_memory(self, pinned: bool) -> None:
+        self._set("pinned_host_memory", pinned)
 
     def stop(self) -> bool:
-        """Implements `Lab.stop`."""
         self._stop.set()
         self._tell_to_stop()
         return self.worker.busy
@@ -341,21 +303,23 @@ class JobSession:
         group.notify("stop")
         return True
 
-    def check(self, settings: MemorySettings, state: TrainingState | None = None) -> None:
-        """Refuses what one of the ranks could not take, before anything is sent.
-
-        Raises:
-            ValueError: If a rule is broken.
-        """
-        if not isinstance(settings, MemorySettings):
-            raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
-        scenario = self.scenario
-        if state is not None:
-            if not isinstance(state, TrainingState):
-                raise ValueError(f"state is {state!r}, must be TrainingState(...): name its fields")
-            scenario = replace(scenario, state=state)
+    def check(self, request: StepRequest | PassRequest) -> None:
+        """Refuses what one of the ranks could not take."""
+        scenario, own = self.scenario, self.scenario.allocator
+        if isinstance(request, PassRequest):
+            request.check_workload_of(scenario)
+        elif request.allocator not in (None, own):
+            raise ValueError(
+                f"allocator is '{request.allocator}', and the ranks' processes were started with '{own}', which must "
+                "be the same: leave it out, or start them with other options in PYTORCH_CUDA_ALLOC_CONF"
+            )
+        else:
+            scenario = request.scenario_after(scenario)
         for rank in scenario.ranks_of_every_kind:
-            check_on_model(settings, replace(scenario, layout=replace(scenario.layout, rank=rank)))
+            check_on_model(self._settings_of(request), scenario.on_rank(rank))
+
+    def _settings_of(self, request: StepRequest | PassRequest) -> MemorySettings:
+        return self.settings if request.settings is None else request.settings
 
     def close(self) -> None:
         """Frees the models; the processes stay for the next lab, unless they fail to close."""
@@ -383,7 +347,3 @@ class JobSession:
         group = self._group
         if group is not None:
             group.end()
-
-
-def _workload_of(scenario: Scenario) -> dict[str, Any]:
-    return {name: getattr(scenario, name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}

@@ -1,0 +1,69 @@
+"""Values of a Hugging Face ``config.json``, each checked as it is read. A field that is null counts as left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memlab.config.validation import check_number, check_whole_number, shortened
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelType:
+    """A kind of Hugging Face config whose layers memlab has: what they consist of, and what a left-out field means.
+
+    The values are those of transformers 5.24, ``models/*/configuration_*.py`` and ``modeling_*.py``.
+    """
+
+    num_key_value_heads: int | None = None
+    """None takes as many as attention heads."""
+    head_dim: int | None = None
+    """None divides the hidden size by the attention heads."""
+    qk_layernorm: bool = False
+    add_qkv_bias: bool = False
+    uses_window: bool = True
+    """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
+    experts: Literal["own width", "width of the MLP"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigJson:
+    """The values by name.
+
+    Its methods raise `ValueError` where a field is missing, or of another kind.
+    """
+
+    values: dict[str, Any]
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Returns a whole number of at least 1."""
+        value = self._field(name, default)
+        check_whole_number(name, value, action="correct it")
+        return int(value)
+
+    def whole_of_either(self, *names: str) -> int:
+        """Returns a whole number that has several names; those that are there must agree."""
+        found = {name: self.whole(name) for name in names if name in self.values} or {names[0]: self.whole(names[0])}
+        if len(set(found.values())) > 1:
+            given = " and ".join(f"{name} {number}" for name, number in found.items())
+            raise ValueError(f"it has {given}, two names for the same number: leave the wrong one out")
+        return next(iter(found.values()))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a number of at least 0."""
+        value = self._field(name, default)
+        check_number(name, value, above=None, at_most=1e300, action="correct it")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Returns true or false."""
+        value = self._field(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {shortened(value)}, must be true or false: correct it")
+        return value
+
+    def _field(self, name: str, default: Any) -> Any:
+        if default is None and name not in self.values:
+            raise ValueError(f"field {name!r} is missing: give the whole Hugging Face config.json")
+        value = self.values.get(name)
+        return default if value is None and default is not None else value

@@ -1,0 +1,1 @@
+"""The parts that layers are made of, one file each."""

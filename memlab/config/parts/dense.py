@@ -1,0 +1,70 @@
+"""A dense feed-forward part: one gated MLP that every token passes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from memlab.config.parts.part import FeedForward, SharedSize, Weight
+
+if TYPE_CHECKING:
+    from memlab.config.config_json import ConfigJson, ModelType
+
+_FUSED_NORM = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dense(FeedForward):
+    """A SwiGLU MLP without biases (``megatron/core/transformer/mlp.py``, 0.16.1)."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+
+    most: ClassVar = {"ffn_hidden_size": 2**22}
+    without_effect: ClassVar = {
+        "offload_modules:mlp_norm": f"{_FUSED_NORM} to offload",
+        "recompute_modules:layernorm": "each of the two norms of a dense layer is fused into the linear layer after it",
+    }
+    formulas: ClassVar = ("none", "mlp", "core_attn", "full")
+    activation_modules: ClassVar = frozenset({"mlp"})
+
+    @classmethod
+    def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:
+        """Reads the width."""
+        return {"ffn_hidden_size": config.whole("intermediate_size")}
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Returns the parameters of one layer."""
+        return (
+            Weight("mlp.linear_fc1.layer_norm_weight", (self.hidden_size,)),
+            Weight("mlp.linear_fc1.weight", (2 * self.ffn_hidden_size, self.hidden_size), split=0),
+            Weight("mlp.linear_fc2.weight", (self.hidden_size, self.ffn_hidden_size), split=1),
+        )
+
+    def shared_sizes(self) -> tuple[SharedSize, ...]:
+        """Returns the width, which tensor parallel ranks share."""
+        return (
+            SharedSize("ffn_hidden_size", "columns of the MLP", self.ffn_hidden_size, "tensor_model_parallel_size"),
+        )
+
+    @property
+    def largest_row(self) -> int:
+        """The most elements that one token has in any activation."""
+        return self.ffn_hidden_size
+
+    def operations_of_modules(self, attended: float) -> dict[str, float]:
+        """Returns the FLOPs of the MLP."""
+        return {"mlp": self.operations(attended)}
+
+    def kept_bytes(self, tokens: int, recompute: str) -> int:
+        """Returns the bytes of the MLP's input, its norm, and the input and output of the activation function."""
+        if recompute == "full":
+            return 0
+        of_residual = 2 * self.hidden_size
+        if recompute == "mlp":
+            return of_residual * tokens
+        return (of_residual + 2 * self.hidden_size + 4 + 6 * self.ffn_hidden_size) * tokens
+
+    def unfused_activation_bytes(self) -> tuple[int, int]:
+        """Returns SiLU of the gate and the other half as a tensor of its own, in 2 bytes per element (``glu``)."""
+        return 4 * self.ffn_hidden_size, 0

@@ -1,0 +1,122 @@
+"""Attention with grouped queries: several heads of queries share one head of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from memlab.config.parts.part import Part, SharedSize, Weight
+
+if TYPE_CHECKING:
+    from memlab.config.config_json import ConfigJson, ModelType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedQueryAttention(Part):
+    """Causal self-attention with rotary positions (``megatron/core/transformer/attention.py``, 0.16.1)."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    rotary_percent: float
+    qk_layernorm: bool
+    add_qkv_bias: bool
+
+    most: ClassVar = {
+        "hidden_size": 2**20,
+        "num_attention_heads": 2**13,
+        "num_query_groups": 2**13,
+        "kv_channels": 2**14,
+    }
+    ranges: ClassVar = {"rotary_percent": (0, 1)}
+    without_effect: ClassVar = {
+        "offload_modules:attn_norm": (
+            "the norm before attention is fused into linear_qkv: there is no norm module to offload"
+        )
+    }
+
+    def check(self, name: str) -> None:
+        """Checks the fields, and that heads divide into groups and channels into pairs."""
+        Part.check(self, name)
+        rotated = int(self.kv_channels * self.rotary_percent)
+        if rotated < 2 or rotated % 2:
+            raise ValueError(
+                f"{name}: kv_channels {self.kv_channels} x rotary_percent {self.rotary_percent:g} is {rotated}, "
+                "must be an even number, since rotary embeddings rotate pairs: correct one of them"
+            )
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"{name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
+                f"num_query_groups, {self.num_query_groups}: correct one of them"
+            )
+
+    @classmethod
+    def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:
+        """Reads heads and channels; transformers divides the hidden size by the heads where no ``head_dim`` is."""
+        heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
+        return {
+            "hidden_size": hidden_size,
+            "num_attention_heads": heads,
+            "num_query_groups": config.whole("num_key_value_heads", default=kind.num_key_value_heads or heads),
+            "kv_channels": config.whole("head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
+            "qk_layernorm": kind.qk_layernorm,
+            "add_qkv_bias": kind.add_qkv_bias,
+        }
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all heads of queries together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def qkv_width(self) -> int:
+        """Channels of all heads of queries, keys and values together."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Returns the parameters of one layer."""
+        biases = [Weight("self_attention.linear_qkv.bias", (self.qkv_width,), split=0)] if self.add_qkv_bias else []
+        norms = [f"self_attention.{name}_layernorm.weight" for name in ("q", "k") if self.qk_layernorm]
+        return (
+            Weight("self_attention.linear_qkv.layer_norm_weight", (self.hidden_size,)),
+            Weight("self_attention.linear_qkv.weight", (self.qkv_width, self.hidden_size), split=0),
+            *biases,
+            *(Weight(name, (self.kv_channels,)) for name in norms),
+            Weight("self_attention.linear_proj.weight", (self.hidden_size, self.query_width), split=1),
+        )
+
+    def shared_sizes(self) -> tuple[SharedSize, ...]:
+        """Returns the channels that tensor parallel ranks share; `Layout` has Megatron's further rules for heads."""
+        return (
+            SharedSize("the attention's size", "channels of all heads", self.query_width, "tensor_model_parallel_size"),
+            SharedSize(
+                "the size of query, key and value",
+                "rows of query, key and value",
+                self.qkv_width,
+                "tensor_model_parallel_size",
+            ),
+        )
+
+    @property
+    def largest_row(self) -> int:
+        """The most elements that one token has in any activation."""
+        return max(self.hidden_size, self.query_width)
+
+    def operations(self, attended: float) -> float:
+        """Returns the FLOPs of a forward pass for one token, with those of ``core_attn``."""
+        return Part.operations(self, attended) + self.operations_of_modules(attended)["core_attn"]
+
+    def operations_of_modules(self, attended: float) -> dict[str, float]:
+        """Returns the FLOPs of scores and values: a causal mask leaves half of all pairs."""
+        return {"core_attn": 2.0 * attended * self.query_width}
+
+    def kept_bytes(self, tokens: int, recompute: str) -> int:
+        """Returns the bytes of the layer's input, its norm, queries, keys, values and the attention's output."""
+        if recompute == "full":
+            return 2 * self.hidden_size * tokens
+        heads, groups, channels = self.num_attention_heads, self.num_query_groups, self.kv_channels
+        norms = (2 * channels + 4) * (heads + groups) if self.qk_layernorm else 0
+        attended = 6 * (heads + groups) * channels if recompute == "core_attn" else 4 * (heads + groups) * channels
+        log_sums = 0 if recompute == "core_attn" else 4 * heads
+        return (4 * self.hidden_size + 4 + norms + attended + log_sums + 8 * channels) * tokens

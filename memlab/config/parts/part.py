@@ -1,0 +1,162 @@
+"""What each part of a layer says of itself: weights, operations, what it keeps for backward, modules and rules."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+from memlab.config.validation import check_number, check_whole_number
+
+if TYPE_CHECKING:
+    from memlab.config.config_json import ConfigJson, ModelType
+    from memlab.config.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter of a layer."""
+
+    name: str
+    """In the layer, as Megatron names it; the experts' have a number after it."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    split: int | None = None
+    """The dimension that tensor parallel ranks share; None is whole on each rank."""
+    num_experts: int = 0
+    """How many experts have such a weight each; 0 if it is not an expert's."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one operand of a matrix product."""
+        return len(self.shape) > 1
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole parameter; of all experts together."""
+        return prod(self.shape) * (self.num_experts or 1)
+
+    def shape_on(self, layout: Layout) -> tuple[int, ...]:
+        """Returns the shape of a rank's part."""
+        ranks = layout.expert_tensor_size if self.num_experts else layout.tensor_model_parallel_size
+        return tuple(size // ranks if place == self.split else size for place, size in enumerate(self.shape))
+
+    def elements_on(self, layout: Layout) -> int:
+        """Returns how many elements a rank has; of all its experts together."""
+        return prod(self.shape_on(layout)) * max(1, self.num_experts // layout.expert_model_parallel_size)
+
+
+class SharedSize(NamedTuple):
+    """A size that ranks share, and must divide."""
+
+    field: str
+    """What messages call it."""
+    what: str
+    """What it counts, in words."""
+    amount: int
+    ranks: Literal["tensor_model_parallel_size", "expert_tensor_parallel_size", "expert_model_parallel_size"]
+    """The size of the layout by which it is divided."""
+
+    @property
+    def is_of_a_matrix(self) -> bool:
+        """Whether it is a width of weight matrices, which FP8 limits too."""
+        return self.ranks != "expert_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class Part(ABC):
+    """A part of a layer; its fields are fields of `Architecture`, by Megatron's names."""
+
+    most: ClassVar[Mapping[str, int]]
+    """The largest value of each whole number: some ten times what any published model has."""
+    ranges: ClassVar[Mapping[str, tuple[float | None, float]]] = {}
+    """Of other numbers, what they must be above (or at least 0 where there is none), and at most."""
+    megatron: ClassVar[Mapping[str, Any]] = {}
+    """Fields of Megatron's ``TransformerConfig`` that are the same in every model with this part."""
+    recompute_modules: ClassVar[tuple[str, ...]] = ()
+    """Those of Megatron's ``recompute_modules`` that exist only in layers with this part."""
+    offload_modules: ClassVar[tuple[str, ...]] = ()
+    """The same of ``offload_modules``."""
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """What Megatron accepts and ignores in layers with this part: ``field:module`` to the reason."""
+    routes: ClassVar[bool] = False
+    """Whether it sends tokens to experts, so that the rows of its matrices are known only when the step runs."""
+
+    @classmethod
+    def of(cls, model: object) -> Self:
+        """Takes the part's fields from a model that has them."""
+        return cls(**{field.name: getattr(model, field.name) for field in fields(cls)})
+
+    def check(self, name: str) -> None:
+        """Checks the part's fields.
+
+        Args:
+            name: Of the model, for messages.
+
+        Raises:
+            ValueError: If a value is not of its kind or range, or two values contradict each other.
+        """
+        for field, at_most in self.most.items():
+            check_whole_number(f"{name}: {field}", getattr(self, field), at_most=at_most, action="correct it")
+        for field, (above, largest) in self.ranges.items():
+            check_number(f"{name}: {field}", getattr(self, field), above, largest, action="correct it")
+
+    @classmethod
+    @abstractmethod
+    def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:
+        """Reads the part's fields from a Hugging Face ``config.json``."""
+
+    @abstractmethod
+    def weights(self) -> tuple[Weight, ...]:
+        """Returns the parameters of one layer."""
+
+    @abstractmethod
+    def shared_sizes(self) -> tuple[SharedSize, ...]:
+        """Returns the sizes that ranks share."""
+
+    @property
+    @abstractmethod
+    def largest_row(self) -> int:
+        """The most elements that one token has in any activation, before anything is split over ranks."""
+
+    def operations(self, attended: float) -> float:
+        """Returns the FLOPs of a forward pass for one token, in one layer; a product of [1, n] and [n, m] is 2 n m.
+
+        Args:
+            attended: Tokens of a sequence.
+        """
+        return sum(2.0 * weight.num_elements for weight in self.weights() if weight.is_matrix)
+
+    @abstractmethod
+    def operations_of_modules(self, attended: float) -> dict[str, float]:
+        """Returns the FLOPs, as `operations`, of each of Megatron's ``recompute_modules`` that the part has."""
+
+    @abstractmethod
+    def kept_bytes(self, tokens: int, recompute: str) -> int:
+        """Returns what the part keeps for backward in one layer: the formula of the cheat sheet.
+
+        In `memlab.model.layers`, the functions that save it are written as Transformer Engine's are.
+
+        Args:
+            tokens: Of a sequence, on one rank.
+            recompute: ``none``, ``full``, or one of the modules of `formulas`.
+        """
+
+
+class FeedForward(Part):
+    """The second part of a layer, after attention."""
+
+    formulas: ClassVar[tuple[str, ...]]
+    """What `kept_bytes` has a formula for."""
+    activation_modules: ClassVar[frozenset[str]]
+    """The modules of which one, recomputed, frees what the activation function keeps."""
+
+    @abstractmethod
+    def unfused_activation_bytes(self) -> tuple[int, int]:
+        """Returns what an activation function of several kernels keeps more for one token than the fused one.
+
+        Returns:
+            What recompute of `activation_modules` frees, and what stays in any case.
+        """

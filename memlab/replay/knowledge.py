@@ -1,0 +1,139 @@
+"""What stepped passes have shown, by what decides about a pass beside the model and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from memlab.meter.recording import GRADIENT, Role
+from memlab.replay.offload_calls import spec_of
+from memlab.replay.passes import Known, Pass, PassesOfStep
+from memlab.replay.retention import Retention
+from memlab.replay.units import Unit
+
+Freed = list[tuple[int, Role]]
+"""As `memlab.meter.recording.freed_by` returns it."""
+
+
+class Key(NamedTuple):
+    """What decides about one direction of a pass."""
+
+    direction: str
+    kind: int
+    """Of the unit."""
+    circumstances: tuple[Any, ...]
+    """What the unit finds."""
+    neighbours: tuple[int, ...] = ()
+    """Kinds of the units beside it, as far as they decide."""
+    groups: tuple[Any, ...] = ()
+    """As `RepeatedCalls.next_groups`."""
+
+
+@dataclass(slots=True, eq=False)
+class Knowledge:
+    """Remembers recorded passes, and which of them are proven.
+
+    A pass is proven by another one with the same events: the one before it through a unit of its kind, or with its key.
+    """
+
+    step: PassesOfStep
+    retention: Retention
+    _known: dict[Key, Known] = field(default_factory=dict)
+    _last_signature: dict[tuple[str, int, bool], Any] = field(default_factory=dict)
+    _keeps_result: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    """Whether units of a kind keep the gradient of their input, so that the pass that is given it does not free it."""
+    _freed: dict[tuple[Any, ...], Freed] = field(default_factory=dict)
+    _freed_lately: dict[int, Freed] = field(default_factory=dict)
+    """What the forward pass that was stepped last in this step has freed, whatever its key, by kind."""
+
+    def begin_step(self) -> None:
+        """Forgets what is known only of the step before."""
+        self._freed_lately.clear()
+
+    def forget(self) -> None:
+        """Forgets what was recorded."""
+        for known in (self._known, self._last_signature, self._keeps_result, self._freed):
+            known.clear()
+
+    def get(self, key: Key) -> Known | None:
+        """Returns what was recorded last."""
+        return self._known.get(key)
+
+    def forward(self, one: Pass, given: torch.Tensor) -> Key:
+        """Returns what decides about a forward pass."""
+        unit = one.unit
+        # By places in this list the pass frees what an earlier one has left, maybe under other settings.
+        retained = tuple(
+            (unit.places.get(each.module, 0), each.phase, each.requested_bytes) for each in self.retention.of(unit)
+        )
+        earlier = retained, self.step.previous(one) is not None
+        circumstances = one.number > 0, earlier, *spec_of(given), given.requires_grad
+        return Key("forward", unit.kind, circumstances, (unit.before,), one.groups)
+
+    def without_graph(self, unit: Unit, given: torch.Tensor) -> Key:
+        """Returns what decides about a pass through a layer in the forward pass of its checkpoint."""
+        return Key("without graph", unit.kind, spec_of(given))
+
+    def backward(self, one: Pass, *, is_latest: bool) -> Key:
+        """Returns what decides about a backward pass.
+
+        Args:
+            one: The pass.
+            is_latest: As `PassesOfStep.is_latest`.
+        """
+        unit, step = one.unit, self.step
+        follows_backward = step.refills and step.overlaps and bool(self.retention.of(unit))
+        circumstances = one.number > 0, is_latest, follows_backward, one.copies_allocated
+        return Key("backward", unit.kind, circumstances, (unit.before, unit.after), one.groups)
+
+    def learn(self, key: Key, known: Known) -> None:
+        """Remembers a pass that was stepped, if later ones may be replayed."""
+        if not self.step.replays:
+            return
+        former, of_kind, signature = self._known.get(key), self._of_kind(key, known.source), known.signature
+        known.is_proven = self._last_signature.get(of_kind) == signature
+        known.is_proven |= former is not None and former.signature == signature
+        self._last_signature[of_kind], self._known[key] = signature, known
+        if key.direction == "backward":
+            behind = known.source.unit.after, key.circumstances, key.groups
+            is_kept = Role(GRADIENT, 0) not in known.recording.freed
+            self._keeps_result[behind] = is_kept and self._keeps_result.get(behind, True)
+
+    def not_recorded(self, key: Key, one: Pass) -> None:
+        """Says that a stepped pass could not be recorded."""
+        self._last_signature.pop(self._of_kind(key, one), None)
+
+    def _of_kind(self, key: Key, one: Pass) -> tuple[str, int, bool]:
+        return key.direction, key.kind, self.step.is_latest(one)
+
+    def keeps_result(self, key: Key) -> bool:
+        """Whether a unit keeps the gradient of its input after a backward pass."""
+        return self._keeps_result.get((key.kind, key.circumstances, key.groups), False)
+
+    def will_know_backward(self, one: Pass, *, is_latest: bool) -> bool:
+        """Whether two equal backward passes will have been stepped before that of a pass which begins now."""
+        unit, key = one.unit, self.backward(one, is_latest=is_latest)
+        backward = self._known.get(key)
+        if backward is not None and backward.is_proven:
+            return True
+        # Backward begins at the last unit, with the earliest micro-batch. Until it has ended there, a pass of the first
+        # or last unit may still turn out to free what has no role.
+        of_unit = (each for each in self.step.in_flight if each.unit is unit and each.replay is None)
+        waiting = [each for each in of_unit if each.output >= 0 and self.step.may_be_latest(each) == (is_latest,)]
+        if backward is not None and any(self.backward(each, is_latest=is_latest) == key for each in waiting):
+            return True
+        return unit.num_equal_after >= 2
+
+    def note_freed(self, key: Key, freed: Freed) -> None:
+        """Notes what a stepped forward pass has freed of the storages that it found."""
+        self._freed[key.kind, key.circumstances] = self._freed_lately[key.kind] = freed
+
+    def freed(self, key: Key) -> Freed | None:
+        """Returns what the last stepped forward pass has freed that found the same; None if there is none."""
+        return self._freed.get((key.kind, key.circumstances))
+
+    def freed_lately(self, key: Key) -> Freed:
+        """Returns what the last stepped forward pass of this step through a unit of the kind has freed."""
+        return self._freed_lately.get(key.kind, [])

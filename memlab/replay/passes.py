@@ -1,0 +1,200 @@
+"""Passes through units: what is known of one that is under way, of those in flight, and what a pass leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from memlab.meter.recording import Recording, Replay
+from memlab.meter.storage_meter import StorageAllocation
+from memlab.model.build import LiveModel
+from memlab.model.retention.retained_leaves import Retained
+from memlab.replay.offload_calls import Calls, Saved, Spec
+from memlab.replay.plan import Plan
+from memlab.replay.units import Unit
+
+
+class NotReplayableError(RuntimeError):
+    """A pass was replayed whose backward did not turn out like the others."""
+
+
+class Mark(NamedTuple):
+    """Where one direction of a stepped pass begins."""
+
+    position: int
+    """Among the meter's events."""
+    span: int
+    sent: Counter[str]
+    """What the rank had sent."""
+    calls: tuple[int, int]
+    """As `RepeatedCalls.position`."""
+
+
+class Reference(NamedTuple):
+    """A tensor of a token dispatcher."""
+
+    number: int
+    """Of the dispatcher."""
+    name: str
+    """Of the attribute."""
+    spec: Spec
+
+
+class Holder(NamedTuple):
+    """A tensor of a token dispatcher that keeps what a stepped pass has left: as its storage, or in its graph."""
+
+    reference: Reference
+    place: int
+    """Of the tensor's own storage in what is left, the result last; -1 if it is not there."""
+    kept: frozenset[int]
+    """Places of all that it keeps."""
+
+
+@dataclass(slots=True, eq=False)
+class Left:
+    """What a backward pass leaves allocated."""
+
+    result: StorageAllocation | None = None
+    """The gradient of the unit's input."""
+    others: list[StorageAllocation] = field(default_factory=list)
+    in_graph: frozenset[int] = frozenset()
+    """Places in `others` of what is freed with the graph: the random states of checkpoints."""
+    referred: list[tuple[int, Reference]] = field(default_factory=list)
+    """The tensors of token dispatchers that refer to what is left, each with its place in `others`."""
+    holders: list[Holder] = field(default_factory=list)
+    """What keeps all of it, without what is freed with the graph; or empty."""
+    in_graphs: list[tuple[int, Retained]] = field(default_factory=list)
+    """What the dispatchers keep in graphs, with the place of the layer in the unit."""
+
+    def retained(self) -> list[StorageAllocation]:
+        """Returns what the unit's next pass frees."""
+        return [each for place, each in enumerate(self.others) if place not in self.in_graph]
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One pass through a unit: forward, and later backward."""
+
+    unit: Unit
+    number: int
+    """Of the unit's passes in this step."""
+    input: StorageAllocation | None
+    groups: tuple[Any, ...] = ()
+    """`RepeatedCalls.next_groups` at its start."""
+    output: int = -1
+    """The role of its output; -1 if it cannot be recorded."""
+    roles: list[StorageAllocation] = field(default_factory=list)
+    """The allocations by role, of a pass that is stepped."""
+    replay: Replay | None = None
+    copies_allocated: tuple[bool, ...] = ()
+    """`Calls.allocated` of its forward pass. The roles of its other allocations, which backward frees, depend on it."""
+    saved: Saved = field(default_factory=Saved)
+    """What it has saved with Megatron's offload manager."""
+    buffers: set[int] = field(default_factory=set)
+    """Identities of the manager's host buffers that it has taken."""
+    saves_input: bool | None = None
+    """Whether its input was still allocated when backward reached it."""
+    backward: Mark | None = None
+    """Where its backward begins, of a pass that is stepped."""
+    gradient: StorageAllocation | None = None
+    """Of its output."""
+    reloaded: list[StorageAllocation | None] = field(default_factory=list)
+    """What backward found on the device of what is saved."""
+    host_copies: list[StorageAllocation | None] = field(default_factory=list)
+    """What backward found on the host of what earlier layers have saved."""
+    end: Any = None
+    """Keeps the call of `Replayer.graph_freed` alive."""
+    source: Pass | None = None
+    """The stepped pass whose backward was replayed."""
+    left: Left = field(default_factory=Left)
+    kept: torch.Tensor | None = None
+    """The gradient of its input, if the layer itself would keep it."""
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A recorded pass."""
+
+    recording: Recording
+    result: int
+    """The role of the output, or of the gradient of the input."""
+    spec: Spec
+    """Of the result."""
+    source: Pass
+    calls: Calls
+    """To Megatron's offload manager."""
+    sent: Counter[str]
+    """What the rank has sent, by kind of collective."""
+    keeps_states: bool = False
+    """As in `Unit`, at the end of a forward pass."""
+    has_checkpoint: bool = False
+    """Whether a checkpoint in the graph of its output keeps random states, those of Megatron's tracker among them."""
+    is_proven: bool = False
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for equal passes."""
+        return self.recording.signature, self.calls, self.sent
+
+
+class PassesOfStep:
+    """The step under way, and its passes in flight: those whose backward has not ended.
+
+    Args:
+        live: The model.
+    """
+
+    def __init__(self, live: LiveModel) -> None:
+        layout = live.scenario.layout
+        self.is_moe = live.scenario.architecture.routes
+        self.is_moe_stage = self.is_moe and layout.pipeline_model_parallel_size > 1
+        self._num_chunks = len(live.chunks)
+        is_followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or self._num_chunks > 1
+        self.overlaps = self.is_moe and is_followed
+        """Whether an MoE layer's forward pass may come between those of another micro-batch."""
+        self.replays = False
+        """Whether passes are replayed, and what they do is learned."""
+        self.refills = False
+        """Whether backward passes on a stage recompute MoE layers, and give their dispatchers new tensors."""
+        self.recomputes_block_of_moe = False
+        """Whether MoE layers follow checkpoints: what their dispatchers refer to keeps random states of these."""
+        self.num_microbatches = 1
+        """How many forward passes of each layer the schedule makes."""
+        self.in_flight: list[Pass] = []
+
+    def begin(self, live: LiveModel, plan: Plan) -> None:
+        """Begins a step."""
+        self.replays, self.refills = plan.passes, self.is_moe_stage and plan.recomputes_moe
+        is_full, method = live.config.recompute_granularity == "full", live.config.recompute_method
+        self.recomputes_block_of_moe = self.is_moe and is_full and method == "block"
+        self.num_microbatches = live.scenario.num_microbatches
+        self.in_flight.clear()
+
+    def end(self, one: Pass) -> None:
+        """Ends the backward of a pass."""
+        one.is_over = True
+        one.unit.last_backward = one
+        self.in_flight = [other for other in self.in_flight if other is not one]
+
+    def previous(self, one: Pass) -> Pass | None:
+        """Returns the latest other pass in flight through the same unit."""
+        same = (other for other in reversed(self.in_flight) if other.unit is one.unit and other is not one)
+        return next(same, None)
+
+    def is_latest(self, one: Pass) -> bool:
+        """Whether no other forward pass through the unit has begun since.
+
+        An MoE layer's token dispatcher refers to tensors of the latest one; those of an earlier one are freed by its
+        backward.
+        """
+        return not self.overlaps or one.unit.last_pass is one
+
+    def may_be_latest(self, one: Pass) -> tuple[bool, ...]:
+        """Returns whether a pass may be its unit's latest one when its backward begins: yes, no, or both."""
+        if not self.overlaps or one.number == self.num_microbatches - 1:
+            return (True,)
+        return (True, False) if self._num_chunks > 1 else (False,)

@@ -1,0 +1,190 @@
+"""The units of a model that replay steps or repeats: a layer, or under full recompute the layers of one checkpoint.
+
+A checkpoint of many layers is opened: its layers are units, once in the checkpoint's forward pass, and again in the
+recompute and the backward that follows it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memlab.meter.labels import Labels
+from memlab.meter.storage_meter import StorageAllocation
+from memlab.model.build import LiveModel
+
+if TYPE_CHECKING:
+    from memlab.replay.passes import Pass
+
+_NONE = -1
+"""The kind of what is before the first unit, or behind the last one."""
+_MOST_UNOPENED = 2
+"""The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit. Recompute
+always steps the first layer of a checkpoint, because that layer's input is the result of no node. Of the other layers,
+it steps only some in the checkpoints that backward reaches first."""
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A layer, or the layers of a checkpoint. Units of one kind at equal places have equal passes."""
+
+    layers: tuple[int, ...]
+    modules: npt.NDArray[np.int64]
+    """The codes of its layers' modules, by place."""
+    places: dict[int, int]
+    """Places by code."""
+    kind: int = _NONE
+    """Equal for units with equal layers of one chunk of the model."""
+    before: int = _NONE
+    """The kind of the unit before it, below 0 if it is the first one."""
+    after: int = _NONE
+    num_equal_before: int = 0
+    """Units before it that have the same kind and neighbours of the same kinds."""
+    num_equal_after: int = 0
+    is_checkpoint: bool = False
+    """Whether full recompute steps its layers again in backward."""
+    is_in_checkpoint: bool = False
+    """Whether it is a layer of a checkpoint that is opened: its layers are units, and not the checkpoint."""
+    ends_chunk: bool = False
+    """Whether no layer of its chunk of the model follows it."""
+    last_pass: Pass | None = None
+    last_backward: Pass | None = None
+    """The pass whose backward has ended last."""
+    held: list[weakref.ref[Any] | None] = field(default_factory=list)
+    """What stands for what its last backward pass left allocated: the storages, in the order of `Left.others`."""
+    keeps_states: bool = False
+    """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
+    is_replayed: bool = False
+    """Whether its first pass in this step was replayed."""
+
+
+class Units:
+    """Divides the layers of a model into units.
+
+    Args:
+        live: The model.
+        labels: Its labels.
+    """
+
+    def __init__(self, live: LiveModel, labels: Labels) -> None:
+        self._labels, self.layers = labels, live.layers
+        self._kinds: dict[Any, int] = {}
+        self.kinds_of_layers = [self._kinds.setdefault(_kind(layer), len(self._kinds)) for layer in self.layers]
+        self._numbers = {id(layer): number for number, layer in enumerate(self.layers)}
+        self._names: dict[str, int] = {}
+        self._places = [self._places_of(number) for number in range(len(self.layers))]
+        self._units: dict[tuple[int, ...], Unit] = {}
+        self.num_recomputed = 0
+        """Layers of checkpoints."""
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units.values())
+
+    def of_layer(self, layer: Any) -> Unit | None:
+        """Returns the unit that is one layer; None if the layer is in a larger one."""
+        return self._units.get((self._numbers[id(layer)],))
+
+    def of_checkpoint(self, function: Any) -> Unit | None:
+        """Returns the unit that ``TransformerBlock._checkpointed_forward`` checkpoints; None for another checkpoint."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        names = {name: cell.cell_contents for name, cell in cells if name in ("self", "start", "end")}
+        if len(names) < 3 or not hasattr(names["self"], "layers"):
+            return None
+        layers = names["self"].layers
+        return self._units.get(tuple(self._numbers[id(layers[at])] for at in range(names["start"], names["end"])))
+
+    def is_opened(self, checkpoint: Unit) -> bool:
+        """Whether the layers of a checkpoint are units, and not the checkpoint."""
+        return self._units.get(checkpoint.layers[:1], checkpoint).is_in_checkpoint
+
+    def layer_of(self, unit: Unit, allocation: StorageAllocation) -> int:
+        """Returns the layer of a unit that an allocation belongs to."""
+        return unit.layers[unit.places.get(allocation.module, 0) // len(self._names)]
+
+    def release(self) -> None:
+        """Drops the model."""
+        self._units.clear()
+        del self.layers
+
+    def divide(self, live: LiveModel, *, opens: bool) -> None:
+        """Divides the layers as Megatron's transformer block does under the current settings.
+
+        Args:
+            live: The model, with these settings.
+            opens: Whether checkpoints of many layers are opened.
+        """
+        config, first = live.config, 0
+        is_full = config.recompute_granularity == "full"
+        is_uniform = is_full and config.recompute_method == "uniform"
+        former, self._units = self._units, {}
+        for chunk, model in enumerate(live.chunks):
+            end = first + len(model.module.decoder.layers)
+            num_recomputed = config.recompute_num_layers if is_full and not is_uniform else 0
+            size = config.recompute_num_layers if is_uniform else 1
+            units = []
+            for at in range(first, end, size):
+                unit = self._unit(tuple(range(at, min(at + size, end))), former)
+                unit.is_checkpoint, unit.is_in_checkpoint = is_uniform or at - first < num_recomputed, False
+                unit.ends_chunk = unit.layers[-1] == end - 1
+                units.append(unit)
+                if opens and unit.is_checkpoint and len(unit.layers) > _MOST_UNOPENED:
+                    self._open(unit, chunk, former)
+            self._place(units, chunk)
+            first = end
+        self.num_recomputed = sum(len(unit.layers) for unit in self if unit.is_checkpoint)
+
+    def _open(self, checkpoint: Unit, chunk: int, former: dict[tuple[int, ...], Unit]) -> None:
+        """Makes the layers of a checkpoint units of their own: those of one show what those of the next one do."""
+        units = [self._unit((layer,), former) for layer in checkpoint.layers]
+        for unit in units:
+            unit.is_checkpoint, unit.is_in_checkpoint, unit.ends_chunk = False, True, False
+        self._place(units, chunk, len(units))
+
+    def _place(self, units: list[Unit], chunk: int, num_in_checkpoint: int = 0) -> None:
+        """Says of units in a row what decides about their passes."""
+        for unit in units:
+            of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
+            kind = chunk, num_in_checkpoint, unit.is_checkpoint, *of_layers
+            unit.kind = self._kinds.setdefault(kind, len(self._kinds))
+        kinds = [_NONE, *(unit.kind for unit in units), _NONE]
+        num_equal = Counter[tuple[int, int, int]]()
+        for place, unit in enumerate(units):
+            unit.before, unit.after = kinds[place], kinds[place + 2]
+            unit.num_equal_before = num_equal[unit.before, unit.kind, unit.after]
+            num_equal[unit.before, unit.kind, unit.after] += 1
+        for unit in units:
+            unit.num_equal_after = num_equal[unit.before, unit.kind, unit.after] - unit.num_equal_before - 1
+
+    def _unit(self, layers: tuple[int, ...], former: dict[tuple[int, ...], Unit]) -> Unit:
+        unit = former.get(layers)
+        if unit is None:
+            width, places = len(self._names), {}
+            modules = np.zeros(width * len(layers), dtype=np.int64)
+            for number, layer in enumerate(layers):
+                for code, place in self._places[layer].items():
+                    places[code] = number * width + place
+                    modules[places[code]] = code
+            unit = Unit(layers, modules, places)
+        self._units[layers] = unit
+        return unit
+
+    def _places_of(self, layer: int) -> dict[int, int]:
+        """Returns the places of a layer's modules in the names of all layers' modules, by code."""
+        prefix = f"decoder.layers.{layer}"
+        places = {}
+        for code, name in enumerate(self._labels.modules):
+            if name == prefix or name.startswith(prefix + "."):
+                places[code] = self._names.setdefault(name[len(prefix) :], len(self._names))
+        return places
+
+
+def _kind(layer: Any) -> Any:
+    """Returns what two equal layers have in common: the shapes of all parameters, and the classes of all modules."""
+    classes = tuple(type(module).__name__ for module in layer.modules())
+    return classes, tuple((name, value.shape, value.dtype) for name, value in layer.named_parameters())

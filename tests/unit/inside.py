@@ -1,0 +1,19 @@
+"""The one door through which tests and benchmarks look at what a lab hides: its live model, its thread, its ranks."""
+
+from __future__ import annotations
+
+from memlab.lab.lab import Lab
+from memlab.lab.many_ranks import ManyRanks
+from memlab.lab.one_process import OneProcess
+
+
+def inside(lab: Lab) -> OneProcess:
+    """Returns the session of a model in this process: its `stepper` has the model, its `worker` the thread."""
+    assert isinstance(lab._session, OneProcess)
+    return lab._session
+
+
+def ranks_of(lab: Lab) -> ManyRanks:
+    """Returns the session of a lab with ranks."""
+    assert isinstance(lab._session, ManyRanks)
+    return lab._session

@@ -1,0 +1,408 @@
+"""What jobs of reinforcement learning have on the device between steps, in which allocator, and how long sequences get.
+
+Files are those of August 2026, where no other version is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memlab.config.rollout import Rollout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.job import Job
+from memlab.lab.job_phases import predict_phases
+from memlab.units import GIB
+
+NEMO = """policy:
+  model_name: {model}
+  megatron_cfg: {{enabled: true, defer_fp32_logits: true, tensor_model_parallel_size: 2}}
+  max_total_sequence_length: 512
+  train_micro_batch_size: 1
+  train_global_batch_size: 8
+  generation:
+    backend: {backend}
+    colocated: {{enabled: {colocated}, resources: {{num_nodes: 1, gpus_per_node: 8}}}}
+cluster: {{gpus_per_node: 8, num_nodes: 2}}
+grpo: {{num_prompts_per_step: 8}}
+"""
+VERL = (
+    "python -m verl.trainer.main_ppo {chosen} actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+    "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True "
+)
+SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B "
+    "trainer.placement.policy_num_gpus_per_node=8 "
+)
+SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint /root/Qwen3-30B-A3B "
+SWIFT = "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 --max_completion_length 1024 "
+
+
+def script(folder: Path, text: str) -> Job:
+    (folder / "run.sh").write_text(text)
+    return Job.read(folder / "run.sh")
+
+
+def verl(folder: Path, overrides: str = "", chosen: str = "model_engine=megatron") -> Job:
+    return script(folder, VERL.format(chosen=chosen) + overrides)
+
+
+def nemo(
+    folder: Path, *overrides: str, model: str = "Qwen/Qwen3-8B", backend: str = "megatron", colocated: bool = True
+) -> Job:
+    text = NEMO.format(model=model, backend=backend, colocated=str(colocated).lower())
+    (folder / "job.yaml").write_text(text)
+    return Job.read(folder / "job.yaml", overrides=overrides)
+
+
+def effects(job: Job) -> dict[str, NotModelled]:
+    return {one.key: one for one in job.not_modelled}
+
+
+@pytest.mark.parametrize(
+    ("backend", "colocated", "overrides", "offloaded"),
+    [
+        ("megatron", False, [], (False, True, True)),
+        ("megatron", False, ["policy.offload_optimizer_for_refit=false"], (False, True, False)),
+        ("megatron", False, ["policy.megatron_cfg.optimizer.optimizer_cpu_offload=true"], (False, True, False)),
+        ("vllm", False, [], (False, False, False)),
+        ("megatron", True, [], (True, True, True)),
+        ("vllm", True, [], (True, True, True)),
+    ],
+)
+def test_what_nemo_rl_takes_off_the_device_before_a_weight_sync(
+    backend: str, colocated: bool, overrides: list[str], offloaded: tuple[bool, bool, bool], tmp_path: Path
+) -> None:
+    """``offload_before_refit`` of megatron_weight_synchronizer.py; collective_weight_synchronizer.py has none."""
+    job = nemo(tmp_path, *overrides, backend=backend, colocated=colocated)
+    _, settings = job.required()
+    assert job.rollout is not None
+    assert job.rollout.bucket_bytes == (0 if backend == "megatron" else None)
+    found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    assert found == offloaded
+
+
+def test_an_engine_of_megatron_with_weights_of_its_own_pauses_them_while_the_model_trains() -> None:
+    """NeMo-RL's ``_offload_inference_model`` leaves the buffer, and ``swap_model_weights`` needs no bucket."""
+    rollout = Rollout(is_colocated=True, ranks_per_node=1, seq_length=32, engine_bytes=GIB, engine_sleeps=False)
+    rollout = replace(rollout, bucket_share=0.3)
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=32)
+    weights = 2 * rollout.num_weights_of_engine(job)
+    found = predict_phases(job, MemorySettings(offload_parameters=True), rollout, 80 * GIB)
+    assert [phase.engine_bytes for phase in found.phases] == [weights + GIB, GIB, GIB, weights + GIB]
+    assert found.gathered_bytes == 0
+
+
+@pytest.mark.parametrize("key", ["policy.generation.vllm_cfg.precision=fp8", "policy.generation.real_quant=true"])
+def test_an_engine_on_other_gpus_is_no_matter_of_the_training(key: str, tmp_path: Path) -> None:
+    name = key.partition("=")[0]
+    assert effects(nemo(tmp_path, key, backend="vllm"))[name].effect == "less"
+    job = nemo(tmp_path, key, backend="vllm", colocated=False)
+    assert name not in effects(job)
+    assert "other GPUs" in job.without_effect[name]
+
+
+def test_the_graphs_of_an_engine_on_other_gpus_are_not_added(tmp_path: Path) -> None:
+    assert effects(nemo(tmp_path))["policy.generation.backend"].effect == "more"
+    assert "policy.generation.backend" not in effects(nemo(tmp_path, colocated=False))
+
+
+def test_the_training_keeps_the_experts_that_an_engine_on_other_gpus_chose(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    assert effects(verl(tmp_path, f"{key}=True actor_rollout_ref.hybrid_engine=False"))[key].effect == "more"
+
+
+FREEZE = "policy.megatron_cfg.freeze_config.freeze_"
+
+
+@pytest.mark.parametrize(
+    ("part", "is_counted"),
+    [("language_model", True), ("vision_model", False), ("vision_projection", False), ("sound_encoder", False)],
+)
+def test_frozen_parts_of_nemo_rl_s_models_have_no_gradients(part: str, is_counted: bool, tmp_path: Path) -> None:
+    """``apply_freeze`` in nemo_rl/models/megatron/setup.py runs before Megatron makes the gradients' buffers."""
+    nemo(tmp_path, model="Qwen/Qwen3-VL-8B-Instruct")
+    job = Job.read(tmp_path / "job.yaml", overrides=[f"{FREEZE}{part}=true"], architecture="qwen3-8b")
+    scenario, _ = job.required()
+    found = effects(job)[FREEZE + part]
+    # Each of 2 tensor parallel ranks has half: 2 bytes of gradient per parameter, and 10 of state over 8 copies
+    # (moments of 4 bytes, and the 2 bytes that the main parameters have beyond bf16).
+    expected = (2 + 10 / 8) * scenario.architecture.num_parameters / 2 if is_counted else 0
+    assert found.effect == "less"
+    assert found.bound_bytes == pytest.approx(expected, rel=0.001)
+
+
+def test_models_of_text_alone_have_no_part_to_freeze(tmp_path: Path) -> None:
+    job = nemo(tmp_path, f"{FREEZE}language_model=true")
+    assert f"{FREEZE}language_model" not in effects(job)
+    assert "only multimodal models" in job.without_effect[f"{FREEZE}language_model"]
+
+
+@pytest.mark.parametrize("key", ["model.freeze_vision_model", "model.freeze_language_model"])
+def test_frozen_parts_of_megatron_bridge_s_models_are_named(key: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "model: {hf_model_id: Qwen/Qwen3-8B, seq_length: 512}\ntrain: {global_batch_size: 8}\n"
+    )
+    job = Job.read(tmp_path / "job.yaml", overrides=[f"{key}=true"], format_name="bridge")
+    assert effects(job)[key].effect == "less"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "segments", "is_warned"),
+    [
+        ("", True, True),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", True, False),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", False, False),
+        ("actor_rollout_ref.hybrid_engine=False", False, False),
+    ],
+)
+def test_verl_switches_expandable_segments_on_after_each_weight_sync(
+    overrides: str, segments: bool, is_warned: bool, tmp_path: Path
+) -> None:
+    """``update_weights`` in verl/workers/engine_workers.py, 0.9.1 and August 2026."""
+    job = verl(tmp_path, overrides)
+    assert job.required()[0].allocator.expandable_segments == segments
+    assert any("after the model is built" in line for line in job.warnings) == is_warned
+
+
+@pytest.mark.parametrize(("value", "segments"), [("1", True), ("0", False)])
+def test_slime_switches_expandable_segments_on_by_its_own_variable(value: str, segments: bool, tmp_path: Path) -> None:
+    """``set_allocator_expandable_segments`` in slime/utils/accelerator/torch_accelerator.py."""
+    variable = f'{{"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "{value}"}}'
+    sizes = "--seq-length 4096 --train-env-vars"
+    assert script(tmp_path, f"{SLIME} {sizes} '{variable}'").required()[0].allocator.expandable_segments == segments
+    exported = f"export SLIME_ENABLE_EXPANDABLE_SEGMENTS={value}\n{SLIME} --seq-length 4096"
+    assert script(tmp_path, exported).required()[0].allocator.expandable_segments == segments
+
+
+@pytest.mark.parametrize("framework", ["verl", "skyrl"])
+def test_a_setting_made_by_code_drops_the_options_of_the_variable(framework: str, tmp_path: Path) -> None:
+    """torch resets them each time (``parseArgs`` in c10/core/AllocatorConfig.cpp, 2.13)."""
+    job = VERL.format(chosen="model_engine=megatron") if framework == "verl" else SKYRL
+    read = script(tmp_path, f"export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256\n{job}")
+    assert str(read.required()[0].allocator) == "expandable_segments:True"
+    assert any("drops max_split_size_mb" in line for line in read.warnings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("--rlhf_type grpo", 3072),
+        ("--rlhf_type grpo --vllm_max_model_len 2560", 2560),
+        ("--rlhf_type grpo --vllm_max_model_len 8192", 3072),
+        ("--rlhf_type grpo --max_turns 2", 3072),
+        ("--rlhf_type grpo --multi_turn_scheduler tool --max_turns 3", 2048 + 3 * 1024),
+        ("--rlhf_type gkd --multi_turn_scheduler tool --max_turns 3 --vllm_max_model_len 4096", 4096),
+        ("--rlhf_type grpo --multi_turn_scheduler tool --vllm_max_model_len 6144", 6144),
+        ("--rlhf_type grpo --vllm_mode server --vllm_max_model_len 2560", 3072),
+    ],
+)
+def test_turns_of_ms_swift_make_sequences_longer(flags: str, tokens: int, tmp_path: Path) -> None:
+    """Each turn has ``max_completion_length`` tokens, and the engine ends a sequence at its longest length."""
+    assert script(tmp_path, SWIFT + flags).required()[0].seq_length == tokens
+
+
+def test_turns_without_an_end_are_asked_for(tmp_path: Path) -> None:
+    job = script(tmp_path, f"{SWIFT} --rlhf_type grpo --multi_turn_scheduler tool")
+    assert "give --set max_turns=NUMBER" in str(job.not_supported)
+
+
+def test_turns_of_slime_s_own_functions_are_named(tmp_path: Path) -> None:
+    lengths = "--seq-length 4096 --rollout-max-prompt-len 1024 --rollout-max-response-len 1024"
+    own = f"{SLIME} {lengths} --custom-generate-function-path my.generate"
+    assert effects(script(tmp_path, own))["custom_generate_function_path"].effect == "more"
+    limited = script(tmp_path, f"{own} --rollout-max-context-len 4096")
+    assert "custom_generate_function_path" not in effects(limited)
+
+
+@pytest.mark.parametrize(("experts", "refused"), [(64, True), (8, False), (1, False)])
+def test_verl_spreads_experts_of_an_engine_over_all_of_its_ranks(experts: int, refused: bool, tmp_path: Path) -> None:
+    """``RolloutConfig.__post_init__`` in verl/workers/config/rollout.py, 0.9.1."""
+    rollout = "actor_rollout_ref.rollout"
+    job = verl(tmp_path, f"{rollout}.tensor_model_parallel_size=8 {rollout}.expert_parallel_size={experts}")
+    assert ("must be tensor_model_parallel_size x data_parallel_size (8 x 1)" in str(job.cannot_start)) == refused
+    assert job.cannot_start is None or refused
+
+
+@pytest.mark.parametrize(
+    ("chosen", "stops"),
+    [
+        ("actor_rollout_ref.actor.strategy=megatron", True),
+        ("", True),
+        ("model_engine=megatron", False),
+        ("actor@actor_rollout_ref.actor=megatron_actor", False),
+        ("--config-name=ppo_megatron_trainer", False),
+    ],
+)
+def test_hydra_stops_at_keys_of_megatron_without_its_engine(chosen: str, stops: bool, tmp_path: Path) -> None:
+    """Hydra 1.3: "Could not override", because dp_actor.yaml has no section of Megatron."""
+    causes = verl(tmp_path, chosen=chosen).causes
+    assert any("Hydra stops at actor_rollout_ref.actor.megatron." in cause for cause in causes) == stops
+
+
+@pytest.mark.parametrize(
+    ("flags", "sleeps"),
+    [
+        ("--colocate", True),
+        ("--colocate --no-offload-rollout", False),
+        ("--colocate --offload-rollout", True),
+        ("--colocate --no-offload-rollout --offload", True),
+        ("--colocate --no-offload-rollout --release-train", True),
+    ],
+)
+def test_slime_s_engine_leaves_the_device_unless_it_is_told_to_stay(flags: str, sleeps: bool, tmp_path: Path) -> None:
+    """``slime_validate_args`` in slime/utils/arguments.py."""
+    rollout = script(tmp_path, f"{SLIME} --seq-length 4096 {flags}").rollout
+    assert rollout is not None
+    assert rollout.engine_sleeps == sleeps
+
+
+@pytest.mark.parametrize(("value", "sleeps"), [("true", True), ("false", False)])
+def test_nemo_rl_s_sglang_leaves_the_device_only_where_its_server_says_so(
+    value: str, sleeps: bool, tmp_path: Path
+) -> None:
+    """``finish_generation`` in nemo_rl/models/generation/sglang/sglang_generation.py."""
+    key = "policy.generation.sglang_cfg.sglang_server_config.needs_offload"
+    rollout = nemo(tmp_path, f"{key}={value}", backend="sglang").rollout
+    assert rollout is not None
+    assert rollout.engine_sleeps == sleeps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "freed"),
+    [
+        ([], ("gradients",)),
+        (["async_rl.min_groups_for_streaming_train=8"], ("gradients",)),
+        (["async_rl.min_groups_for_streaming_train=4"], ()),
+    ],
+)
+def test_gradients_of_a_step_that_has_begun_stay_for_log_probabilities(
+    overrides: list[str], freed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``keep_train_buffers=step_open`` in nemo_rl/algorithms/single_controller.py; a step has 8 prompts."""
+    rollout = nemo(tmp_path, *overrides, backend="vllm", colocated=False).rollout
+    assert rollout is not None
+    assert rollout.freed_for_log_probabilities == freed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "freed"),
+    [
+        ("", ("gradients", "optimizer state")),
+        ("trainer.algorithm.use_kl_loss=false", ()),
+        (
+            "trainer.algorithm.use_kl_loss=false trainer.algorithm.use_kl_in_reward=true",
+            ("gradients", "optimizer state"),
+        ),
+        ("trainer.placement.colocate_policy_ref=false", ()),
+        ("trainer.placement.colocate_all=true", ()),
+    ],
+)
+def test_a_reference_model_of_skyrl_takes_the_policy_s_place(
+    overrides: str, freed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``_get_colocation_group`` in skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0."""
+    apart = "" if "colocate_all" in overrides else "trainer.placement.colocate_all=false "
+    rollout = script(tmp_path, SKYRL + apart + overrides).rollout
+    assert rollout is not None
+    assert rollout.freed_for_log_probabilities == freed
+
+
+def test_skyrl_offloads_the_optimizer_in_any_case_with_megatron(tmp_path: Path) -> None:
+    """Only fsdp_strategy.py reads ``offload_after_step``; ``_prepare_for_weight_sync`` offloads the state (0.3.0)."""
+    key = "trainer.policy.optimizer_config.offload_after_step"
+    job = script(tmp_path, f"{SKYRL} {key}=false")
+    assert job.required()[1].offload_optimizer
+    assert key in job.without_effect
+
+
+@pytest.mark.parametrize(
+    ("flags", "offloaded"),
+    [
+        ("--offload_model true", (True, True, False)),
+        ("--offload_optimizer true", (False, False, True)),
+        ("--offload_model true --offload_optimizer true", (True, True, True)),
+    ],
+)
+def test_ms_swift_frees_gradients_where_it_offloads_parameters(
+    flags: str, offloaded: tuple[bool, bool, bool], tmp_path: Path
+) -> None:
+    """``offload_megatron_model_to_cpu`` in swift/megatron/trainers/utils.py, 4.6.0."""
+    _, settings = script(tmp_path, f"{SWIFT} --rlhf_type grpo {flags}").required()
+    found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    assert found == offloaded
+
+
+@pytest.mark.parametrize(
+    ("lines", "offloaded", "tokens"),
+    [
+        ("colocate_groups: [[train, rollout]]\n", (True, True, False), 3072),
+        ("colocate_groups: [[train, rollout]]\noffload_optimizer: true\n", (True, True, True), 3072),
+        ("offload_optimizer: true\n", (True, True, True), 3072),
+        ("", (False, False, False), 3072),
+        ("vllm_max_model_len: 2560\n", (False, False, False), 2560),
+    ],
+)
+def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
+    lines: str, offloaded: tuple[bool, bool, bool], tokens: int, tmp_path: Path
+) -> None:
+    """``_generation_context`` in swift/ray/megatron/base_trainer.py, 4.6.0."""
+    text = "rlhf_type: grpo\nmodel: Qwen/Qwen3-8B\nmax_length: 2048\nmax_completion_length: 1024\n"
+    groups = "train: {gpus: 4, tensor_model_parallel_size: 2}\nrollout: {gpus: 4, vllm_tensor_parallel_size: 1}\n"
+    (tmp_path / "job.yaml").write_text(text + lines + groups)
+    job = Job.read(tmp_path / "job.yaml", format_name="ms-swift")
+    scenario, settings = job.required()
+    found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    assert (found, scenario.seq_length) == (offloaded, tokens)
+
+
+_REFERENCE, _OWN = "actor_rollout_ref.ref.log_prob_", "actor_rollout_ref.rollout.log_prob_"
+_COMPARES = "actor_rollout_ref.actor.use_kl_loss=True"
+_DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "rows"),
+    [
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 1024, 2),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 1024, 8),
+        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 1024, 8),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=32768 {_COMPARES}", 32768, 1),
+        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 1024, 32),
+        (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=8192 {_COMPARES}", 16384, 1),
+    ],
+)
+def test_passes_of_verl_s_reference_model_have_sizes_of_their_own(
+    overrides: str, tokens: int, rows: int, tmp_path: Path
+) -> None:
+    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1."""
+    rollout = verl(tmp_path, overrides).rollout
+    assert rollout is not None
+    assert (rollout.seq_length, rollout.micro_batch_size) == (tokens, rows)
+
+
+def test_verl_refuses_budgets_for_some_of_its_passes(tmp_path: Path) -> None:
+    """``assert self.config.actor.use_dynamic_bsz == ...`` in verl/workers/engine_workers.py, 0.9.1."""
+    job = verl(tmp_path, f"{_OWN}use_dynamic_bsz=True")
+    assert "set both to the same" in str(job.cannot_start)
+    assert verl(tmp_path, f"{_OWN}use_dynamic_bsz=True {_DYNAMIC}").cannot_start is None
+
+
+def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
+    """``TrainingWorker`` in verl/workers/engine_workers.py, 0.9.1, sets the engine's key from the model's."""
+    of_model, of_engine = (f"actor_rollout_ref.{part}.use_remove_padding" for part in ("model", "actor.megatron"))
+    job = verl(tmp_path, f"{of_model}=False {of_engine}=False")
+    assert effects(job)[of_model].effect == "more"
+    assert of_engine not in effects(job)
+
+
+@pytest.mark.parametrize(("offloaded", "reason"), [("true", "in its own pass alone"), ("false", "on the same ranks")])
+def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str, tmp_path: Path) -> None:
+    flags = f"--rlhf_type gkd --teacher_model Qwen/Qwen3-32B --offload_teacher_model {offloaded}"
+    found = effects(script(tmp_path, SWIFT + flags))["teacher_model"]
+    assert (found.effect, found.reason.endswith(reason)) == ("more", True)
+    assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect

@@ -1,0 +1,54 @@
+"""The parts of layers against the live Megatron model: on every rank the same parameters, by name, shape and number."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.layout import Layout
+from memlab.config.parameters import parameters_of_rank
+from memlab.lab.lab import Lab
+from tests.unit.inside import inside
+
+_IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
+_OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
+MODELS = [ARCHITECTURES[name] for name in ("llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny")]
+MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
+MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
+SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
+LAYOUTS = [
+    Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, rank=1),
+    Layout(pipeline_model_parallel_size=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *((model, layout) for model in MODELS for layout in LAYOUTS),
+        *((model, SPREAD) for model in MODELS if model.routes),
+        *((model, Layout(tensor_model_parallel_size=2)) for model in MODELS if not model.routes),
+    ],
+    ids=lambda value: value.name if isinstance(value, Architecture) else str(value),
+)
+def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, layout: Layout) -> None:
+    live: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    numbers: Counter[str] = Counter()
+    with Lab(model, num_layers=4, seq_length=64, num_microbatches=4, layout=layout, backend="simulated") as lab:
+        scenario = lab.scenario
+        for chunk in inside(lab).stepper.live.chunks:
+            for name, parameter in chunk.named_parameters():
+                if (in_layer := _IN_LAYER.match(name)) is not None:
+                    live[_OF_AN_EXPERT.sub(r"\1", in_layer[1]), tuple(parameter.shape)] += 1
+                kind = "vocabulary" if in_layer is None else "experts" if ".experts." in name else "layers"
+                numbers[kind] += parameter.numel()
+    ranks = layout.expert_model_parallel_size
+    assert live == {
+        (weight.name, weight.shape_on(layout)): count * max(1, weight.num_experts // ranks)
+        for weight, count in model.weights_of(scenario.layers_of_rank).items()
+    }
+    assert parameters_of_rank(scenario)._asdict() == {"experts": 0} | numbers

@@ -1,0 +1,83 @@
+"""Which parts of a step are replayed, by what the step runs and by what looks at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memlab import Layout, MemorySettings, TrainingState
+from memlab.config.scenario import Scenario
+from memlab.replay.plan import Circumstances, Plan, plan_step
+
+PARTS = ("passes", "microbatches", "update", "whole_step")
+STAGES = {"layout": Layout(pipeline_model_parallel_size=2)}
+CHUNKS = {"layout": Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)}
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+OFFLOAD = MemorySettings(offload_modules=("core_attn",))
+HALF = MemorySettings(offload_modules=("core_attn",), activation_offload_fraction=0.5)
+RELEASE = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
+                         checkpoint_input_remedy="release_storage")  # fmt: skip
+
+
+def plan(
+    architecture: str = "phi-4-tiny",
+    settings: MemorySettings | None = None,
+    *,
+    has_limit: bool = False,
+    is_looked_at: bool = False,
+    follows_full_recompute: bool = False,
+    forward_only: bool = False,
+    is_tapped: bool = False,
+    has_fault: bool = False,
+    **scenario: Any,
+) -> Plan:
+    step = Circumstances(
+        scenario=Scenario.of(architecture, num_layers=4, seq_length=64, num_microbatches=2, **scenario),
+        settings=settings or MemorySettings(),
+        forward_only=forward_only,
+        is_tapped=is_tapped,
+        has_fault=has_fault,
+    )
+    return plan_step(
+        step, has_limit=has_limit, is_looked_at=is_looked_at, follows_full_recompute=follows_full_recompute
+    )
+
+
+def test_everything_of_a_plain_step_is_replayed() -> None:
+    assert plan() == Plan(passes=True, microbatches=True, update=True, whole_step=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stepped"),
+    [
+        ({"forward_only": True}, {"passes", "microbatches", "whole_step"}),
+        ({"is_tapped": True}, {"passes", "microbatches", "whole_step"}),
+        ({"has_fault": True}, set(PARTS)),
+        ({"is_looked_at": True}, set(PARTS)),
+        ({"state": TrainingState(fp8_format="hybrid")}, set(PARTS)),
+        # The micro-batches between the first and the last communicate nothing.
+        ({"state": TrainingState(overlap_grad_reduce=True)}, {"passes", "update", "whole_step"}),
+        ({"settings": OFFLOAD}, {"microbatches", "whole_step"}),
+        ({"settings": HALF}, {"passes", "microbatches", "whole_step"}),
+        ({"settings": OFFLOAD, "has_limit": True}, {"passes", "microbatches", "whole_step"}),
+        ({"settings": OFFLOAD, **STAGES}, {"passes", "microbatches", "whole_step"}),
+        ({"has_limit": True}, set()),
+        (CHUNKS, {"microbatches"}),
+        # Only MoE layers keep graphs until their next pass.
+        ({"follows_full_recompute": True}, set()),
+        ({"architecture": "qwen3-moe-tiny", "follows_full_recompute": True}, {"passes"}),
+        ({"architecture": "qwen3-moe-tiny", "has_limit": True}, {"passes"}),
+        ({"architecture": "qwen3-moe-tiny", "settings": FULL, **STAGES}, set()),
+        ({"architecture": "qwen3-moe-tiny", "settings": FULL, **CHUNKS}, {"passes", "microbatches"}),
+        ({"architecture": "qwen3-moe-tiny", "settings": RELEASE}, {"passes", "microbatches", "whole_step"}),
+    ],
+)
+def test_what_may_differ_or_is_looked_at_is_stepped(arguments: dict[str, Any], stepped: set[str]) -> None:
+    found = plan(**arguments)
+    assert {part for part in PARTS if not getattr(found, part)} == stepped
+
+
+def test_only_replayed_passes_tell_the_offload_manager() -> None:
+    assert plan(settings=OFFLOAD).offloads
+    assert not plan(settings=HALF).offloads
