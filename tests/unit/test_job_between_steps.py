@@ -368,18 +368,18 @@ _DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
 @pytest.mark.parametrize(
     ("overrides", "tokens", "rows"),
     [
-        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 1024, 2),
-        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 1024, 8),
-        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 1024, 8),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 2048, 1),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 8192, 1),
+        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 8192, 1),
         (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=32768 {_COMPARES}", 32768, 1),
-        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 1024, 32),
+        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 32768, 1),
         (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=8192 {_COMPARES}", 16384, 1),
     ],
 )
 def test_passes_of_verl_s_reference_model_have_sizes_of_their_own(
     overrides: str, tokens: int, rows: int, tmp_path: Path
 ) -> None:
-    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1."""
+    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1; without padding, a pass is one row."""
     rollout = verl(tmp_path, overrides).rollout
     assert rollout is not None
     assert (rollout.seq_length, rollout.micro_batch_size) == (tokens, rows)
