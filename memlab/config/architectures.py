@@ -182,45 +182,29 @@ class Architecture:
 
 
 _QWEN3_MOE: dict[str, Any] = {
-    "family": "qwen3_moe",
-    "kv_channels": 128,
-    "rotary_base": 1e6,
-    "layernorm_epsilon": 1e-6,
-    "qk_layernorm": True,
+    "family": "qwen3_moe", "num_query_groups": 4, "kv_channels": 128, "vocab_size": 151936, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6, "qk_layernorm": True, "num_moe_experts": 128, "moe_router_topk": 8,
     "moe_aux_loss_coeff": 1e-3,
-}
-
+}  # fmt: skip
+_PHI: dict[str, Any] = {"family": "phi3", "kv_channels": 128, "rotary_base": 250000.0, "layernorm_epsilon": 1e-5}
 _LLAMA: dict[str, Any] = {
-    "family": "llama",
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 128256,
-    "rotary_base": 500000.0,
+    "family": "llama", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 128256, "rotary_base": 500000.0,
     "layernorm_epsilon": 1e-5,
-}
+}  # fmt: skip
 _QWEN3: dict[str, Any] = {
-    "family": "qwen3",
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 151936,
-    "rotary_base": 1e6,
-    "layernorm_epsilon": 1e-6,
-    "qk_layernorm": True,
-}
+    "family": "qwen3", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 151936, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6, "qk_layernorm": True,
+}  # fmt: skip
 _QWEN2_5: dict[str, Any] = {
-    "family": "qwen2",
-    "kv_channels": 128,
-    "vocab_size": 152064,
-    "rotary_base": 1e6,
-    "layernorm_epsilon": 1e-6,
-    "add_qkv_bias": True,
-}
-_SMALL_QWEN2_5: dict[str, Any] = _QWEN2_5 | {"num_query_groups": 2, "vocab_size": 151936, "tied": True}
+    "family": "qwen2", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 152064, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6, "add_qkv_bias": True,
+}  # fmt: skip
+_SMALL_QWEN2_5 = _QWEN2_5 | {"num_query_groups": 2, "vocab_size": 151936}
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
 
-def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
-    """Makes a dense architecture of its layers, hidden size, width of the MLP and attention heads."""
+def _row(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
+    """Makes an architecture of its layers, hidden size, width of a dense MLP and attention heads."""
     fields = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
     return Architecture(
         name=name, share_embeddings_and_output_weights=tied, **(others | dict(zip(fields, sizes, strict=True)))
@@ -230,119 +214,43 @@ def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Archite
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
-        # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-        Architecture(
-            name="qwen3-30b-a3b",
-            num_layers=48,
-            hidden_size=2048,
-            ffn_hidden_size=6144,
-            num_attention_heads=32,
-            num_query_groups=4,
-            vocab_size=151936,
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=768,
-            **_QWEN3_MOE,
-        ),
-        # https://huggingface.co/Qwen/Qwen3-235B-A22B/blob/main/config.json
-        Architecture(
-            name="qwen3-235b-a22b",
-            num_layers=94,
-            hidden_size=4096,
-            ffn_hidden_size=12288,
-            num_attention_heads=64,
-            num_query_groups=4,
-            vocab_size=151936,
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=1536,
-            **_QWEN3_MOE,
-        ),
-        Architecture(
-            name="qwen3-moe-tiny",
-            num_layers=4,
-            hidden_size=128,
-            ffn_hidden_size=384,
-            num_attention_heads=4,
-            num_query_groups=2,
-            vocab_size=256,
-            num_moe_experts=8,
-            moe_router_topk=2,
-            moe_ffn_hidden_size=64,
-            default_seq_length=1024,
-            **(_QWEN3_MOE | {"kv_channels": 32}),
-        ),
+        # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json, and likewise
+        _row("qwen3-30b-a3b", 48, 2048, 6144, 32, moe_ffn_hidden_size=768, **_QWEN3_MOE),
+        _row("qwen3-235b-a22b", 94, 4096, 12288, 64, moe_ffn_hidden_size=1536, **_QWEN3_MOE),
+        _row("qwen3-moe-tiny", 4, 128, 384, 4, moe_ffn_hidden_size=64,
+             **(_QWEN3_MOE | _TINY | {"num_moe_experts": 8, "moe_router_topk": 2})),
         # https://huggingface.co/microsoft/phi-4/blob/main/config.json
-        Architecture(
-            name="phi-4",
-            family="phi3",
-            num_layers=40,
-            hidden_size=5120,
-            ffn_hidden_size=17920,
-            num_attention_heads=40,
-            num_query_groups=10,
-            kv_channels=128,
-            vocab_size=100352,
-            rotary_base=250000.0,
-            layernorm_epsilon=1e-5,
-        ),
-        # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json (its "longrope" factors
-        # rescale angles beyond 4096 positions and change no tensor's size; they are not applied here)
-        Architecture(
-            name="phi-4-mini",
-            family="phi3",
-            num_layers=32,
-            hidden_size=3072,
-            ffn_hidden_size=8192,
-            num_attention_heads=24,
-            num_query_groups=8,
-            kv_channels=128,
-            vocab_size=200064,
-            rotary_base=10000.0,
-            rotary_percent=0.75,
-            layernorm_epsilon=1e-5,
-            share_embeddings_and_output_weights=True,
-        ),
+        _row("phi-4", 40, 5120, 17920, 40, num_query_groups=10, vocab_size=100352, **_PHI),
+        # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json (its "longrope" factors rescale
+        # angles beyond 4096 positions and change no tensor's size; they are not applied here)
+        _row("phi-4-mini", 32, 3072, 8192, 24, num_query_groups=8, vocab_size=200064, rotary_percent=0.75, tied=True,
+             **(_PHI | {"rotary_base": 10000.0})),
         # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json, and likewise. (How these models scale
         # the angles of the rotary embedding changes no tensor's size, and is not applied here.)
-        _dense("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
-        _dense("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
-        _dense("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
-        _dense("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
-        _dense("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
+        _row("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
+        _row("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
+        _row("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
+        _row("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        _row("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
         # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
-        _dense("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
-        _dense("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
-        _dense("qwen3-4b", 36, 2560, 9728, 32, tied=True, **_QWEN3),
-        _dense("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
-        _dense("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
-        _dense("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
+        _row("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
+        _row("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
+        _row("qwen3-4b", 36, 2560, 9728, 32, tied=True, **_QWEN3),
+        _row("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
+        _row("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
+        _row("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
         # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json, and likewise
-        _dense("qwen2.5-0.5b", 24, 896, 4864, 14, **(_SMALL_QWEN2_5 | {"kv_channels": 64})),
-        _dense("qwen2.5-1.5b", 28, 1536, 8960, 12, **_SMALL_QWEN2_5),
-        _dense("qwen2.5-3b", 36, 2048, 11008, 16, **_SMALL_QWEN2_5),
-        _dense("qwen2.5-7b", 28, 3584, 18944, 28, num_query_groups=4, **_QWEN2_5),
-        _dense("qwen2.5-14b", 48, 5120, 13824, 40, num_query_groups=8, **_QWEN2_5),
-        _dense("qwen2.5-32b", 64, 5120, 27648, 40, num_query_groups=8, **_QWEN2_5),
-        _dense("qwen2.5-72b", 80, 8192, 29568, 64, num_query_groups=8, **_QWEN2_5),
-        _dense("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
-        Architecture(
-            name="phi-4-tiny",
-            family="phi3",
-            num_layers=4,
-            hidden_size=160,
-            ffn_hidden_size=560,
-            num_attention_heads=5,
-            num_query_groups=5,
-            kv_channels=32,
-            vocab_size=256,
-            rotary_base=250000.0,
-            layernorm_epsilon=1e-5,
-            default_seq_length=1024,
-        ),
+        _row("qwen2.5-0.5b", 24, 896, 4864, 14, tied=True, **(_SMALL_QWEN2_5 | {"kv_channels": 64})),
+        _row("qwen2.5-1.5b", 28, 1536, 8960, 12, tied=True, **_SMALL_QWEN2_5),
+        _row("qwen2.5-3b", 36, 2048, 11008, 16, tied=True, **_SMALL_QWEN2_5),
+        _row("qwen2.5-7b", 28, 3584, 18944, 28, **(_QWEN2_5 | {"num_query_groups": 4})),
+        _row("qwen2.5-14b", 48, 5120, 13824, 40, **_QWEN2_5),
+        _row("qwen2.5-32b", 64, 5120, 27648, 40, **_QWEN2_5),
+        _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
+        _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
+        _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )
-}
-
+}  # fmt: skip
 
 HUGGING_FACE_NAMES = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",

@@ -365,6 +365,11 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
     if given is not None:
         architecture = given if isinstance(given, Architecture) else find_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)
+        if reading.blocked:
+            reading.warnings.append(
+                f"--architecture {architecture.name} is predicted in place of what memlab does not have: "
+                f"{'; '.join(dict.fromkeys(reading.blocked))}"
+            )
         return architecture
     if reading.blocked:
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")

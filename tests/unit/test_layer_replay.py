@@ -329,7 +329,7 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
     records: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
         with Lab(model, seq_length=32, backend="simulated", replay=replay) as lab:
-            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            stepper: Any = inside(lab).stepper
             records[replay] = [lab.step(warm_up=False)]
             if replay:
                 assert stepper.replay.num_replayed >= num_layers - 4 * len(pattern) - 2, "the first and the last layer"

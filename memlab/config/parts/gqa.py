@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import Part, SharedSize, Weight
-
-if TYPE_CHECKING:
-    from memlab.config.config_json import ConfigJson, ModelType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,6 @@ from memlab.jobs.frameworks.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
-    named,
     note_fusion,
     note_sequence_parallel,
     refused_overlap,
@@ -33,10 +32,9 @@ from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
 from memlab.jobs.frameworks.megatron_lm import render as render_flags
 from memlab.jobs.frameworks.reinforcement import (
     LORA,
+    composed,
     is_packed,
-    longest_sequence,
     note_padded_rows,
-    sequences_of_a_step,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -145,6 +143,11 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs * context if is_dynamic and of_log_probs else of_rows,
         micro_batch_size=1 if is_dynamic else rows,
         bucket_bytes=values.pop("bucket"),
+        # ``wake_up`` brings everything back before log-probabilities, and ``update_weights`` reads the host's copy,
+        # unless a critic has the actor's GPUs and the engine others (slime/backends/megatron_utils/actor.py).
+        offloads_for_generation_only=True,
+        syncs_from_host=bool(values["offload_parameters"])
+        and (is_colocated or reading.get("advantage_estimator") != "ppo"),
         engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
     )
     if is_dynamic and tokens:
@@ -247,14 +250,13 @@ def _longest_sequence(reading: Reading) -> int | None:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    is_row, longest = is_packed(scenario), longest_sequence(scenario)
+    is_row = is_packed(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     chunk = scenario.state.logprobs_chunk_size
     return (
-        named(scenario)
+        composed(scenario, settings)
         | compose_megatron(scenario, settings)
         | {
-            "is_dynamic": is_row,
             "qkv_format": "thd" if is_row or scenario.micro_batch_size == 1 else "bshd",
             "tokens_per_rank": tokens if is_row else None,
             "pad_multiple": 1 if is_row and tokens % (128 * scenario.layout.tensor_model_parallel_size) else 128,
@@ -268,11 +270,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "engine_stays": False,
             "steps_per_rollout": None,
             "prompts": None,
-            "responses_per_prompt": 1,
-            "prompt_length": longest // 2,
-            "response_length": longest - longest // 2,
             "context_length": None,
-            "sequences": sequences_of_a_step(scenario),
         }
     )
 
