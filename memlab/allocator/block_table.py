@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memlab.allocator.protocol import NO_BLOCK
 
 
@@ -50,6 +52,25 @@ class BlockTable:
         if after != NO_BLOCK:
             self.before[after] = rest
         return rest
+
+    def free(self, block: int, forget: Callable[[int], object]) -> int:
+        """Frees a block, joins it with its free neighbours, and returns the whole.
+
+        Args:
+            block: It is allocated.
+            forget: Called with each of these neighbours before it is joined.
+        """
+        is_free = self.is_free
+        is_free[block] = True
+        after, before = self.after[block], self.before[block]
+        if after != NO_BLOCK and is_free[after]:
+            forget(after)
+            self.join(block, after)
+        if before != NO_BLOCK and is_free[before]:
+            forget(before)
+            self.join(before, block)
+            return before
+        return block
 
     def join(self, block: int, after: int) -> None:
         """Adds a block's neighbour, which is then gone, to it."""

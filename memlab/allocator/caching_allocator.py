@@ -34,6 +34,7 @@ class CachingAllocator:
         self._settings = settings
         split_mib = settings.max_split_size_mb
         self._unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
+        self._has_unsplit = split_mib is not None
         self._whole_from_bytes = sys.maxsize if settings.expandable_segments else self._unsplit_from_bytes
         """For requests of this size and larger no block is split."""
         self._kind = ExpandablePool if settings.expandable_segments else SegmentPool
@@ -56,7 +57,7 @@ class CachingAllocator:
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
         num_bytes, blocks = rounded_bytes(requested_bytes), self._blocks
         pool = self._pools.get(2 * stream + (num_bytes > SMALL_REQUEST_BYTES)) or self._pool_of(num_bytes, stream)
-        if self._unsplit_from_bytes == sys.maxsize:  # nearly always
+        if not self._has_unsplit:  # nearly always
             block = pool.take(num_bytes)
         else:
             block = self._best_fit(pool, num_bytes)
@@ -150,7 +151,7 @@ class CachingAllocator:
 
     def _best_fit(self, pool: SegmentPool, num_bytes: int) -> int:
         block = pool.find(num_bytes)
-        if block == NO_BLOCK or self._unsplit_from_bytes == sys.maxsize:
+        if block == NO_BLOCK or not self._has_unsplit:
             return block
         found_bytes = self._blocks.num_bytes[block]
         if num_bytes < self._unsplit_from_bytes:

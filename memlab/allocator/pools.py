@@ -95,19 +95,9 @@ class SegmentPool:
 
     def free(self, block: int) -> int:
         """Frees a block, merges it with its free neighbours, and returns the whole."""
-        blocks = self._blocks
-        is_free = blocks.is_free
-        is_free[block] = True
-        after, before = blocks.after[block], blocks.before[block]
-        if after != NO_BLOCK and is_free[after]:
-            self.withdraw(after)
-            blocks.join(block, after)
-        if before != NO_BLOCK and is_free[before]:
-            self.withdraw(before)
-            blocks.join(before, block)
-            block = before
-        self.offer(block)
-        return block
+        whole = self._blocks.free(block, self.withdraw)
+        self.offer(whole)
+        return whole
 
     def free_segments(self) -> list[int]:
         """Returns the segments in which nothing is allocated, each as its one block, the smallest first."""

@@ -131,17 +131,10 @@ class Blocks:
             del self._at[address]
             blocks.remove(block)
             return num_bytes
-        blocks.is_free[block] = True
-        after, before = blocks.after[block], blocks.before[block]
-        if after != NO_BLOCK and blocks.is_free[after]:
-            self._join(block, after)
-        if before != NO_BLOCK and blocks.is_free[before]:
-            self._join(before, block)
+        del self._at[address]
+        whole = blocks.free(block, lambda neighbour: self._at.pop(blocks.address[neighbour]))
+        self._at[blocks.address[whole]] = whole
         return num_bytes
-
-    def _join(self, block: int, after: int) -> None:
-        del self._at[self._blocks.address[after]]
-        self._blocks.join(block, after)
 
     def _reserve(self, address: int, num_bytes: int) -> None:
         self._blocks.reserved_bytes += num_bytes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,11 +112,6 @@ class Event(NamedTuple):
     """The number of the current stamp; 0 for a meter without stamps."""
 
     @classmethod
-    def opening(cls, allocation: Allocation, pool: int | None = None) -> Event:
-        """Returns the event for a storage that was allocated before the step, in its own pool or in another."""
-        return cls.of(allocation, allocation.num_bytes, 0, allocation.pool if pool is None else pool, _IDLE)
-
-    @classmethod
     def marking(cls, nanoseconds: int, phase: int) -> Event:
         """Returns an event of no bytes."""
         nothing = Allocation(0, _DEVICE, 0, phase, 0, recomputed=False, step=0, category=_TEMPORARY)
@@ -132,18 +128,19 @@ class Event(NamedTuple):
 
 
 class Opening:
-    """What is allocated when a step begins: what an `Event` for each says, without 100,000 of them.
+    """What is allocated when a step begins: what an `Event` for each would say, without 100,000 of them.
 
     Args:
         allocations: In the order of their numbers. Their bytes are those of now, their categories those of later.
+        other_pools: The pools of those that are in another than their own, by their identity.
     """
 
     __slots__ = ("_num_bytes", "_pools", "_rounding_bytes", "allocations")
 
-    def __init__(self, allocations: list[Allocation]) -> None:
+    def __init__(self, allocations: list[Allocation], other_pools: Mapping[int, int] = MappingProxyType({})) -> None:
         self.allocations = allocations
         self._num_bytes = [each.num_bytes for each in allocations]
-        self._pools = [each.pool for each in allocations]
+        self._pools = [other_pools.get(id(each), each.pool) for each in allocations]
         self._rounding_bytes = [each.rounding_bytes for each in allocations]
 
     def __len__(self) -> int:
@@ -161,13 +158,11 @@ class Opening:
         return columns
 
 
-def timeline_of(
-    opening: Sequence[Event] | Opening, events: Iterable[Any], started: int, modules: Sequence[str]
-) -> Timeline:
+def timeline_of(opening: Opening, events: Iterable[Any], started: int, modules: Sequence[str]) -> Timeline:
     """Writes events as columns.
 
     Args:
-        opening: An allocation for each storage that existed when the step began.
+        opening: What existed when the step began.
         events: What happened since, in order: each an `Event`, or something with many events and a method `columns`
             (`memlab.meter.recording.Replay`).
         started: The step's start, in nanoseconds on the events' clock.
@@ -195,7 +190,7 @@ def timeline_of_columns(columns: npt.NDArray[np.int64], num_opening_events: int,
 
 
 def columns_of(
-    opening: Sequence[Event] | Opening, events: Iterable[Any], started: int, marks: Collection[int] = ()
+    opening: Opening, events: Iterable[Any], started: int, marks: Collection[int] = ()
 ) -> tuple[npt.NDArray[np.int64], dict[int, int], list[tuple[int, int]]]:
     """Returns the columns of `timeline_of`.
 
@@ -209,15 +204,15 @@ def columns_of(
         The columns, int64 of shape [8, events]; the storages' numbers by the identity of their allocations; and for
         each of the marks how many rows and storages are before it.
     """
-    numbers: dict[int, int] = {}
-    count, num_rows = 0, 0
-    parts: list[npt.NDArray[np.int64]] = []
+    numbers = dict(zip(map(id, opening.allocations), range(len(opening)), strict=True))
+    count = num_rows = len(opening)
+    parts = [opening.columns(started)]
     rows: list[tuple[int, ...]] = []
     found: list[tuple[int, int]] = []
 
-    def add(nanoseconds: int, event: Event) -> None:
+    def add(event: Event) -> None:
         nonlocal count
-        _, delta_bytes, pool, allocation, phase, rounding_bytes, _ = event
+        nanoseconds, delta_bytes, pool, allocation, phase, rounding_bytes, _ = event
         number = numbers.get(id(allocation))
         if number is None:
             number = numbers[id(allocation)] = count
@@ -231,18 +226,11 @@ def columns_of(
         num_rows += len(rows)
         rows.clear()
 
-    if isinstance(opening, Opening):
-        parts.append(opening.columns(started))
-        numbers.update(zip(map(id, opening.allocations), range(len(opening)), strict=True))
-        count = num_rows = len(opening)
-    else:
-        for event in opening:
-            add(started, event)
     for place, event in enumerate(events):
         if place in marks:
             found.append((num_rows + len(rows), count))
         if type(event) is Event:
-            add(event.nanoseconds, event)
+            add(event)
         else:
             end_part()
             parts.append(event.columns(numbers, count))

@@ -30,11 +30,11 @@ class HostStorages:
         self._pinned_before = 0
         self._num_starts = 0
 
-    def start(self) -> list[Event]:
-        """Begins a timeline; returns its opening events."""
+    def start(self) -> list[Allocation]:
+        """Begins a timeline; returns what it finds."""
         self._num_starts += 1
         self.events.clear()
-        return [Event.opening(allocation) for allocation in self._live.values()]
+        return list(self._live.values())
 
     def track(self, tensor: torch.Tensor) -> Allocation:
         """Counts a tensor from now on."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.meter.allocations import Allocation, Event, label_others, timeline_of
+from memlab.meter.allocations import Allocation, Event, Opening, label_others, timeline_of
 from memlab.meter.cuda.device_storages import DeviceStorages
 from memlab.meter.cuda.history_labels import Stamps
 from memlab.meter.cuda.host_storages import HostStorages, pinned_bytes
@@ -45,7 +45,7 @@ class AllocatorMeter:
         """Calls of `categorise` that were not applied yet: the number of each call's stamp, its categories by address,
         and its module. They hold for what was allocated before the first entry with that stamp."""
         self._marks: list[Event] = []
-        self._opening: list[Event] = []
+        self._opening = Opening([])
         self._stamps_of_events: list[int] = []
 
     @property
@@ -115,10 +115,9 @@ class AllocatorMeter:
         device = self._device
         label_others(device.live.values(), others)
         assert device.blocks is not None
-        self._opening = [Event.opening(allocation) for allocation in device.live.values()] + self._host.start()
-        self._opening += [Event.opening(allocation, _PENDING) for allocation in device.pending.values()]
+        found, pending = [*device.live.values(), *self._host.start()], list(device.pending.values())
         reserved = Allocation(device.blocks.reserved_bytes, _RESERVED, 0, _IDLE, 0, False, 0, _WORKSPACE)
-        self._opening.append(Event.opening(reserved))
+        self._opening = Opening([*found, *pending, reserved], dict.fromkeys(map(id, pending), _PENDING))
         torch.cuda.reset_peak_memory_stats()
         self._stamps.start()
         device.start()
@@ -191,7 +190,7 @@ class AllocatorMeter:
         events = sorted((*events, *self._host.events, *self._marks), key=lambda event: event.nanoseconds)
         timeline = timeline_of(self._opening, events, self._device.started, self._labels.modules)
         self._stamps_of_events = [self._stamps.since_start(event.stamp) for event in events if event.pool == _DEVICE]
-        self._opening = []
+        self._opening = Opening([])
         self._host.events.clear()
         self._marks.clear()
         return timeline
