@@ -26,6 +26,8 @@ from tests.unit.live import random_settings
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 GIB = 1024**3
 NONE = MemorySettings()
 ALL = TrainingState(optimizer_cpu_offload=True)

@@ -23,6 +23,8 @@ from tests.unit.live import FULL, offload, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 THREE = offload("qkv_linear", "core_attn", "attn_proj")
 RESETS_AFTER_FORWARD_ONLY = not megatron.core.__version__.startswith("0.16")
 """From 0.19 on the schedule resets the manager after every pass (pipeline_parallel/schedules.py)."""

@@ -29,6 +29,8 @@ from tests.unit.refusal import refusal
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 GIB, MIB = 2**30, 2**20
 SMALL = {"num_layers": 2, "seq_length": 256, "backend": "simulated"}
 

@@ -16,6 +16,8 @@ from tests.unit.replayed import require_identical
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 _MODEL: dict[str, Any] = {"num_layers": 4, "seq_length": 64}
 _LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
 _STEPS = [MemorySettings(), _LAYERNORM, MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))]

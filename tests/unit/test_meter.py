@@ -24,6 +24,8 @@ from tests.unit.live import FULL, offload, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 MOVED = offload("expert_fc1", "qkv_linear")
 
 # A Python number in an operation becomes an 8-byte tensor that lives inside that one operation.

@@ -21,6 +21,8 @@ from tests.unit.live import FULL, offload
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 T, LAYERS = 128, 3
 RECOMPUTED = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 

@@ -22,6 +22,8 @@ from tests.unit.live import random_settings
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 NONE = MemorySettings()
 ALL_AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)

@@ -18,6 +18,8 @@ from tests.unit.live import FULL, gradients_of_step, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 KEPT_SHARE = {None: 1.0, "detach": 0.0, "clear_gradient": 0.5, "release_storage": 0.0}
 
 

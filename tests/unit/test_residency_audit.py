@@ -24,6 +24,8 @@ from tests.unit.live import FULL
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 NONE = MemorySettings()
 BELOW = MemorySettings(offload_parameters=True, offload_optimizer=True)
 SAME = ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes")

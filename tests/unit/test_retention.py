@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from memlab.config.settings import MemorySettings
 from memlab.model.retention.retained_leaves import find_retained
 from tests.unit.live import FULL, recompute
 
 from .inside import inside
+
+pytestmark = pytest.mark.versions
 
 
 def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradient(open_lab: Callable[..., Any]) -> None:

@@ -27,6 +27,8 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbatches": 2}
 
 

@@ -28,6 +28,8 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)

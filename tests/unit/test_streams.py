@@ -16,6 +16,8 @@ from memlab.units import MIB
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 NARROW = MemorySettings(offload_modules=("core_attn", "attn_proj"))
 WIDE = MemorySettings(offload_modules=("qkv_linear", "core_attn", "attn_proj", "mlp_norm"))
 BOTH = MemorySettings(

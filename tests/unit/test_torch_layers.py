@@ -14,6 +14,8 @@ from memlab.model.layers.torch_moe import permute_with_probs, sort_chunks_by_ind
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
+pytestmark = pytest.mark.versions
+
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
