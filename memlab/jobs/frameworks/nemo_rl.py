@@ -174,6 +174,7 @@ FRAMEWORK_MISSING = (
         default=1,
     ),
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
+    Missing(f"{_GENERATION}.refit_transport", "more", "the weights are sent in buffers of this transport", is_given),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
     *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
@@ -244,9 +245,9 @@ def _take_rollout(
     engine = _take_engine(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
-    freed = ["gradients"] + ["optimizer state"] * values.pop("frees_optimizer")
-    if is_colocated or _trains_in_parts(reading):
-        freed = []
+    on_device = {"gradients": not values["offload_gradients"], "optimizer state": not values["offload_optimizer"]}
+    on_device["optimizer state"] &= values.pop("frees_optimizer")
+    freed = [] if _trains_in_parts(reading) else [name for name, is_freed in on_device.items() if is_freed]
     take_rollout(
         reading,
         is_colocated=is_colocated,

@@ -182,6 +182,7 @@ def take_rollout(
     bucket_share: float | None = None,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
+    syncs_from_host: bool = False,
     freed_for_log_probabilities: tuple[str, ...] = (),
     engine: tuple[str, str] = ("", "vllm"),
 ) -> None:
@@ -197,6 +198,7 @@ def take_rollout(
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
+        syncs_from_host: As in `Rollout`.
         freed_for_log_probabilities: As in `Rollout`.
         engine: The key that chooses the inference engine, and the engine.
     """
@@ -225,6 +227,7 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
+        syncs_from_host=syncs_from_host,
         freed_for_log_probabilities=freed_for_log_probabilities,
     )
 

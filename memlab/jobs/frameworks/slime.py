@@ -135,6 +135,11 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs * context if is_dynamic and of_log_probs else longest,
         micro_batch_size=1 if is_dynamic else values.get("micro_batch_size"),
         bucket_bytes=values.pop("bucket"),
+        # ``wake_up`` brings everything back before log-probabilities, and ``update_weights`` reads the host's copy,
+        # unless a critic has the actor's GPUs and the engine others (slime/backends/megatron_utils/actor.py).
+        offloads_for_generation_only=True,
+        syncs_from_host=bool(values["offload_parameters"])
+        and (is_colocated or reading.get("advantage_estimator") != "ppo"),
         engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
     )
     if is_dynamic and tokens:
