@@ -304,13 +304,11 @@ def test_an_update_names_a_newer_run_that_cannot_be_read(
     newer.write_text("{")
     assert main(["baseline", "update", str(suite_with_a_run)]) == 0
     damaged, chosen, *_ = capfd.readouterr().out.splitlines()
-    assert damaged.startswith(f"left out: {newer} is not valid JSON")
+    assert damaged.startswith("left out: ") and "cpu/summary.json is not valid JSON" in damaged
     assert chosen == f"from {kept.name}"
     (kept / "summary.json").write_text("[]")
     assert main(["baseline", "update", str(suite_with_a_run)]) == 2
-    assert (
-        f"holds no run of small on cpu (left out: {kept / 'summary.json'} is not valid JSON" in capfd.readouterr().err
-    )
+    assert f"holds no run of small on cpu (left out: {kept / 'summary.json'} cannot be read" in capfd.readouterr().err
 
 
 def test_an_update_replaces_a_corrupted_baseline(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
