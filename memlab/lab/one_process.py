@@ -206,7 +206,7 @@ class OneProcess:
 
         A rank that ended it alone would leave the others waiting in a collective operation.
         """
-        if self.stepper.scenario.layout.world_size == 1 or not self.stepper.backend.computes:
+        if self.stepper.scenario.layout.world_size == 1 or self.stepper.backend.kind.is_prediction:
             return self._stop.is_set()
         return phase == "optimizer" and agreed_with_rank_0(self._stop.is_set())
 
@@ -215,7 +215,7 @@ class OneProcess:
     ) -> StateChange:
         """Changes the training state and the allocator to those of another scenario."""
         stepper, state, allocator = self.stepper, wanted.state, wanted.allocator
-        rebuilt = stepper.what_rebuilds(state, allocator)
+        rebuilt = stepper.backend.kind.rebuilt_by(stepper.scenario, state, allocator)
         if on_progress is not None and rebuilt != "nothing":
             on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
         self._is_steady = False

@@ -25,7 +25,7 @@ from memlab.config.model_restrictions import (
     without_backward,
     without_optimizer_on_device,
 )
-from memlab.config.rebuilds import Rebuilt, what_rebuilds
+from memlab.config.rebuilds import Rebuilt
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -83,7 +83,7 @@ class Stepper:
         self.garbage = Garbage(self.meter)
         self.backend = backend
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
-        self._hardware = hardware(own_device() if backend.name == "cuda" else None)
+        self._hardware = hardware(own_device() if backend.kind.on_gpu else None)
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
         self.sent_bytes = Counter[str]()
@@ -117,7 +117,7 @@ class Stepper:
 
     @property
     def _is_on_gpu(self) -> bool:
-        return self.backend.name == "cuda"
+        return self.backend.kind.on_gpu
 
     def require_free(self) -> None:
         """Checks that `job_context` can be entered now; a running job of this lab is none of the others.
@@ -133,7 +133,7 @@ class Stepper:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self._adopt(live, self.settings)
             # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            if not self.backend.computes and not self.scenario.state.optimizer_cpu_offload:
+            if self.backend.kind.is_prediction and not self.scenario.state.optimizer_cpu_offload:
                 self._as_built = AsBuilt(live, self.meter.remember())
         except BaseException as error:
             release_tensors(error)
@@ -192,7 +192,7 @@ class Stepper:
         """
         former, scenario = self.scenario, replace(self.scenario, state=state, allocator=allocator)
         check_configs(scenario, settings)
-        rebuilt = self.what_rebuilds(state, allocator)
+        rebuilt = self.backend.kind.rebuilt_by(former, state, allocator)
         if rebuilt != "nothing" and (self.is_tapped or self.transfers.has_fault):
             raise ValueError(
                 f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave the "
@@ -209,12 +209,6 @@ class Stepper:
             device_bytes=self.meter.live_bytes(),
             allocator=allocator if allocator != former.allocator else None,
         )
-
-    def what_rebuilds(self, state: TrainingState, allocator: AllocatorSettings) -> Rebuilt:
-        """Returns what `change_state` rebuilds."""
-        if allocator != self.scenario.allocator and self.backend.name == "simulated":
-            return "model"
-        return what_rebuilds(self.scenario.state, state)
 
     def _enter(self, scenario: Scenario) -> None:
         self.replay.forget(self.scenario, self.settings)
@@ -574,7 +568,7 @@ class Stepper:
         with self.labels.phase_of("offload"):
             freed_at_end, end_seconds = self.transfers.end_step(self.settings)
         return {
-            "loss": loss if self.backend.computes else None,
+            "loss": None if self.backend.kind.is_prediction else loss,
             "load_seconds": load_seconds,
             "offload_seconds": offload_seconds + end_seconds,
             "offloaded_bytes_by_group": freed | freed_at_end,
@@ -609,7 +603,7 @@ class Stepper:
 
     def _allocator_without_effect(self) -> dict[str, str]:
         return self.scenario.allocator.without_effect(
-            has_allocator=self.backend.has_allocator, has_limit=self.meter.device_memory_bytes is not None
+            has_allocator=self.backend.kind.has_allocator, has_limit=self.meter.device_memory_bytes is not None
         )
 
     @staticmethod
@@ -652,14 +646,14 @@ class Stepper:
 
     def _uncollected_bytes(self, timeline: Timeline) -> int:
         """Returns what `StepRecord.uncollected_bytes` documents: of the copies, what is on the device at the peak."""
-        if self.backend.computes:
+        if not self.backend.kind.is_prediction:
             return 0
         copies = cpu_optimizer.uncollected_copies(self.live.discarded_optimizers)
         num_bytes = sum(rounded_bytes(copy.untyped_storage().nbytes()) for copy in copies)
         return num_bytes and min(num_bytes, timeline.breakdown(timeline.peak_index()).get("optimizer state", 0))
 
     def _tokens_per_second(self, measured: dict[str, Any]) -> float:
-        if "loss" not in measured or not self.backend.computes:
+        if "loss" not in measured or self.backend.kind.is_prediction:
             return 0.0
         return self.scenario.tokens_per_step / float(measured["step_seconds"])
 
