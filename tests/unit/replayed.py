@@ -97,9 +97,9 @@ def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
         lab.device_memory_bytes = case.limit_bytes
         for each, warm_up in zip(case.settings, case.warm_up or (True,) * len(case.settings), strict=True):
             records.append(lab.step(each, warm_up=warm_up))
-            stepper: Any = inside(lab).stepper
-            count += stepper.replay.num_replayed
-        count += stepper.labels.num_repeated
+            model: Any = inside(lab).model
+            count += model.replay.num_replayed
+        count += model.labels.num_repeated
     return records, count
 
 

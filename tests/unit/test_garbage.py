@@ -47,7 +47,7 @@ def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
             allocations = _num_allocations() - of_earlier_tests
         finally:
             gc.enable()
-        meter: Any = inside(lab).stepper.meter
+        meter: Any = inside(lab).model.meter
         assert meter.num_births > 3 * meter.num_live, "most storages of a step are freed in it"
         assert allocations < 1.5 * meter.num_live, "else only a collection frees what the meter knew of them"
 
