@@ -35,7 +35,7 @@ class Rollout:
     """Copies of these that share the experts: vLLM spreads them over its data parallel ranks too, with and without
     expert parallelism (``flatten_tp_across_dp_and_pcp`` in vllm/model_executor/layers/fused_moe/config.py)."""
     bucket_bytes: int | None = None
-    """How much of the weights is gathered and sent at a time; None where the framework decides by free memory."""
+    """How much of the weights is gathered and sent at a time; None where the framework decides by the GPU's memory."""
     bucket_share: float | None = None
     """Then the share of the GPU's free memory that it takes for that; None where this is not known."""
 

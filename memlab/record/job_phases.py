@@ -44,8 +44,8 @@ class JobPhases:
     outside_torch_bytes: int
     """An estimate."""
     gathered_bytes: int | None
-    """Of weights that one bucket of the weight sync gathers; None where the framework decides by free memory,
-    and that or its share is not known."""
+    """Of weights that one bucket of the weight sync gathers; None where the framework decides by the GPU's
+    memory, and that or its share is not known."""
     phases: tuple[JobPhase, ...]
     host_bytes_of_rank: int
     """Pinned memory that is reserved, with pageable memory."""

@@ -78,7 +78,10 @@ def test_what_nemo_rl_takes_off_the_device_before_a_weight_sync(
     backend: str, colocated: bool, overrides: list[str], offloaded: tuple[bool, bool, bool], tmp_path: Path
 ) -> None:
     """``offload_before_refit`` of megatron_weight_synchronizer.py; collective_weight_synchronizer.py has none."""
-    _, settings = nemo(tmp_path, *overrides, backend=backend, colocated=colocated).required()
+    job = nemo(tmp_path, *overrides, backend=backend, colocated=colocated)
+    _, settings = job.required()
+    assert job.rollout is not None
+    assert job.rollout.bucket_bytes == (0 if backend == "megatron" else None)
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert found == offloaded
 
@@ -395,3 +398,11 @@ def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
     job = verl(tmp_path, f"{of_model}=False {of_engine}=False")
     assert effects(job)[of_model].effect == "more"
     assert of_engine not in effects(job)
+
+
+@pytest.mark.parametrize(("offloaded", "reason"), [("true", "in its own pass alone"), ("false", "on the same ranks")])
+def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str, tmp_path: Path) -> None:
+    flags = f"--rlhf_type gkd --teacher_model Qwen/Qwen3-32B --offload_teacher_model {offloaded}"
+    found = effects(script(tmp_path, SWIFT + flags))["teacher_model"]
+    assert (found.effect, found.reason.endswith(reason)) == ("more", True)
+    assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect

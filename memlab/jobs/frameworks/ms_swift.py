@@ -363,10 +363,14 @@ def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
 def _drop_teacher(reading: Reading, kind: str | None) -> None:
     """Drops the teacher where ms-swift loads none (``_check_teacher`` in swift/megatron/arguments/megatron_args.py)."""
     key, teacher = "teacher_model", reading.get("teacher_model")
+    if teacher is None:
+        return
+    if reading.get("offload_teacher_model"):
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.miss(key, "more", "a frozen teacher model on the same ranks, on the device in its own pass alone")
     reasons = {
         "only --rlhf_type gkd and grpo read it": kind not in _LIKELIHOOD,
         "of adapters, the model without them is the teacher": _tuner(reading) == "lora"
-        and teacher is not None
         and teacher == reading.get("model"),
     }
     for reason in [reason for reason, holds in reasons.items() if holds]:

@@ -250,7 +250,8 @@ def _take_rollout(
         ranks_per_node=per_node,
         seq_length=seq_length,
         micro_batch_size=rows,
-        bucket_bytes=int(bucket * 2**30) if bucket else None,
+        # Megatron copies weights from tensor to tensor.
+        bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
         freed_for_log_probabilities=tuple(freed),
         engine=engine,

@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
@@ -48,11 +47,6 @@ _STARTING = {"env", "nohup", "exec", "command", "builtin"}
 _ONLY_A_VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?"?')
 _ARGUMENT = re.compile(r"--?[A-Za-z].*|[+~]{0,2}[A-Za-z_]\w*([.][\w-]+)+=.*", re.DOTALL)
 """A word that is no command's name: a flag, or an override such as ``trainer.nnodes=1``."""
-_OF_THE_MACHINE = {
-    "activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "profile", "modules.sh", "lmod.sh", "setvars.sh",
-    "set_env.sh",
-}  # fmt: skip
-"""Files that a script sources to find its programs, and that set nothing of a job."""
 _INSTEAD = "give a log of the job or its resolved configuration"
 _MOST_COMMANDS = 100_000
 _MOST_SNAPSHOTS = 2**20
@@ -110,7 +104,8 @@ def read_script(
     """
     reader = _Reader(dict(given or {}), path, arguments, is_job)
     reader.follow(text)
-    return Script(reader.commands, list(reader.warnings), list(reader.missing), reader.lacks_arguments())
+    faults = reader.faults
+    return Script(reader.commands, list(faults.warnings), list(faults.causes), faults.lacks_arguments(path.name))
 
 
 class _LeaveError(Exception):
@@ -158,7 +153,6 @@ class _Reader(Builtins):
         self.printed_code: str | None = None
         """The exit code of the last ``$(...)`` of the running command."""
         self.at_exit = ""
-        self.missing: dict[str, None] = {}
         self.lines: list[str] = []
         """Of the file that is followed."""
 
@@ -178,17 +172,6 @@ class _Reader(Builtins):
                 f"with --set {name}=VALUE",
                 line,
             )
-
-    def lacks_arguments(self) -> str:
-        """Says which of the values that the script is started with are not given."""
-        if not self.places_read:
-            return ""
-        names = " ".join(sorted(self.places_read, key=lambda name: int(name[1:])))
-        example = " ".join(f"VALUE{number + 1}" for number in range(max(int(name[1:]) for name in self.places_read)))
-        return (
-            f"line {min(self.places_read.values())}: the script is started with values that memlab does not know "
-            f"({names}): give them in order behind the file, as in {self.script.name} -- {example}"
-        )
 
     # Blocks
 
@@ -614,7 +597,7 @@ class _Reader(Builtins):
                 return self._coded(builtin(self, arguments))
         if _ARGUMENT.fullmatch(name):
             if not self._lacks_program(words[0][1]):
-                self._orphaned(words)
+                self.faults.orphaned(words, self.lines)
             return self._coded(False, "127")
         if name in _SUCCEEDING:
             self.print_out(UNKNOWN if name in _PRINTING else "")
@@ -644,47 +627,17 @@ class _Reader(Builtins):
         self.commands.append(command)
         return None
 
-    def _orphaned(self, words: list[tuple[str, int]]) -> None:
-        """Names arguments that stand where a command would: the command before them has ended too early."""
-        name, line = words[0]
-        number = f"{len(words)} words" if len(words) > 1 else "word"
-        before = min(line - 1, len(self.lines))
-        if not before:
-            self.missing[
-                f"line {line}: {shortened(name)} is an argument without a command, so the job runs without the "
-                f"{number} from here on: write the command in front of it"
-            ] = None
-            return
-        text = self.lines[before - 1].rstrip("\r")
-        if not text.strip():
-            why = "is empty"
-        elif text.lstrip().startswith("#"):
-            why = "is a comment, which ends the command"
-        elif text.rstrip().endswith("\\"):
-            why = "has blanks behind its backslash"
-        else:
-            why = "does not end in a backslash"
-        self.missing[
-            f"line {line}: {shortened(name)} is an argument without a command, since line {before} {why}, so the job "
-            f"runs without the {number} from here on: correct line {before}"
-        ] = None
-
     def _lacks_program(self, line: int) -> bool:
         """Names the variable that should hold the command, where arguments alone are left because nothing sets it."""
         variable = _ONLY_A_VARIABLE.fullmatch(self.program)
         if variable is None or variable[1] in self.variables:
             return False
-        self.missing[
-            f"line {line}: the script starts the command that {variable[1]} holds, and nothing sets {variable[1]}: "
-            f"give it with --set {variable[1]}='PROGRAM ARGUMENTS'"
-        ] = None
+        self.faults.lacks_program(line, variable[1])
         return True
 
     def stops_without(self, name: str) -> None:
-        said = f": the script stops here unless {name} is set: give it with --set {name}=VALUE"
-        is_said = any(cause.endswith(said) for cause in self.missing)
-        if self.is_certain and not self.shells and not self.lacks_files and not is_said:
-            self.missing[f"line {self.line}{said}"] = None
+        if self.is_certain and not self.shells:
+            self.faults.stops_without(self.line, name)
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
         """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
@@ -818,7 +771,8 @@ class _Reader(Builtins):
             )
             return True
         if UNKNOWN in name:
-            self._lack(
+            self.faults.lacks_file(
+                self.line,
                 path.name,
                 "which file the script sources here is known only when the job runs, so what it sets is unknown: give "
                 "it with --set NAME=VALUE",
@@ -829,7 +783,8 @@ class _Reader(Builtins):
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self._lack(
+            self.faults.lacks_file(
+                self.line,
                 path.name,
                 f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
                 "unknown: put it there, or give what it sets with --set NAME=VALUE",
@@ -853,14 +808,6 @@ class _Reader(Builtins):
             self.arguments = outer if arguments[1:] else self.arguments
             self.doubts = doubts + [doubt for doubt in self.doubts if doubt.kind != "return"]
             self.source_depth -= 1
-
-    def _lack(self, name: str, text: str) -> None:
-        """Says that a sourced file is missing: first of all, unless it only says where programs are."""
-        if name.rpartition("/")[2] in _OF_THE_MACHINE:
-            self.warn(text)
-        else:
-            self.lacks_files = True
-            self.missing[f"line {self.line}: {text}"] = None
 
     # Tests
 

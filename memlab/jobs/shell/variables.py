@@ -17,6 +17,7 @@ from memlab.jobs.shell import patterns
 from memlab.jobs.shell.arithmetic import ASSIGNED, calculated
 from memlab.jobs.shell.braces import without_braces
 from memlab.jobs.shell.brackets import NAME
+from memlab.jobs.shell.faults import Faults
 from memlab.jobs.shell.parameters import INDEX, Parameter, parameter_of, split_at
 from memlab.jobs.shell.words import NAME_ONLY, Piece, Word, operand
 
@@ -191,13 +192,9 @@ class Variables:
         """Given variables that the script reads or sets."""
         self.arguments = arguments
         """Of the running function; None for those of the script itself, if they are not given."""
-        self.places_read: dict[str, int] = {}
-        """Arguments of the script that are read although they are not given, with the first line of each."""
-        self.lacks_files = False
-        """Whether the script sources a file that is not there, and that may set any variable."""
+        self.faults = Faults()
         self.journals: list[dict[str, tuple[Variable | None, int]]] = []
         """For each part that is read apart: the earlier values of what it sets, and the lines that set it."""
-        self.warnings: dict[str, None] = {}
         self.num_shifted = 0
         """By how much the script has shifted arguments that memlab does not know."""
         self.line = 1
@@ -211,7 +208,7 @@ class Variables:
 
     def warn(self, text: str, line: int | None = None) -> None:
         """Adds a warning, once, about a line; None takes the line of the running command."""
-        self.warnings[f"line {self.line if line is None else line}: {text}"] = None
+        self.faults.warn(self.line if line is None else line, text)
 
     def stops_without(self, name: str) -> None:
         """Notes that ``${NAME:?}`` ends the script here, because nobody sets the variable."""
@@ -569,7 +566,7 @@ class Variables:
             return self._or_default(asked, value, is_quoted=is_quoted)
         if value is None:
             if asked.name.isdigit() and self.arguments is None and not self.in_test:
-                self.places_read.setdefault(f"${int(asked.name) + self.num_shifted}", self.line)
+                self.faults.arguments_read.setdefault(f"${int(asked.name) + self.num_shifted}", self.line)
             is_known = asked.index is not None or self.is_absent(self.named(asked.name) or asked.name)
             return "" if is_known or (self.in_test and not asked.name.isdigit()) else UNKNOWN
         if asked.operator == ":":
@@ -625,7 +622,7 @@ class Variables:
         array = value if isinstance(value, Array) else Array() if value is None else array_of([value])
         if index not in ("@", "*"):
             return self._element(array, index)
-        may_be_set = value is None and self.lacks_files and not self.is_absent(name)
+        may_be_set = value is None and self.faults.lacks_files and not self.is_absent(name)
         return array_of([UNKNOWN_WORDS]) if may_be_set else array
 
     def _element(self, array: Array, index: str) -> str | None:
@@ -672,7 +669,7 @@ class Variables:
     def _note_stop(self, name: str) -> None:
         """Notes that the script ends here unless a variable or one of its own arguments is given."""
         if name.isdigit() and self.arguments is None:
-            self.places_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
+            self.faults.arguments_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
         elif NAME_ONLY.fullmatch(name):
             self.stops_without(name)
 
