@@ -24,7 +24,9 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
     elif any(phase.engine_bytes is None for phase in job.phases):
         lines.append("the file does not say which share of the GPU the inference engine takes")
     if job.gathered_bytes is None:
-        lines.append("the framework chooses the bucket of the weight sync by the GPU's memory, so it is not counted above")
+        lines.append(
+            "the framework chooses the bucket of the weight sync by the GPU's memory, so it is not counted above"
+        )
     else:
         lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
     if job.reference_bytes:
