@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from memlab import Lab, MemorySettings
-from memlab.config.settings import MOE_OFFLOAD_MODULES, OFFLOAD_MODULES
+from memlab.config.settings import OFFLOAD_MODULES
 from tests.unit.inside import inside
 from tests.unit.live import random_settings
 
@@ -129,7 +129,7 @@ def settings() -> None:
             seconds.append((time.perf_counter() - started) * 1e3)
         print(f"apply: median {statistics.median(seconds):.1f} ms, largest {max(seconds):.1f} ms (at most 10)")
     with Lab("phi-4", num_layers=4, seq_length=4096) as lab:
-        _offload_modules(lab, [name for name in ("qkv_linear", "core_attn") if name not in MOE_OFFLOAD_MODULES])
+        _offload_modules(lab, ["qkv_linear", "core_attn"])
 
 
 def _offload_modules(lab: Lab, names: list[str]) -> None:

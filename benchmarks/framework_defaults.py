@@ -52,7 +52,19 @@ def bridge(sources: Sources) -> dict[str, Any]:
     module = "megatron.bridge.training.config"
     keys = sources.keys(module, "ConfigContainer", skipped=("model", "dataset", "peft"))
     del keys["model"]
+    for dataset_module, name in _DATASETS:
+        fields = sources.keys(f"megatron.bridge.{dataset_module}", name)
+        keys |= {f"dataset.{key}": Text("the dataset's own") for key in fields}
     return keys | {f"model.{key}": value for key, value in bridge_provider(sources).items()}
+
+
+_DATASETS = (
+    ("data.builders.direct_hf_sft", "DirectHFSFTDatasetConfig"),
+    ("data.builders.mock_vlm_sft", "MockVLMSFTDatasetConfig"),
+    ("data.builders.energon", "EnergonDatasetConfig"),
+    ("data.builders.gpt_sft", "GPTSFTDatasetConfig"),
+    ("training.config", "GPTFIMDatasetConfig"),
+)
 
 
 def bridge_provider(sources: Sources) -> dict[str, Any]:
@@ -270,6 +282,7 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
             older, "moe_use_legacy_grouped_gemm", "moe_extended_tp", "async_tensor_model_parallel_allreduce",
             prefix=f"{transformer}.",
         )
+        | _for("experts in every layer, as without a value", f"{transformer}.moe_layer_freq")
         | _for(
             "of hybrid models' providers", "hybrid_layer_pattern", "hybrid_override_pattern", prefix=f"{transformer}."
         )
@@ -288,14 +301,14 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
     )  # fmt: skip
 
 
-def _headed(name: str, *headings: str) -> dict[str, str]:
-    """Returns the keys of a list that stand under these headings, each with its heading."""
+def _headed(name: str, *headings: str, prefix: str = "") -> dict[str, str]:
+    """Returns the keys of a list that stand under these headings, below a prefix, each with its heading."""
     expected, heading = {}, ""
     lines = Path(without_effect.__file__).with_name("keys_without_effect") / f"{name}.txt"
     for line in lines.read_text(encoding="utf-8").splitlines()[1:]:
         heading = line[2:] if line.startswith("#") else heading
         if not line.startswith("#") and heading.startswith(headings):
-            expected[line] = heading
+            expected[f"{prefix}{line}"] = heading
     return expected
 
 
@@ -394,12 +407,23 @@ ADAPTERS = {
         | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
         | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
-        | _for("of the classes of datasets", "dataset.seq_length", "dataset.sequence_length")
+        | _headed("bridge_dataset", "not of 0.6.2's classes", prefix="dataset.")
+        | _for(
+            _EARLIER, "pack_sequences_in_batch", "packed_sequence_specs.packed_sequence_size", prefix="dataset."
+        )
+        | _for(
+            "of Megatron-Core's GPTDatasetConfig, main of August 2026", "sft_mock_dataset_config_json",
+            "varlen_mock_dataset_config_json", "varlen_sbhd_validation", prefix="dataset.",
+        )
+        | _for("an argument of the dataset", "dataset.dataset_kwargs.get_attention_mask_from_fusion")
+        | _headed("bridge", "options of run_recipe.py")
+        | _for("of the providers of models with images or sound", "model.freeze_*")
+        | _for("options of run_recipe.py", "step_func", "deterministic", "packed_sequence")
         | _for(
             "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",
             "moe_aux_loss_coeff", prefix="model.",
         )
-        | _for("of the provider for distillation", "model.kd_config", "model.distill_submodule", "model.teacher")
+        | _for("of the provider for distillation", "model.kd_config*", "model.distill_submodule", "model.teacher")
         | _for(
             "every recipe sets it", "model.seq_length", "model.bf16", "train.micro_batch_size",
             "optimizer.use_distributed_optimizer",
@@ -426,7 +450,7 @@ ADAPTERS = {
             "copies that a resolved configuration has", "actor_rollout_ref.rollout.mtp.*",
             "actor_rollout_ref.rollout.qat.*",
         )
-        | _for("arguments of vLLM, in an open mapping", "actor_rollout_ref.rollout.engine_kwargs.vllm.*")
+        | _for("arguments of the engine, in an open mapping", "actor_rollout_ref.rollout.engine_kwargs.*")
         | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
         | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
     ),
@@ -449,8 +473,9 @@ ADAPTERS = {
         | _for(
             _EARLIER, "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
             "generator.weight_transfer_threshold_cuda_ipc_GB", "trainer.use_sample_packing",
-            "generator.inference_engine.async_engine",
+            "generator.inference_engine.async_engine", "generator.backend",
         )
+        | _for("arguments of the engine, in an open mapping", "generator.inference_engine.engine_init_kwargs.*")
         | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps"),
     ),
     "skyrl-sft": Adapter(
@@ -495,7 +520,13 @@ ADAPTERS = {
         | _for("of megatron-core 0.16.1", f"{_NEMO}.optimizer.muon_use_nesterov")
         | _for("of Megatron-LM's development branch", f"{_NEMO}.optimizer.offload_optimizer_states")
         | _for(_VARIABLE, f"{_NEMO}.env_vars.PYTORCH_ALLOC_CONF")
-        | _for("setup.py reads it, and no example has it", f"{_NEMO}.layernorm_epsilon")
+        | _for(
+            "setup.py reads it, and no example has it", f"{_NEMO}.layernorm_epsilon",
+            "policy.offload_optimizer_for_refit",
+        )
+        | _for("of models with images or sound", f"{_NEMO}.freeze_*")
+        | _for("arguments of the engine, in an open mapping", "vllm_kwargs.*", "sglang_kwargs.*",
+               prefix="policy.generation.")
         | _for(_EARLIER, f"{_NEMO}.use_linear_ce_fusion_loss", f"{_NEMO}.moe_layer_recompute")
         | _for("a job of Megatron switches it on", f"{_NEMO}.enabled"),
     ),

@@ -25,7 +25,7 @@ from memlab.config.validation import (
     shortened,
 )
 
-Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3"]
+Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2"]
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, else as phi3: the layers of the others have the same parts, with or without norms of queries and keys."""
 
@@ -58,6 +58,8 @@ class Architecture:
     layernorm_epsilon: float
     share_embeddings_and_output_weights: bool = False
     qk_layernorm: bool = False
+    add_qkv_bias: bool = False
+    """Whether queries, keys and values have biases; no other matrix has one."""
     num_moe_experts: int | None = None
     moe_router_topk: int = 0
     moe_ffn_hidden_size: int = 0
@@ -75,7 +77,7 @@ class Architecture:
             check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
             check_number(f"{self.name}: {name}", getattr(self, name), above, largest, action="correct it")
-        for name in ("share_embeddings_and_output_weights", "qk_layernorm", "moe_router_pre_softmax"):
+        for name in ("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
         for part in (Dense.of(self), *self.parts):  # every model has the width of a dense part
@@ -180,35 +182,29 @@ class Architecture:
 
 
 _QWEN3_MOE: dict[str, Any] = {
-    "family": "qwen3_moe",
-    "kv_channels": 128,
-    "rotary_base": 1e6,
-    "layernorm_epsilon": 1e-6,
-    "qk_layernorm": True,
+    "family": "qwen3_moe", "num_query_groups": 4, "kv_channels": 128, "vocab_size": 151936, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6, "qk_layernorm": True, "num_moe_experts": 128, "moe_router_topk": 8,
     "moe_aux_loss_coeff": 1e-3,
-}
-
+}  # fmt: skip
+_PHI: dict[str, Any] = {"family": "phi3", "kv_channels": 128, "rotary_base": 250000.0, "layernorm_epsilon": 1e-5}
 _LLAMA: dict[str, Any] = {
-    "family": "llama",
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 128256,
-    "rotary_base": 500000.0,
+    "family": "llama", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 128256, "rotary_base": 500000.0,
     "layernorm_epsilon": 1e-5,
-}
+}  # fmt: skip
 _QWEN3: dict[str, Any] = {
-    "family": "qwen3",
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 151936,
-    "rotary_base": 1e6,
-    "layernorm_epsilon": 1e-6,
-    "qk_layernorm": True,
-}
+    "family": "qwen3", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 151936, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6, "qk_layernorm": True,
+}  # fmt: skip
+_QWEN2_5: dict[str, Any] = {
+    "family": "qwen2", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 152064, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-6, "add_qkv_bias": True,
+}  # fmt: skip
+_SMALL_QWEN2_5 = _QWEN2_5 | {"num_query_groups": 2, "vocab_size": 151936}
+_TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
 
-def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
-    """Makes a dense architecture of its layers, hidden size, width of the MLP and attention heads."""
+def _row(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
+    """Makes an architecture of its layers, hidden size, width of a dense MLP and attention heads."""
     fields = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
     return Architecture(
         name=name, share_embeddings_and_output_weights=tied, **(others | dict(zip(fields, sizes, strict=True)))
@@ -218,108 +214,62 @@ def _dense(name: str, *sizes: int, tied: bool = False, **others: Any) -> Archite
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
-        # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-        Architecture(
-            name="qwen3-30b-a3b",
-            num_layers=48,
-            hidden_size=2048,
-            ffn_hidden_size=6144,
-            num_attention_heads=32,
-            num_query_groups=4,
-            vocab_size=151936,
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=768,
-            **_QWEN3_MOE,
-        ),
-        # https://huggingface.co/Qwen/Qwen3-235B-A22B/blob/main/config.json
-        Architecture(
-            name="qwen3-235b-a22b",
-            num_layers=94,
-            hidden_size=4096,
-            ffn_hidden_size=12288,
-            num_attention_heads=64,
-            num_query_groups=4,
-            vocab_size=151936,
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=1536,
-            **_QWEN3_MOE,
-        ),
-        Architecture(
-            name="qwen3-moe-tiny",
-            num_layers=4,
-            hidden_size=128,
-            ffn_hidden_size=384,
-            num_attention_heads=4,
-            num_query_groups=2,
-            vocab_size=256,
-            num_moe_experts=8,
-            moe_router_topk=2,
-            moe_ffn_hidden_size=64,
-            default_seq_length=1024,
-            **(_QWEN3_MOE | {"kv_channels": 32}),
-        ),
+        # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json, and likewise
+        _row("qwen3-30b-a3b", 48, 2048, 6144, 32, moe_ffn_hidden_size=768, **_QWEN3_MOE),
+        _row("qwen3-235b-a22b", 94, 4096, 12288, 64, moe_ffn_hidden_size=1536, **_QWEN3_MOE),
+        _row("qwen3-moe-tiny", 4, 128, 384, 4, moe_ffn_hidden_size=64,
+             **(_QWEN3_MOE | _TINY | {"num_moe_experts": 8, "moe_router_topk": 2})),
         # https://huggingface.co/microsoft/phi-4/blob/main/config.json
-        Architecture(
-            name="phi-4",
-            family="phi3",
-            num_layers=40,
-            hidden_size=5120,
-            ffn_hidden_size=17920,
-            num_attention_heads=40,
-            num_query_groups=10,
-            kv_channels=128,
-            vocab_size=100352,
-            rotary_base=250000.0,
-            layernorm_epsilon=1e-5,
-        ),
-        # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json (its "longrope" factors
-        # rescale angles beyond 4096 positions and change no tensor's size; they are not applied here)
-        Architecture(
-            name="phi-4-mini",
-            family="phi3",
-            num_layers=32,
-            hidden_size=3072,
-            ffn_hidden_size=8192,
-            num_attention_heads=24,
-            num_query_groups=8,
-            kv_channels=128,
-            vocab_size=200064,
-            rotary_base=10000.0,
-            rotary_percent=0.75,
-            layernorm_epsilon=1e-5,
-            share_embeddings_and_output_weights=True,
-        ),
+        _row("phi-4", 40, 5120, 17920, 40, num_query_groups=10, vocab_size=100352, **_PHI),
+        # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json (its "longrope" factors rescale
+        # angles beyond 4096 positions and change no tensor's size; they are not applied here)
+        _row("phi-4-mini", 32, 3072, 8192, 24, num_query_groups=8, vocab_size=200064, rotary_percent=0.75, tied=True,
+             **(_PHI | {"rotary_base": 10000.0})),
         # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json, and likewise. (How these models scale
         # the angles of the rotary embedding changes no tensor's size, and is not applied here.)
-        _dense("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
-        _dense("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
-        _dense("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
-        _dense("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        _row("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
+        _row("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
+        _row("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
+        _row("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        _row("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
         # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
-        _dense("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
-        _dense("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
-        _dense("qwen3-4b", 36, 2560, 9728, 32, tied=True, **_QWEN3),
-        _dense("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
-        _dense("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
-        _dense("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
-        Architecture(
-            name="phi-4-tiny",
-            family="phi3",
-            num_layers=4,
-            hidden_size=160,
-            ffn_hidden_size=560,
-            num_attention_heads=5,
-            num_query_groups=5,
-            kv_channels=32,
-            vocab_size=256,
-            rotary_base=250000.0,
-            layernorm_epsilon=1e-5,
-            default_seq_length=1024,
-        ),
+        _row("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
+        _row("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
+        _row("qwen3-4b", 36, 2560, 9728, 32, tied=True, **_QWEN3),
+        _row("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
+        _row("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
+        _row("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
+        # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json, and likewise
+        _row("qwen2.5-0.5b", 24, 896, 4864, 14, tied=True, **(_SMALL_QWEN2_5 | {"kv_channels": 64})),
+        _row("qwen2.5-1.5b", 28, 1536, 8960, 12, tied=True, **_SMALL_QWEN2_5),
+        _row("qwen2.5-3b", 36, 2048, 11008, 16, tied=True, **_SMALL_QWEN2_5),
+        _row("qwen2.5-7b", 28, 3584, 18944, 28, **(_QWEN2_5 | {"num_query_groups": 4})),
+        _row("qwen2.5-14b", 48, 5120, 13824, 40, **_QWEN2_5),
+        _row("qwen2.5-32b", 64, 5120, 27648, 40, **_QWEN2_5),
+        _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
+        _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
+        _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )
+}  # fmt: skip
+
+HUGGING_FACE_NAMES = {
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "phi-4": "microsoft/phi-4",
+    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
+    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")},
+    **{f"qwen2.5-{size}b": f"Qwen/Qwen2.5-{size}B" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")},
+    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
 }
+# Their config.json files differ in the base of the rotary embedding, the width of a dense MLP, which neither model has,
+# and the coefficient of the auxiliary loss, which Megatron-Bridge's provider replaces by the same number for both.
+SAME_SIZES = {
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "llama-3.3-70b": "llama-3.1-70b",
+    **{f"qwen2.5-math-{size}b": f"qwen2.5-{size}b" for size in ("1.5", "7", "72")},
+    **{f"qwen2.5-coder-{size}b": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
+}
+"""Published models that have the sizes of another one."""
 
 
 def find_architecture(name: str | Path) -> Architecture:

@@ -20,6 +20,7 @@ class ModelType:
     head_dim: int | None = None
     """None divides the hidden size by the attention heads."""
     qk_layernorm: bool = False
+    add_qkv_bias: bool = False
     uses_window: bool = True
     """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
     experts: Literal["own width", "width of the MLP"] | None = None

@@ -17,11 +17,9 @@ _MODEL_TYPES = {
     "llama": ModelType(),
     "mistral": ModelType(num_key_value_heads=8),
     "qwen3": ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
+    "qwen2": ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
 }
-_OTHER_PARTS = {
-    "qwen2": "biases of queries, keys and values",
-    "qwen2_moe": "shared experts, and biases of queries, keys and values",
-}
+_OTHER_PARTS = {"qwen2_moe": "shared experts"}
 """By model type, which of its parts memlab lacks."""
 
 
@@ -76,8 +74,9 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
         if name in config and config[name] not in values:
             raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
     for name in ("attention_bias", "qkv_bias", "mlp_bias"):
-        if fields.flag(name, default=False):
-            raise ValueError(f"{name} true is not supported: memlab's linears have no biases")
+        is_known = name == "qkv_bias" and kind.add_qkv_bias
+        if fields.flag(name, default=False) and not is_known:
+            raise ValueError(f"{name} true is not supported: of biases, memlab has those of Qwen2's attention only")
     longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
     is_whole = is_whole_number(longest) and is_whole_number(window, at_least=int(longest or 0))
     if window is not None and not is_whole and fields.flag("use_sliding_window", default=kind.uses_window):

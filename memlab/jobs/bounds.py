@@ -110,6 +110,14 @@ def _mask_bytes(scenario: Scenario) -> int:
     return scenario.micro_batch_size * scenario.seq_length**2 * scenario.most_passes_in_flight
 
 
+def _causal_mask_bytes(scenario: Scenario) -> int:
+    """Returns one mask of whole sequences for each micro-batch in flight, and its two tensors in fp32 while it is made.
+
+    See ``get_ltor_masks_and_position_ids`` in megatron/training/utils.py, 0.16.1.
+    """
+    return scenario.seq_length**2 * (scenario.most_passes_in_flight + 2 * 4)
+
+
 def _router_bytes(scenario: Scenario) -> int:
     """Returns the routers' gradients (4 bytes) and optimizer state (12 bytes), unsharded."""
     return 16 * _elements_of_routers(scenario)
@@ -263,6 +271,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay", "use_routing_replay"),
         _replayed_routing_bytes,
     ),
+    "sequence_packing.enabled": _causal_mask_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(LANGUAGE_MODEL, _trained_bytes),
     **dict.fromkeys(_OTHER_PARTS, lambda scenario: 0),
@@ -377,7 +386,11 @@ def categories_it_can_take(key: str) -> tuple[str, ...] | None:
 
 def is_of_inference_engine(key: str) -> bool:
     """Whether a key concerns the engine that generates, and not the training step."""
-    return key.startswith(_OF_ENGINE) or not {"rollout", "generation", "inference_engine"}.isdisjoint(key.split("."))
+    return (
+        key.startswith(_OF_ENGINE)
+        or key.endswith("mtp.enable_rollout")
+        or not {"rollout", "generation", "inference_engine"}.isdisjoint(key.split("."))
+    )
 
 
 _OF_ENGINE = ("sglang_", "vllm_", "generator.")

@@ -144,18 +144,19 @@ def with_layer_pattern(reading: Reading, architecture: Architecture) -> Architec
         return architecture
     last, pattern = taken[-1], reading.values["moe_layer_freq"]
     if not architecture.routes:
-        reading.taken = [one for one in reading.taken if one not in taken]
         reading.without_effect |= {one.key: "the model has no experts" for one in taken}
-        return architecture
     num_layers = reading.values.get("num_layers") or architecture.num_layers
     if isinstance(pattern, int):
         pattern = tuple(int(layer % pattern == 0) for layer in range(num_layers))
-    if len(pattern) != num_layers:
+    if architecture.routes and len(pattern) != num_layers:
         raise CannotStartError(
             f"{last.key} is {shortened(last.value)} ({last.place}), a list for {len(pattern)} layers, must be as long "
             f"as the model, {num_layers} layers, by a rule of Megatron-Core: correct one of them"
         )
-    return replace(architecture, num_layers=num_layers, moe_layer_freq=pattern) if 0 in pattern else architecture
+    if architecture.routes and 0 in pattern:
+        return replace(architecture, num_layers=num_layers, moe_layer_freq=pattern)
+    reading.taken = [one for one in reading.taken if one not in taken]  # it changes nothing
+    return architecture
 
 
 def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:

@@ -344,7 +344,7 @@ def _shown(value: Any) -> Any:
     return "known only when the job runs" if Entry("", value).is_unknown else value
 
 
-_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size")
+_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size", "moe_layer_freq")
 """Sizes that are read beside another architecture, or that are padded after reading."""
 
 
@@ -365,12 +365,19 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
     if given is not None:
         architecture = given if isinstance(given, Architecture) else find_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)
+        if reading.blocked:
+            reading.warnings.append(
+                f"--architecture {architecture.name} is predicted in place of what memlab does not have: "
+                f"{'; '.join(dict.fromkeys(reading.blocked))}"
+            )
         return architecture
     if reading.blocked:
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")
     if name is not None and reading.values.get("hidden_size") is None:
-        return architecture_named(str(name), reading.path.parent)
+        found = architecture_named(str(name), reading.path.parent)
+        said = [one.memlab_value for one in reading.taken if one.field == "add_qkv_bias" and one.place != "default"]
+        return replace(found, add_qkv_bias=said[-1]) if said else found
     return architecture_of(reading.values, reading.path.stem)
 
 

@@ -7,25 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from memlab.config.architectures import ARCHITECTURES, Architecture, Family, find_architecture
+from memlab.config.architectures import ARCHITECTURES, SAME_SIZES, Architecture, Family, find_architecture
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
 
-HUGGING_FACE_NAMES = {
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "phi-4": "microsoft/phi-4",
-    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
-    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")},
-    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
-}
 # Suffixes of checkpoints that have the same shapes as the model that they were made from.
 _VARIANTS = re.compile(
     r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron|fp8|int4|int8))+$"
 )
-# Their config.json files differ in the base of the rotary embedding, the width of a dense MLP, which neither model has,
-# and the coefficient of the auxiliary loss, which Megatron-Bridge's provider replaces by the same number for both.
-_SAME_SIZES = {"qwen3-coder-30b-a3b": "qwen3-30b-a3b", "llama-3.3-70b": "llama-3.1-70b"}
 _OUTSIDE_LAYERS = ("vocab_size", "share_embeddings_and_output_weights")
 _ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
 """What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
@@ -58,7 +47,7 @@ def architecture_named(name: str, folder: Path) -> Architecture:
 def published_architecture(name: str) -> Architecture | None:
     """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
     plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
-    return ARCHITECTURES.get(_SAME_SIZES.get(plain, plain))
+    return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
 
 
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:

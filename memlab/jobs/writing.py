@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.architectures import HUGGING_FACE_NAMES
 from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
@@ -15,7 +16,6 @@ from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.keys import ABSENT, Key
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.job import Job
-from memlab.jobs.model import HUGGING_FACE_NAMES
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,3 +406,37 @@ def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str,
     found = effects(script(tmp_path, SWIFT + flags))["teacher_model"]
     assert (found.effect, found.reason.endswith(reason)) == ("more", True)
     assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_a_job_of_another_engine_stays_named_with_another_architecture(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SKYRL.replace("strategy=megatron", f"strategy={strategy}"))
+    job = Job.read(tmp_path / "run.sh", architecture="qwen3-8b")
+    assert any("trainer.strategy fsdp" in line for line in job.warnings) == (strategy == "fsdp")
+
+
+def test_a_draft_model_of_an_engine_on_other_gpus_is_no_matter_of_the_training(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.model.mtp.enable_rollout"
+    assert effects(verl(tmp_path, f"{key}=True"))[key].effect == "more"
+    assert key not in effects(verl(tmp_path, f"{key}=True actor_rollout_ref.hybrid_engine=False"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_flight"),
+    [
+        ([], 1),
+        (["policy.megatron_cfg.pipeline_model_parallel_size=2"], 2),
+        (["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=512"], None),
+    ],
+)
+def test_rows_that_nemo_rl_does_not_pack_have_a_causal_mask(
+    overrides: list[str], in_flight: int | None, tmp_path: Path
+) -> None:
+    """``process_microbatch`` in nemo_rl/models/megatron/data.py: 1 byte per pair of tokens, made of 2 x 4 bytes."""
+    key = "policy.sequence_packing.enabled"
+    found = effects(nemo(tmp_path, f"{key}=false", *overrides)).get(key)
+    if in_flight is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.effect, found.bound_bytes) == ("more", 512**2 * (in_flight + 8))

@@ -62,7 +62,12 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
         ("meta-llama/Llama-3.2-11B-Vision-Instruct", None),
         ("Qwen/Qwen3-Embedding-8B", None),
-        ("Qwen/Qwen2.5-7B", None),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("/models/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b"),
+        ("Qwen/Qwen2.5-Math-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Coder-32B", "qwen2.5-32b"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+        ("Qwen/Qwen2.5-Coder-72B", None),
     ],
 )
 def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
+from memlab.config.architectures import ARCHITECTURES, HUGGING_FACE_NAMES, Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
@@ -21,7 +21,6 @@ from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEG
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.writing import written
 
 PACKING = ("verl", "nemo-rl", "skyrl", "slime")

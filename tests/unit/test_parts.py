@@ -12,14 +12,13 @@ from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parameters import parameters_of_rank
 from memlab.lab.lab import Lab
-
-from .inside import inside
+from tests.unit.inside import inside
 
 _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
 _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
-MODELS = [ARCHITECTURES[name] for name in ("phi-4-tiny", "qwen3-moe-tiny")]
-MODELS += [replace(MODELS[1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
-MODELS += [replace(MODELS[1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
+MODELS = [ARCHITECTURES[name] for name in ("llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny")]
+MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
+MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
 SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
 LAYOUTS = [
     Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, rank=1),
@@ -31,7 +30,8 @@ LAYOUTS = [
     ("model", "layout"),
     [
         *((model, layout) for model in MODELS for layout in LAYOUTS),
-        *((model, SPREAD) for model in MODELS[1:]),
+        *((model, SPREAD) for model in MODELS if model.routes),
+        *((model, Layout(tensor_model_parallel_size=2)) for model in MODELS if not model.routes),
     ],
     ids=lambda value: value.name if isinstance(value, Architecture) else str(value),
 )

@@ -16,7 +16,7 @@ from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.backends import BACKEND_VARIABLE, find_backend
 from memlab.backends.fake_cuda import FakeCuda
 from memlab.backends.simulated import of_the_cpu_backend
-from memlab.config.architectures import find_architecture
+from memlab.config.architectures import ARCHITECTURES, find_architecture
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
@@ -33,6 +33,7 @@ SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbat
 QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 OF_OTHER_PARTS = {
     "dense Qwen3's": replace(PHI, qk_layernorm=True, share_embeddings_and_output_weights=True),
+    "Qwen2.5's": ARCHITECTURES["qwen2.5-tiny"],
     "dense first": replace(QWEN, moe_layer_freq=(0, 1, 1, 0)),
     "Mixtral's": replace(QWEN, qk_layernorm=False, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.0),
 }

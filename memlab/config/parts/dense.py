@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import FeedForward, SharedSize, Weight
-
-if TYPE_CHECKING:
-    from memlab.config.config_json import ConfigJson, ModelType
 
 _FUSED_NORM = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
 

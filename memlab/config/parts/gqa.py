@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import Part, SharedSize, Weight
-
-if TYPE_CHECKING:
-    from memlab.config.config_json import ConfigJson, ModelType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +19,7 @@ class GroupedQueryAttention(Part):
     kv_channels: int
     rotary_percent: float
     qk_layernorm: bool
+    add_qkv_bias: bool
 
     most: ClassVar = {
         "hidden_size": 2**20,
@@ -60,6 +59,7 @@ class GroupedQueryAttention(Part):
             "num_query_groups": config.whole("num_key_value_heads", default=kind.num_key_value_heads or heads),
             "kv_channels": config.whole("head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
             "qk_layernorm": kind.qk_layernorm,
+            "add_qkv_bias": kind.add_qkv_bias,
         }
 
     @property
@@ -74,10 +74,12 @@ class GroupedQueryAttention(Part):
 
     def weights(self) -> tuple[Weight, ...]:
         """Returns the parameters of one layer."""
+        biases = [Weight("self_attention.linear_qkv.bias", (self.qkv_width,), split=0)] if self.add_qkv_bias else []
         norms = [f"self_attention.{name}_layernorm.weight" for name in ("q", "k") if self.qk_layernorm]
         return (
             Weight("self_attention.linear_qkv.layer_norm_weight", (self.hidden_size,)),
             Weight("self_attention.linear_qkv.weight", (self.qkv_width, self.hidden_size), split=0),
+            *biases,
             *(Weight(name, (self.kv_channels,)) for name in norms),
             Weight("self_attention.linear_proj.weight", (self.hidden_size, self.query_width), split=1),
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import FeedForward, Part, SharedSize, Weight
 from memlab.config.validation import MOST_LAYERS, check_whole_number, is_whole_number, shortened
-
-if TYPE_CHECKING:
-    from memlab.config.config_json import ConfigJson, ModelType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

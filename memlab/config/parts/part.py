@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.validation import check_number, check_whole_number
 
 if TYPE_CHECKING:
-    from memlab.config.config_json import ConfigJson, ModelType
     from memlab.config.layout import Layout
 
 

@@ -44,6 +44,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     OFFLOAD,
     OPTIMIZER,
     PIPELINE,
+    QKV_BIAS,
     RECOMPUTE,
     SIZES,
 )
@@ -274,7 +275,7 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture = scenario.architecture
-    sizes = {key.field: getattr(architecture, key.field, None) for key in ARCHITECTURE}
+    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
     if not architecture.routes:
         sizes |= dict.fromkeys(name for name in sizes if "moe" in name)
     return (

@@ -95,9 +95,13 @@ _OF_A_MODEL = {"int": WHOLE, "int | None": WHOLE, "float": NUMBER, "bool": SWITC
 ARCHITECTURE = tuple(
     Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
     for field in fields(Architecture)
-    if field.name not in ("name", "family", "moe_layer_freq", "default_seq_length")
+    if field.name not in ("name", "family", "add_qkv_bias", "moe_layer_freq", "default_seq_length")
 )
-LAYERS = (Key("moe_layer_freq", "moe_layer_freq", Conversion(layer_pattern, _listed)),)
+QKV_BIAS = Key("add_qkv_bias", "add_qkv_bias", SWITCH)
+LAYERS = (
+    QKV_BIAS,
+    Key("moe_layer_freq", "moe_layer_freq", Conversion(layer_pattern, _listed)),
+)
 """What a job may say about the layers of a model of any name."""
 
 UNUSED_GRADIENTS = (
@@ -173,7 +177,6 @@ MISSING = (
     Missing("moe_router_padding_for_fp8", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
     Missing("moe_router_padding_for_quantization", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
     Missing("moe_input_jitter_eps", "more", "the router's input is multiplied by noise, which keeps a copy"),
-    Missing("add_qkv_bias", "more", "biases of the projection to queries, keys and values, which memlab does not have"),
     Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
     Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
     Missing(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import HUGGING_FACE_NAMES
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -38,12 +39,13 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
+    QKV_BIAS,
     RECOMPUTE,
     SIZES,
     UNUSED_GRADIENTS,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import HUGGING_FACE_NAMES, published_architecture
+from memlab.jobs.model import published_architecture
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
@@ -74,7 +76,7 @@ def _as_text(pattern: tuple[int, ...] | None) -> str | None:
 def _argument(key: Key) -> Key:
     if key.field == "share_embeddings_and_output_weights":
         return Key("untie_embeddings_and_output_weights", key.field, NOT, True)
-    if key in LAYERS:
+    if key.field == "moe_layer_freq":
         return replace(key, conversion=Conversion(key.conversion.read, _as_text))
     default = _OF_AN_ARGUMENT.get(key.field, False if key.conversion is SWITCH else ABSENT)
     return replace(key, name=_FLAGS.get(key.name, key.name), default=default)
@@ -488,7 +490,7 @@ def _world_size_of_launcher(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture, layout = scenario.architecture, scenario.layout
-    sizes = {key.field: getattr(architecture, key.field, None) for key in ARCHITECTURE}
+    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
     padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
     values = common(scenario, settings) | sizes
     if not architecture.routes:

@@ -123,7 +123,7 @@ KEYS = (
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
-    "add_qkv_bias", "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
+    "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",

@@ -150,6 +150,8 @@ _OWN_ARGUMENTS = (
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
 _DEFAULTS = {"moe_router_dtype": "fp64", "moe_router_load_balancing_type": "none"}
 """What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
+_OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
+"""What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
             is_false, True),
@@ -160,6 +162,8 @@ FRAMEWORK_MISSING = (
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
+    # ``process_microbatch`` in nemo_rl/models/megatron/data.py.
+    Missing("policy.sequence_packing.enabled", "more", "rows that are not packed have a causal mask", is_false),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
     *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
     *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
@@ -173,7 +177,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
-    *sglang_arguments(f"{_GENERATION}.sglang_cfg."),
+    *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
     *sglang_arguments(f"{_GENERATION}.sglang_kwargs."),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),

@@ -163,7 +163,8 @@ class Fp8NormLinear(_Fp8Module, TorchNormLinear):
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Maps [..., input_size] to [..., output_size]."""
-        return _NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self, torch.is_grad_enabled()), None
+        weights = self.layer_norm_weight, self.weight, self.bias
+        return _NormLinear.apply(inputs, *weights, self, torch.is_grad_enabled()), None
 
 
 class Fp8GroupedLinear(_Fp8Module, TorchGroupedLinear):
@@ -238,6 +239,7 @@ class _NormLinear(torch.autograd.Function):
         inputs: torch.Tensor,
         norm_weight: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         layer: Fp8NormLinear,
         is_training: bool,
     ) -> torch.Tensor:
@@ -264,6 +266,8 @@ class _NormLinear(torch.autograd.Function):
         inputs, weight, norm_weight, reciprocal, normalised = _saved(ctx)
         layer, split = ctx.layer, ctx.layer.split
         rows, width = _size(inputs)
+        # Added up where the gradient is quantized (``bgrad_quantize``, ``csrc/extensions/bias.cpp``).
+        grad_bias = None if layer.bias is None else torch.empty_like(layer.bias)
         grad = _left_backward(layer, grads[0])
         entered, in_transfer = _entered(layer, normalised, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
         layer.complete_weight()
@@ -275,7 +279,7 @@ class _NormLinear(torch.autograd.Function):
         normalised.clear()
         grad_inputs, grad_norm_weight = torch.empty_like(inputs), torch.empty_like(norm_weight)
         del grad, grad_normalised, reciprocal
-        return grad_inputs, grad_norm_weight, grad_weight, None, None
+        return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -62,13 +62,14 @@ class NormLinear(torch.autograd.Function):
         inputs: torch.Tensor,
         norm_weight: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         epsilon: float,
         split: Split = WHOLE,
     ) -> torch.Tensor:
         normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
         ctx.save_for_backward(inputs, norm_weight, weight, normalised, reciprocal)
-        ctx.split = split
-        return _matmul(split.enter(normalised), weight.T)
+        ctx.split, ctx.has_bias = split, bias is not None
+        return _matmul(split.enter(normalised), weight.T, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -77,10 +78,11 @@ class NormLinear(torch.autograd.Function):
         grad_entered = _matmul(grads[0], weight)
         grad_normalised = ctx.split.enter_backward(grad_entered)
         grad_weight = _flat(grads[0]).T @ _flat(entered)
+        grad_bias = _flat(grads[0]).sum(0) if ctx.has_bias else None  # cuBLAS adds it up beside the weight's gradient
         del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
         grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
-        return grad_inputs, grad_norm_weight, grad_weight, None, None
+        return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -291,8 +293,9 @@ def attend_backward(
     return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
 
 
-def _matmul(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (_flat(inputs) @ weight).view(*inputs.shape[:-1], weight.shape[1])
+def _matmul(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product = _flat(inputs) @ weight if bias is None else torch.addmm(bias, _flat(inputs), weight)
+    return product.view(*inputs.shape[:-1], weight.shape[1])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ class TorchLinear(torch.nn.Module):
         self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
     ) -> None:
         super().__init__()
-        assert not bias, "both families train without biases"
+        assert not bias, "only queries, keys and values have biases"
         self.save_original_input = False
         self.split = split_of(self.way, config)
         ranks = config.tensor_model_parallel_size
@@ -122,16 +122,16 @@ class TorchNormLinear(torch.nn.Module):
         self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
     ) -> None:
         super().__init__()
-        assert not bias, "both families train without biases"
         self.epsilon = config.layernorm_epsilon
         self.split = split_of("column", config)
         self.layer_norm_weight = _norm_weight(input_size, config=config)
         rows = output_size // config.tensor_model_parallel_size
         self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
+        self.bias = _bias(rows, config=config) if bias else None
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Maps [..., input_size] to [..., output_size]."""
-        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.epsilon, self.split), None
+        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.bias, self.epsilon, self.split), None
 
 
 class TorchGroupedLinear(torch.nn.Module):
@@ -154,7 +154,7 @@ class TorchGroupedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias, "both families train without biases"
+        assert not bias, "only queries, keys and values have biases"
         self.num_gemms = num_gemms
         self.save_original_input = False
         rows, columns = expert_part(self.way, output_size, input_size, config)
@@ -242,6 +242,12 @@ def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
     # Each rank has a part of the sequence: Megatron sums these gradients (distributed/finalize_model_grads.py).
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
+
+
+def _bias(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
+    bias = torch.nn.Parameter(device_empty(size, config=config).fill_(0.0))
+    set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
+    return bias
 
 
 _MODEL_PARALLEL = "model-parallel-rng"

@@ -1,0 +1,61 @@
+"""Jobs of Llama 3 and Qwen2.5 in every framework: by the model's name, or by its sizes and the biases of its attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memlab.config.architectures import ARCHITECTURES, HUGGING_FACE_NAMES, Architecture
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+from tests.unit.test_job_round_trip import read_lines
+
+QWEN, LLAMA = ARCHITECTURES["qwen2.5-7b"], ARCHITECTURES["llama-3.1-8b"]
+SIZES = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944
+--num-attention-heads 28 --group-query-attention --num-query-groups 4 --kv-channels 128 --swiglu --bf16
+--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
+--vocab-size 152064 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8""".replace("\n", " ")
+
+
+def read(folder: Path, name: str, text: str) -> Job:
+    (folder / name).write_text(text + "\n")
+    return Job.read(folder / name)
+
+
+@pytest.mark.parametrize("model", [QWEN, LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_job_that_is_written_is_read_as_the_same_model(name: str, model: Architecture, tmp_path: Path) -> None:
+    lines = written(name, Scenario.of(model, seq_length=4096), MemorySettings()).lines
+    job = read_lines(name, list(lines), 1, tmp_path / f"job.{'yaml' if name in ('bridge', 'nemo-rl') else 'sh'}")
+    assert job.required()[0].architecture == model
+    assert not [one for one in job.not_modelled if "bias" in one.key and "fusion" not in one.key]
+
+
+def test_megatron_lm_s_flag_decides_on_the_biases(tmp_path: Path) -> None:
+    assert read(tmp_path, "with.sh", f"{SIZES} --add-qkv-bias").required()[0].architecture == QWEN
+    without = read(tmp_path, "without.sh", SIZES).required()[0].architecture
+    assert not without.add_qkv_bias
+    assert QWEN.num_parameters - without.num_parameters == 28 * (28 + 2 * 4) * 128
+
+
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True "
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
+
+
+@pytest.mark.parametrize("model", [QWEN, LLAMA], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "text",
+    [
+        VERL + f"{TRANSFORMER}.add_qkv_bias=True actor_rollout_ref.model.path=",
+        "megatron sft --megatron_extra_kwargs '{\"add_qkv_bias\": true}' --model ",
+        "megatron sft --add_qkv_bias true --model ",
+    ],
+)
+def test_what_a_job_says_of_a_model_that_it_names_counts(text: str, model: Architecture, tmp_path: Path) -> None:
+    job = read(tmp_path, "run.sh", text + HUGGING_FACE_NAMES[model.name])
+    assert job.required()[0].architecture == replace(model, add_qkv_bias=True)
