@@ -495,6 +495,7 @@ ADAPTERS = {
         | _for("of ms-swift 3.12", *_SWIFT_3)
         | _for("variables of the environment", "NNODES", "NPROC_PER_NODE")
         | _for("of a job under Ray", "config", "nnodes", "train.gpus")
+        | _for("of models with images or sound", "freeze_*")
         | _for("derived when the job starts; args.json has it", "is_multimodal", "world_size", "muon_nesterov")
         | _for("derived from the model's own type", "bf16")
         | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix="megatron_extra_kwargs.")

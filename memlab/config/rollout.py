@@ -43,6 +43,8 @@ class Rollout:
     """Whether a frozen copy of the model in bf16 is on the device too, and leaves it where the parameters do."""
     offloads_for_generation_only: bool = False
     """Whether log-probabilities and weight sync find on the device what is offloaded for generation."""
+    syncs_from_host: bool = False
+    """Whether the weight sync reads the host's copy of what is offloaded, and nothing returns to the device for it."""
     freed_for_log_probabilities: tuple[str, ...] = ()
     """Categories of bytes that leave the device before log-probabilities, although they stay for generation."""
 

@@ -56,6 +56,7 @@ def predict_phases(
     parameters = away.get("parameters", 0)
     # What log-probabilities and weight sync find on the device, beyond what is there between steps.
     loaded = sum(away.values()) if rollout.offloads_for_generation_only else parameters
+    synced = 0 if rollout.syncs_from_host else loaded
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
     outside = estimate_outside_torch(scenario.layout).total_bytes
@@ -74,13 +75,13 @@ def predict_phases(
         gathered = 0
     freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
-        free = gpu_memory_bytes - outside - between - loaded - reference - of_sync
+        free = gpu_memory_bytes - outside - between - synced - reference - of_sync
         gathered = int(max(0, free) * rollout.bucket_share)
     training = (
         ("generation", generating, engine),
         ("log-probabilities", _held_bytes(passed) + loaded - parameters + reference - freed, asleep),
         ("training step", _held_bytes(trained) + reference, asleep),
-        ("weight sync", between + loaded + reference + (gathered or 0), of_sync),
+        ("weight sync", between + synced + reference + (gathered or 0), of_sync),
     )
     return JobPhases(
         rank=scenario.layout.rank,

@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -34,12 +34,17 @@ from memlab.ranks.local_processes import LocalProcesses
 from memlab.ranks.ranks import Ranks
 from memlab.units import GIB, format_bytes, remaining
 
-_SERVED = "memlab.lab.preloaded:Predictor"
+SERVED = "memlab.lab.preloaded:Predictor"
 _PROCESS_BYTES = GIB
 """Of host memory, for a process that predicts: 12 layers of Qwen3-30B-A3B took 0.23 GiB, and longer steps take more."""
 _STEPS_TO_CHOOSE_FROM = 4
 _NEW_ESTIMATE_SECONDS = 2.0
-_IMPORTS = ("memlab.lab.preloaded",)
+IMPORTS = ("memlab.lab.preloaded",)
+
+
+def tell(line: str) -> None:
+    """Prints a line of progress."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextmanager
@@ -50,6 +55,8 @@ def open_workers(
     replay: bool = True,
     backend: str = "simulated",
     not_modelled: Sequence[NotModelled] = (),
+    apart: bool = False,
+    say: Callable[[str], object] = tell,
 ) -> Iterator[Workers]:
     """Opens processes that predict, for the block.
 
@@ -60,24 +67,26 @@ def open_workers(
         replay: As for a `Lab`.
         backend: Name of the backend whose steps are predicted.
         not_modelled: What the steps' job does and memlab does not predict.
+        apart: Whether this process, which may have a live model, predicts nothing itself.
+        say: Called with a line if host memory is short.
     """
-    number = _num_processes(at_most) if engines is None else engines
-    if number in (0, 1):
+    number = _num_processes(at_most, say) if engines is None else engines
+    if number in (0, 1) and not apart:
         with closing(_ThisProcess()) as alone:
             yield Workers(alone, replay=replay, backend=backend, not_modelled=not_modelled)
         return
-    places = number if isinstance(number, Ranks) else LocalProcesses(number, _IMPORTS)
-    with Balanced(places, _SERVED, NO_GPU) as balanced:
+    places = number if isinstance(number, Ranks) else LocalProcesses(number, IMPORTS)
+    with Balanced(places, SERVED, NO_GPU) as balanced:
         yield Workers(balanced, replay=replay, backend=backend, not_modelled=not_modelled)
 
 
-def _num_processes(at_most: int) -> int:
+def _num_processes(at_most: int, say: Callable[[str], object]) -> int:
     """Returns one process per core, or as many as fit into half of the free host memory; the rest is for the model."""
     wanted = max(1, min(num_cores(), at_most))
     free_bytes = free_host_memory_bytes()
     number = max(1, min(wanted, free_bytes // 2 // _PROCESS_BYTES))
     if number < wanted:
-        tell(
+        say(
             f"only {number} of {wanted} processes predict: {format_bytes(free_bytes)} of host memory are free, of "
             f"which they may take half, and each may need {format_bytes(_PROCESS_BYTES)}"
         )
@@ -135,6 +144,12 @@ class Workers:
         self._processes = processes
         self._how = replay, backend, tuple(not_modelled)
         self._predictions: dict[Step, Future[Prediction]] = {}
+        self._stopped = Future[None]()
+
+    def stop(self) -> None:
+        """Ends the wait for a step, or the next one, with KeyboardInterrupt; for any thread."""
+        with suppress(InvalidStateError):
+            self._stopped.set_result(None)
 
     def predict(
         self,
@@ -219,7 +234,9 @@ class Workers:
                     break
                 if not (ahead := self._begun(*following)).done():
                     running.add(ahead)
-            wait_for_one(running)
+            wait_for_one({*running, self._stopped})
+            if self._stopped.done():
+                raise KeyboardInterrupt
         return future
 
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
@@ -271,15 +288,22 @@ def _interrupted_while_waiting() -> Iterator[Callable[[set[Future[Any]]], None]]
 
 
 def front_of(
-    base: MemorySettings, scenarios: Sequence[Scenario], workers: Workers, limit_bytes: int, **options: Any
+    base: MemorySettings,
+    scenarios: Sequence[Scenario],
+    workers: Workers,
+    limit_bytes: int,
+    *,
+    say: Callable[[str], object] = tell,
+    **options: Any,
 ) -> SearchResult:
-    """Searches the memory settings of a job, and reports its progress on stderr.
+    """Searches the memory settings of a job, and reports its progress, on stderr if nothing else is said.
 
     Args:
         base: What each setting does at least.
         scenarios: The ranks that are judged.
         workers: They predict. How many there are does not change the result.
         limit_bytes: What torch may hold.
+        say: Called with each line of progress.
         **options: As `memlab.fitting.search.search` takes them.
     """
     known: list[Likely] = [lambda: iter(())]
@@ -294,7 +318,7 @@ def front_of(
             num_scenarios=len(scenarios),
         ),
         limit_bytes,
-        on_point=progress_on_stderr(),
+        on_point=progress_in_lines(say),
         look_ahead=known.append,
         **options,
     )
@@ -376,8 +400,8 @@ def layouts_that_fit(
     )
 
 
-def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
-    """Returns a function that reports each point of a search in a line on stderr, with the remaining time."""
+def progress_in_lines(say: Callable[[str], object]) -> Callable[[Point, int, Callable[[], int]], None]:
+    """Returns a function that reports each point of a search in a line, with the remaining time."""
     numbers, started = count(1), time.monotonic()
     estimated, left = started, ""
 
@@ -388,7 +412,7 @@ def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
             estimated, left = now, _between(now - started, number, count_likely(), num_left)
         peak = format_bytes(point.peak_allocated_bytes)
         still = f"at most {num_left} to go{left}" if num_left else "none to go"
-        tell(f"{number} predicted, {still}: {point.settings}: {peak}")
+        say(f"{number} predicted, {still}: {point.settings}: {peak}")
 
     return report
 
@@ -399,8 +423,3 @@ def _between(seconds: float, num_done: int, num_likely: int, num_left: int) -> s
     if not least:
         return most.replace("about", "at most about")
     return least if least == most else f"{least.removesuffix(' left')} to {most.removeprefix(', about ')}"
-
-
-def tell(line: str) -> None:
-    """Prints a line of progress."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -25,7 +25,6 @@ from memlab.ranks.messages import read, request
 from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks, why_lost
 
 MOST_TRIES = 3
-"""How often a call is begun at most, if it is lost each time."""
 _POLL_SECONDS = 1.0
 """How long an engine waits for a message before it answers that there is none."""
 _ENGINES_CLOSED = "the engines were closed"
@@ -81,12 +80,21 @@ class Balanced:
         ranks: The engines. Who started or connected them closes them, after this.
         served: ``module:class`` of the object (`memlab.ranks.rank_process`).
         variables: Environment variables of its processes.
+        most_tries: How often a call is begun at most, if it is lost each time.
     """
 
-    def __init__(self, ranks: Ranks | LocalProcesses, served: str, variables: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks | LocalProcesses,
+        served: str,
+        variables: dict[str, str] | None = None,
+        *,
+        most_tries: int = MOST_TRIES,
+    ) -> None:
         self._ranks = ranks
         self._served = served
         self._variables = variables or {}
+        self._most_tries = most_tries
         self._served_last: dict[int, object] = {}
         self._waiting: deque[_Call] = deque()
         self._running: dict[int, _Call] = {}
@@ -197,11 +205,11 @@ class Balanced:
         call.losses[one.number] = f"{one} {why}"
         with self._changed:
             del self._running[one.number]
-            if call.num_losses < MOST_TRIES:
+            if call.num_losses < self._most_tries:
                 self._waiting.appendleft(call)
             else:
-                ways = "; ".join(call.losses.values())
-                call.fail(CallLostError(f"lost {call.num_losses} times: {ways}"))
+                times = "once" if call.num_losses == 1 else f"{call.num_losses} times"
+                call.fail(CallLostError(f"lost {times}: {'; '.join(call.losses.values())}"))
             if engine_is_lost:
                 self._serving.discard(one.number)
                 self._fail_if_none_is_left(f"the last engine is lost: {one} {why}")

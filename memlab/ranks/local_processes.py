@@ -9,12 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.rank_process import serve
+
+_preparing = threading.Lock()
 
 
 class LocalProcess:
@@ -37,7 +42,8 @@ class LocalProcess:
         self._connection, other_end = context.Pipe()
         arguments = other_end, served, variables, self._log
         self._process = context.Process(target=_run, args=arguments, daemon=True)
-        self._process.start()
+        with _without_main_module():
+            self._process.start()
         other_end.close()
 
     def send(self, request: bytes) -> None:
@@ -89,6 +95,25 @@ class LocalProcesses:
         """Ends these processes, whatever they do."""
         for one in engines:
             one.end()
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Within the block, a process that is started does not run this process's script again, which may open a lab.
+
+    `multiprocessing` says what a process imports in ``spawn.get_preparation_data`` (Python 3.11 to 3.13), and has no
+    option to leave the main module out.
+    """
+
+    def prepare_without_main(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main_")}
+
+    with _preparing:
+        prepare, spawn.get_preparation_data = spawn.get_preparation_data, prepare_without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = prepare
 
 
 def _run(connection: Connection, served: str, variables: dict[str, str], log: int) -> None:

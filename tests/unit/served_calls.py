@@ -31,3 +31,33 @@ class Calls:
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal:
+    """In the place of what predicts: its process is killed in a call, unless that is about a GPU."""
+
+    def __init__(self, report: Callable[[Any], None]) -> None: ...
+
+    def give_way(self) -> None: ...
+
+    def record(self, scenario: object, settings: object, backend: str) -> str:
+        if backend != "cuda":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "alive"
+
+    def predict(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StillBorn(Mortal):
+    """As above, but its process ends before the first call."""
+
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        raise RuntimeError("no space is left")
+
+
+class Slow(Mortal):
+    """As above, but a prediction takes longer than any test."""
+
+    def predict(self, *_: object) -> None:
+        time.sleep(600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -85,6 +86,25 @@ def test_closing_ends_what_runs(ranks: Ranks, tmp_path: Path) -> None:
         answer.result(0)
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert not psutil.pid_exists(pid)
+
+
+def test_a_script_that_has_its_calls_served_is_not_run_again_by_the_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('run as', __name__, flush=True)\n"
+        "from memlab.ranks.balanced import Balanced\n"
+        "from memlab.ranks.local_processes import LocalProcesses\n"
+        f"print(Balanced(LocalProcesses(1), {CALLS!r}).submit('square', 3).result(60))\n"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["run as __main__", "9"], done.stderr
 
 
 def test_nothing_is_started_after_the_end() -> None:

@@ -440,3 +440,57 @@ def test_rows_that_nemo_rl_does_not_pack_have_a_causal_mask(
     else:
         assert found is not None
         assert (found.effect, found.bound_bytes) == ("more", 512**2 * (in_flight + 8))
+
+
+def test_slime_s_state_is_back_for_log_probabilities_and_away_at_the_weight_sync() -> None:
+    """``wake_up`` and ``update_weights`` in slime/backends/megatron_utils/actor.py."""
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=32)
+    away = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
+    usual = Rollout(is_colocated=True, ranks_per_node=1, seq_length=32, bucket_bytes=GIB)
+    of_slime = replace(usual, offloads_for_generation_only=True, syncs_from_host=True)
+    bytes_of = [
+        {phase.name: phase.training_bytes for phase in predict_phases(job, away, rollout).phases}
+        for rollout in (usual, of_slime)
+    ]
+    more, less = (bytes_of[1][name] - bytes_of[0][name] for name in ("log-probabilities", "weight sync"))
+    # Gradients of 4 bytes and a state of 12 beside each weight of 2.
+    assert less < 0
+    assert more == pytest.approx(8 * -less, rel=0.001)
+    assert bytes_of[1]["weight sync"] == bytes_of[1]["generation"] + GIB
+
+
+@pytest.mark.parametrize(
+    ("flags", "from_host"),
+    [
+        ("--colocate", True),
+        ("--colocate --no-offload-train", False),
+        ("", False),
+        ("--offload-train", True),
+        ("--advantage-estimator ppo", False),
+        ("--colocate --advantage-estimator ppo", True),
+    ],
+)
+def test_where_slime_s_weight_sync_reads_the_weights(flags: str, from_host: bool, tmp_path: Path) -> None:
+    rollout = script(tmp_path, f"{SLIME} --seq-length 4096 {flags}").rollout
+    assert rollout is not None
+    assert (rollout.offloads_for_generation_only, rollout.syncs_from_host) == (True, from_host)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "freed"),
+    [
+        ([], ()),
+        (["policy.offload_optimizer_for_logprob=true"], ()),
+        (
+            ["policy.offload_optimizer_for_logprob=true", "policy.offload_optimizer_for_refit=false"],
+            ("optimizer state",),
+        ),
+    ],
+)
+def test_an_optimizer_that_stays_for_generation_may_leave_for_log_probabilities(
+    overrides: list[str], freed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py."""
+    rollout = nemo(tmp_path, *overrides, backend="vllm").rollout
+    assert rollout is not None
+    assert rollout.freed_for_log_probabilities == freed

@@ -289,6 +289,7 @@ _MEMORY = [
     ("skyrl", "generator.backend", "sglang", "either"),
     ("skyrl", "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes", "1000", "either"),
     ("nemo-rl", "policy.generation.backend", "sglang", "either"),
+    ("nemo-rl", "policy.generation.refit_transport", "nixl", "more"),
     ("nemo-rl", "policy.generation.vllm_kwargs.cpu_offload_gb", "4", "less"),
     ("verl", f"{_ACTOR}.entropy_coeff", "0.01", "more"),
     ("verl", f"{_ACTOR}.calculate_entropy", "true", "more"),

@@ -325,10 +325,10 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
     """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""
     num_layers = 4 * len(pattern) + 4
     freq = tuple(islice(cycle(pattern), num_layers))
-    model = replace(find_architecture("qwen3-moe-tiny"), num_layers=num_layers, moe_layer_freq=freq)
+    architecture = replace(find_architecture("qwen3-moe-tiny"), num_layers=num_layers, moe_layer_freq=freq)
     records: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
-        with Lab(model, seq_length=32, backend="simulated", replay=replay) as lab:
+        with Lab(architecture, seq_length=32, backend="simulated", replay=replay) as lab:
             model: Any = inside(lab).model
             records[replay] = [lab.step(warm_up=False)]
             if replay:

@@ -29,7 +29,7 @@ from tests.unit.test_search import PLAIN, machine, predicting
 from .fake_lab import FakeLab
 
 
-class FakeProcess:
+class FakeSearch:
     """A search that ends when a test says so."""
 
     def __init__(self, scenario: Scenario, base: MemorySettings, limit_bytes: int, **others: Any) -> None:
@@ -49,7 +49,7 @@ def found() -> SearchResult:
 
 @pytest.fixture
 def state() -> SearchState:
-    return SearchState(LabState(FakeLab()), FakeProcess)
+    return SearchState(LabState(FakeLab()), FakeSearch)
 
 
 def points_of(figure: Any, axis: str) -> dict[int, tuple[float, float]]:
@@ -163,14 +163,14 @@ def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: 
     state._state.edit_state(grad_reduce_in_bf16=True)
     state.limit = "30 MiB"
     state.start()
-    scenario, base, limit_bytes = state._process.asked
+    scenario, base, limit_bytes = state._search.asked
     assert (scenario.seq_length, base, limit_bytes) == (128, MemorySettings(**kept), 30 * MIB)
     assert scenario.state == TrainingState(grad_reduce_in_bf16=True)
-    assert state._process.backend == "cpu", "it compares with the runs of a lab on a CPU"
+    assert state._search.backend == "cpu", "it compares with the runs of a lab on a CPU"
     assert state.busy
     state.start()
     assert "is running" in state.notice
-    state._process.on_line("3 predicted, at most 9 to go")
+    state._search.on_line("3 predicted, at most 9 to go")
     assert state.notice == "3 predicted, at most 9 to go"
     state.stop()
     assert not state.busy and state.notice.startswith("Stopped")
@@ -195,7 +195,7 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     )
     lab = FakeLab()
     lab.submit(PLAIN)
-    beside = SearchState(LabState(lab), FakeProcess)
+    beside = SearchState(LabState(lab), FakeSearch)
     beside.is_open = True
     assert parse_bytes(beside.limit) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
     view = SearchView(beside)
@@ -211,12 +211,12 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
 def test_the_room_that_a_search_has_used_stays() -> None:
     lab = FakeLab()
     lab.submit(PLAIN)
-    searched = SearchState(LabState(lab), FakeProcess)
+    searched = SearchState(LabState(lab), FakeSearch)
     searched.is_open = True
     proposed = searched.limit
     searched.start(alone=True)
     scenario = Scenario.of(architecture="qwen3-moe-tiny")
-    searched._process.on_end(search(PLAIN, [scenario], predicting(machine(1, scenario), GIB), GIB, alone=True))
+    searched._search.on_end(search(PLAIN, [scenario], predicting(machine(1, scenario), GIB), GIB, alone=True))
     lab.outcome = {"peak_allocated_bytes": 10 * GIB}
     searched._state.run()
     assert searched.limit == proposed
@@ -225,7 +225,7 @@ def test_the_room_that_a_search_has_used_stays() -> None:
 def test_without_a_run_the_room_is_proposed_from_what_is_predicted_for_the_controls() -> None:
     state = LabState(FakeLab())
     what_if = WhatIf(state)
-    search = SearchState(state, FakeProcess, what_if=what_if)
+    search = SearchState(state, FakeSearch, what_if=what_if)
     search.is_open = True
     what_if.predicted = record_of(None, peak_allocated_bytes=20 * MIB)
     assert search.limit == "18.00 MiB"
@@ -270,7 +270,7 @@ def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: Search
     view = SearchView(state)
     state.limit = "59GiB"
     state.start()
-    state._process.on_end(found)
+    state._search.on_end(found)
     assert view.chart is not None and not state.busy
     for number, point in enumerate(found.points):
         view.chart._answer(view.chart, {"point": number, "view": "search 1"}, [])
@@ -285,7 +285,7 @@ def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: Search
     assert state._state.settings == found.front[0].settings
     state._state.notice = ""
     state.start()
-    state._process.on_end(replace(found, points=found.points[:1]))
+    state._search.on_end(replace(found, points=found.points[:1]))
     assert view.table.content["choices"] == [0]
     view.table._answer(view.table, {"choice": 0, "shown": view.table.content["shown"] - 1}, [])
     assert state._state.notice == "Another search ended before your click arrived: click again."
@@ -295,7 +295,7 @@ def test_a_click_that_arrives_while_a_search_ends_chooses_no_other_row(state: Se
     view = SearchView(state)
     state.limit = "59GiB"
     state.start()
-    state._process.on_end(found)
+    state._search.on_end(found)
     assert view.chart is not None
     for widget, points in ((view.table, found.points[::-1]), (view.chart, found.points)):
         before, (row, *_), shown = state._state.settings, view.table.content["choices"], view.table.content["shown"]
@@ -305,7 +305,7 @@ def test_a_click_that_arrives_while_a_search_ends_chooses_no_other_row(state: Se
         with state.lock:  # as the thread that receives a search's result
             clicked.start()
             clicked.join(0.1)
-            state._process.on_end(replace(found, points=points))
+            state._search.on_end(replace(found, points=points))
         clicked.join()
         assert state._state.notice == "Another search ended before your click arrived: click again."
         assert state._state.settings == before
@@ -314,7 +314,7 @@ def test_a_click_that_arrives_while_a_search_ends_chooses_no_other_row(state: Se
 def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     shown = panel(FakeLab())
     view, state = shown.search, shown.search.state
-    state._start_process = FakeProcess
+    state._start_search = FakeSearch
     state.is_open = True
     assert view.toggle.value and view.table.layout.display == "none"
     assert view.toggle.description == "Back to the timeline" and shown.timeline.box.layout.display == "none"
@@ -324,7 +324,7 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     assert "the bytes that a step allocates on this CPU; a GPU needs more" in view.what.value
     state.start()
     last = "The search ended with code 1 (ValueError: so): change the memory limit or the workload, and search again."
-    state._process.on_end(last)
+    state._search.on_end(last)
     assert "code 1" in view.status.value and view.stop.disabled
     assert not shown.state.busy and shown.state.settings == PLAIN
     shown.close()
@@ -337,8 +337,8 @@ def test_each_setting_alone_is_listed_by_what_it_saves_and_comes_into_the_contro
     base, *others = alone.points
     view, state.limit = SearchView(state), "59 GiB"
     view.alone.click()
-    assert state.alone and state._process.alone
-    state._process.on_end(alone)
+    assert state.alone and state._search.alone
+    state._search.on_end(alone)
     saved = {f"{point.settings}": base.peak_allocated_bytes - point.peak_allocated_bytes for point in others}
     text = as_text(alone_blocks(alone))
     places = [text.index(f"\n{name}  ") for name in sorted(saved, key=lambda name: -saved[name])]
@@ -355,4 +355,4 @@ def test_each_setting_alone_is_listed_by_what_it_saves_and_comes_into_the_contro
     view.answer._answer(view.answer, chosen, [])
     assert state._state.settings == others[0].settings
     view.search.click()
-    assert not state.alone and not state._process.alone
+    assert not state.alone and not state._search.alone

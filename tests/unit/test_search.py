@@ -6,11 +6,9 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import Future
@@ -39,8 +37,8 @@ from memlab.fitting.prediction import Predict, Prediction
 from memlab.fitting.recompute_cost import recomputed_operations, recomputed_share, share_text
 from memlab.fitting.search import SearchInterrupted, search
 from memlab.lab import search_workers
+from memlab.lab.background_search import BackgroundSearch
 from memlab.lab.lab import Lab
-from memlab.lab.search_process import SearchProcess
 from memlab.lab.search_steps import stepping
 from memlab.lab.search_workers import _interrupted_while_waiting, front_of, open_workers
 from memlab.record.step_record import StepRecord
@@ -302,7 +300,7 @@ def test_a_search_says_at_least_and_at_most_how_long_it_takes(
 ) -> None:
     seconds = iter((0.0, 10.0, 20.0, 30.0))
     monkeypatch.setattr(search_workers.time, "monotonic", lambda: next(seconds))
-    report = search_workers.progress_on_stderr()
+    report = search_workers.progress_in_lines(search_workers.tell)
     for num_left, num_likely in ((9, 9), (12, 3), (8, 0)):
         report(point(1, 0, 0), num_left, lambda num_likely=num_likely: num_likely)
     first, second, third = capsys.readouterr().err.splitlines()
@@ -541,14 +539,13 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
     assert refusal in complaint and complaint.count("\n") == 1
 
 
-def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() -> None:
+def test_a_search_in_the_background_ends_in_what_it_found() -> None:
     def run(scenario: Scenario, **changes: Any) -> tuple[list[str], SearchResult | str]:
         lines: list[str] = []
         ended: list[SearchResult | str] = []
-        process = SearchProcess(
+        BackgroundSearch(
             scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=lines.append, on_end=ended.append, **changes
-        )
-        process.wait()
+        ).wait()
         return lines, ended[0]
 
     lines, found = run(Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32))
@@ -560,22 +557,20 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     assert isinstance(on_cpu, SearchResult)
     # Counters of a few bytes are not predicted; a GPU's workspaces alone are several times the step.
     assert on_cpu.points[0].peak_allocated_bytes == pytest.approx(measured, rel=1e-3)
-    broken = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32)
-    object.__setattr__(broken, "seq_length", 0)
-    _, words = run(broken)
-    assert isinstance(words, str) and "seq_length is 0" in words
 
 
-def test_a_search_in_a_process_of_its_own_that_is_stopped_keeps_what_it_found() -> None:
+def test_a_search_in_the_background_that_is_stopped_keeps_what_it_found() -> None:
     ended: list[SearchResult | str] = []
     scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
 
     def stop_at_the_second(line: str) -> None:
         if line.startswith("2 predicted"):
-            process.stop()
+            found.stop()
 
-    process = SearchProcess(scenario, PLAIN, MIB, resolution_bytes=MIB, on_line=stop_at_the_second, on_end=ended.append)
-    process.wait()
+    found = BackgroundSearch(
+        scenario, PLAIN, MIB, resolution_bytes=MIB, on_line=stop_at_the_second, on_end=ended.append
+    )
+    found.wait()
     assert isinstance(ended[0], SearchResult)
     assert len(ended[0].points) >= 2 and ended[0].num_left > 0
 
@@ -655,24 +650,27 @@ def test_processes_of_a_search_leave_half_of_the_free_host_memory_and_say_so(
     assert (said in told) == (number < wanted) == bool(told), told
 
 
-def test_a_search_process_that_ends_before_it_reads_its_request_is_reported_and_leaves_no_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("stops", "words"),
+    [
+        (
+            False,
+            r"^The search ended \(none cannot be predicted: lost 3 times: engine .* was ended by signal 9 .*\): change",
+        ),
+        (True, "^Stopped: search again, or choose settings by hand.$"),
+    ],
+)
+def test_a_search_in_the_background_whose_processes_die_or_that_is_stopped_at_once_says_so(
+    stops: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = subprocess.Popen
-
-    def start_and_wait(*args: Any, **options: Any) -> Any:
-        process = start(*args, **options)
-        process.wait()
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", start_and_wait)
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(search_workers, "SERVED", f"tests.unit.served_calls:{'Slow' if stops else 'Mortal'}")
     ended: list[SearchResult | str] = []
     scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
-    SearchProcess(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=str, on_end=ended.append).wait()
-    assert ended == ["The search ended with code 1 (): change the memory limit or the workload, and search again."]
-    assert not list(tmp_path.iterdir())
+    running = BackgroundSearch(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=str, on_end=ended.append)
+    if stops:
+        running.stop()
+    running.wait()
+    assert isinstance(ended[0], str) and re.match(words, ended[0]), ended
 
 
 def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be() -> None:
@@ -681,7 +679,7 @@ def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be(
 
     ended: list[SearchResult | str] = []
     scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
-    SearchProcess(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=fail, on_end=ended.append).wait()
+    BackgroundSearch(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=fail, on_end=ended.append).wait()
     assert ended == ["The search was lost (RuntimeError: no widget for 1): search again."]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +13,11 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.lab import prediction_process
+from memlab.fitting.pareto_front import SearchResult
+from memlab.lab import prediction_process, search_workers
+from memlab.lab.background_search import BackgroundSearch
 from memlab.lab.prediction_process import PredictionProcess
-from memlab.lab.search_process import SearchProcess
+from memlab.ranks.local_processes import LocalProcess
 from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.views.panel.panel import Panel
@@ -310,15 +312,14 @@ def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_pane
 def test_two_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
 
-    class Running:
-        def poll(self) -> None: ...
+    class Serving:
+        def __init__(self, *_: object, **__: object) -> None:
+            time.sleep(0.1)  # the other thread asks meanwhile
+            started.append(self)
 
-    def start(log: object) -> Any:
-        time.sleep(0.1)  # the other thread asks meanwhile
-        started.append(Running())
-        return started[-1]
+        def submit(self, method: str) -> None: ...
 
-    monkeypatch.setattr("memlab.lab.prediction_process._start", start)
+    monkeypatch.setattr(prediction_process, "Balanced", Serving)
     process = PredictionProcess()
     threads = [threading.Thread(target=process.start) for _ in range(2)]
     for thread in threads:
@@ -328,56 +329,59 @@ def test_two_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(started) == 1
 
 
-def test_the_process_predicts_the_backend_that_is_asked_for() -> None:
+def test_the_process_predicts_the_backend_that_is_asked_for_and_gives_way() -> None:
     scenario, process = Scenario.of("phi-4-tiny", num_layers=1, seq_length=64), PredictionProcess()
-    on_cpu, on_gpu, again = (
-        process.predict(scenario, MemorySettings(), backend).peak_allocated_bytes for backend in ("cpu", "cuda", "cpu")
-    )
-    running, _ = process.start()
-    assert running.stdin is not None
-    running.stdin.close()
-    assert running.wait(60) == 0, "it ends with its input"
+    with process.start() as serving:
+        on_cpu, on_gpu, again = (
+            process.predict(scenario, MemorySettings(), backend).peak_allocated_bytes
+            for backend in ("cpu", "cuda", "cpu")
+        )
+        of_experts = MemorySettings(recompute_granularity="selective", recompute_modules=["moe"])
+        with pytest.raises(ValueError, match="phi-4-tiny"):
+            process.predict(scenario, of_experts, "cpu")
+        (number,) = (
+            one._process.pid for one in serving._ranks.engines if isinstance(one, LocalProcess) and one._process
+        )
+        assert os.getpriority(os.PRIO_PROCESS, number or 0) > os.getpriority(os.PRIO_PROCESS, 0)
     assert on_cpu == again < on_gpu, "the cpu backend rounds nothing"
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("served", "words"),
     [
-        (
-            "raise RuntimeError('no space is left')",
-            "ended with code 1; it printed last: RuntimeError: no space is left",
-        ),
-        ("input(); import os; os.kill(os.getpid(), 15)", "was ended by signal 15"),
+        ("StillBorn", "ended with code 1; it printed last: .*RuntimeError: no space is left"),
+        ("Mortal", "was ended by signal 9.*"),
     ],
 )
 def test_a_process_that_ends_names_the_reason_and_another_one_answers_the_next_question(
-    program: str, words: str, monkeypatch: pytest.MonkeyPatch
+    served: str, words: str
 ) -> None:
-    process = PredictionProcess()
-    monkeypatch.setattr(prediction_process, "_PROGRAM", program)
+    process = PredictionProcess(f"tests.unit.served_calls:{served}")
     question = Scenario.of("phi-4-tiny", num_layers=1), MemorySettings(), "cpu"
-    message = f"^the prediction process {words}: change a setting, which starts a new one$"
-    with pytest.raises(ValueError, match=message):
-        process.predict(*question)
-    monkeypatch.setattr(prediction_process, "_PROGRAM", """print('{"refused": "no"}')""")
-    with pytest.raises(ValueError, match=r"^no$"):
-        process.predict(*question)
+    with process.start() as serving:
+        message = rf"^the process that predicts was lost once: engine 0 \(.*\) lost its process, which {words}: change"
+        with pytest.raises(ValueError, match=message):
+            process.predict(*question)
+        if served == "Mortal":
+            answer: object = process.predict(*question[:2], "cuda")
+            assert answer == "alive"
+        assert len(serving) == 1
 
 
 def test_no_process_that_predicts_takes_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, str]] = []
+    given: list[dict[str, str]] = []
 
-    def refuse(*_: object, env: dict[str, str], **__: object) -> None:
-        started.append(env)
+    def refuse(places: object, served: str, variables: dict[str, str], **_: object) -> None:
+        given.append(variables)
         raise OSError("no process")
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    scenario = Scenario.of("phi-4-tiny")
-    options: dict[str, Any] = {"resolution_bytes": 1, "on_line": str, "on_end": str}
-    for start in (
-        PredictionProcess().start,
-        lambda: SearchProcess(scenario, MemorySettings(), 2**30, **options),
-    ):
-        with pytest.raises(OSError, match="no process"):
-            start()
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["", ""]
+    for module in (prediction_process, search_workers):
+        monkeypatch.setattr(module, "Balanced", refuse)
+    with pytest.raises(OSError, match="no process"):
+        PredictionProcess().start()
+    ended: list[SearchResult | str] = []
+    BackgroundSearch(
+        Scenario.of("phi-4-tiny"), MemorySettings(), 2**30, resolution_bytes=1, on_line=str, on_end=ended.append
+    ).wait()
+    assert ended == ["The search was lost (OSError: no process): search again."]
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in given] == ["", ""]

@@ -36,17 +36,14 @@ from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
     COMPUTE,
-    ENDS,
     LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
-    OFFLOAD,
     OPTIMIZER,
-    PIPELINE,
     QKV_BIAS,
-    RECOMPUTE,
     SIZES,
+    TRANSFORMER,
 )
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import LORA
@@ -62,7 +59,7 @@ KEYS = (
     Key("world_size", "world_size", WHOLE),
     Key("nnodes", "nodes", COUNT, 1),
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
-    *under("model", (*SIZES, CHUNKS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
+    *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True),
     *under("model", (*ARCHITECTURE, *LAYERS)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),

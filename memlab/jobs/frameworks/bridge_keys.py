@@ -9,6 +9,7 @@ from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, SIZES
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 PROVIDER_DEFAULTS = {
     "bias_activation_fusion": False,
@@ -56,10 +57,20 @@ PROVIDER_MISSING = (
 """A framework reads them under its own prefix, beside `MISSING`."""
 
 _NUMBERS = ("moe_aux_loss_coeff", "moe_router_pre_softmax", "rotary_base", "rotary_percent", "layernorm_epsilon")
-NUMBERS_OF_THE_MODEL = frozenset(
+_NUMBERS_OF_THE_MODEL = frozenset(
     (*_NUMBERS, "make_vocab_size_divisible_by", "should_pad_vocab", "hf_model_id", "seq_length")
 )
 """What replaces a number of a published model and changes no tensor's size; rows are as long as the job's data."""
+
+
+def model_without_effect(prefix: str) -> frozenset[str]:
+    """Returns the keys of Megatron-Core's model that change no memory, where a framework passes them on under a prefix.
+
+    The sizes are those of the published model.
+    """
+    return keys_without_effect("megatron_core_model", prefix) | {f"{prefix}.{key}" for key in _NUMBERS_OF_THE_MODEL}
+
+
 REPLACED = (
     *(
         Missing(key.name, "either", "it replaces a size of the published model", is_given, blocks=True)

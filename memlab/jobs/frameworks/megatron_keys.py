@@ -67,6 +67,8 @@ COMPUTE = (
     Key("fp8_recipe", "fp8_recipe", TEXT, "delayed"),
     Key("fp8_param", "fp8_param_gather", SWITCH, False),
 )
+TRANSFORMER = (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE)
+"""Megatron-Core's configuration of the model, apart from what `SIZES`, `CHUNKS` and `ARCHITECTURE` have."""
 OPTIMIZER = (
     Key("use_precision_aware_optimizer", "use_precision_aware_optimizer", SWITCH, False),
     Key("main_grads_dtype", "main_grads_dtype", LONG_DTYPE, "fp32"),

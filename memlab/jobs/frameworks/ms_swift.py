@@ -14,7 +14,7 @@ from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, REPLACED
+from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -524,9 +524,7 @@ MS_SWIFT = Framework(
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=keys_without_effect("ms_swift")
-    | keys_without_effect("megatron_core_model", _EXTRA)
-    | {f"{_EXTRA}.{number}" for number in NUMBERS_OF_THE_MODEL},
+    without_effect=keys_without_effect("ms_swift") | model_without_effect(_EXTRA),
     complete=complete,
     complete_of_model=drop_frozen_parts,
     compose=compose,

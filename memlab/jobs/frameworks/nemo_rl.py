@@ -10,7 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, REPLACED
+from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -46,15 +46,14 @@ from memlab.jobs.frameworks.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
+    composed,
     drop_frozen_parts,
     is_packed,
-    longest_sequence,
     note_replaced_values,
-    sequences_of_a_step,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -175,6 +174,7 @@ FRAMEWORK_MISSING = (
         default=1,
     ),
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
+    Missing(f"{_GENERATION}.refit_transport", "more", "the weights are sent in buffers of this transport", is_given),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
     *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
@@ -245,9 +245,9 @@ def _take_rollout(
     engine = _take_engine(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
-    freed = ["gradients"] + ["optimizer state"] * values.pop("frees_optimizer")
-    if is_colocated or _trains_in_parts(reading):
-        freed = []
+    on_device = {"gradients": not values["offload_gradients"], "optimizer state": not values["offload_optimizer"]}
+    on_device["optimizer state"] &= values.pop("frees_optimizer")
+    freed = [] if _trains_in_parts(reading) else [name for name, is_freed in on_device.items() if is_freed]
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -438,30 +438,21 @@ def _whole(reading: Reading, key: str, default: int = 0) -> int:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    values = common(scenario, settings)
+    values = composed(scenario, settings)
     del values["recompute_method"], values["recompute_num_layers"]  # `complete` sets both
-    is_row, longest = is_packed(scenario), longest_sequence(scenario)
-    return (
-        values
-        | named(scenario)
-        | {
-            "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
-            "is_checkpointing": settings.recompute_granularity is not None,
-            "is_fp8": scenario.state.fp8_format is not None,
-            "is_deferred": True,
-            "is_packed": is_row,
-            "is_dynamic": False,
-            "packed_tokens": scenario.seq_length if is_row else None,
-            "longest": longest if is_row else scenario.seq_length,
-            "sequences": sequences_of_a_step(scenario),
-            "is_colocated": settings.offload_parameters,
-            "moves_optimizer": settings.offload_optimizer
-            or not settings.offload_parameters
-            or scenario.state.optimizer_cpu_offload,
-            "frees_optimizer": False,
-            "allocator": values["allocator"],
-        }
-    )
+    is_row, is_away = values["is_packed"], settings.offload_parameters
+    return values | {
+        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+        "is_checkpointing": settings.recompute_granularity is not None,
+        "is_fp8": scenario.state.fp8_format is not None,
+        "is_deferred": True,
+        "is_dynamic": False,
+        "packed_tokens": scenario.seq_length if is_row else None,
+        "longest": values["longest"] if is_row else scenario.seq_length,
+        "is_colocated": is_away,
+        "moves_optimizer": settings.offload_optimizer or not is_away or scenario.state.optimizer_cpu_offload,
+        "frees_optimizer": False,
+    }
 
 
 def check(reading: Reading) -> None:
@@ -511,8 +502,7 @@ NEMO_RL = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("nemo_rl")
-    | keys_without_effect("megatron_core_model", _OVERRIDES)
-    | {f"{_OVERRIDES}.{number}" for number in NUMBERS_OF_THE_MODEL}
+    | model_without_effect(_OVERRIDES)
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
     complete_of_model=drop_frozen_parts,

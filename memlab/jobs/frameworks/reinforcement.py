@@ -9,9 +9,11 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
+from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.model import published_architecture
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
@@ -148,6 +150,27 @@ def sequences_of_a_step(scenario: Scenario) -> int:
     return rows * scenario.seq_length // longest_sequence(scenario) * copies_of_model
 
 
+def composed(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns the values by the tables' fields of a job that trains on a budget of tokens, or on sequences of a batch.
+
+    Each framework takes those that its table has: half of the longest sequence is a prompt, of which each has one
+    response, as `take_rows` and `take_sequences` read them back.
+    """
+    is_row, longest, sequences = is_packed(scenario), longest_sequence(scenario), sequences_of_a_step(scenario)
+    return (
+        common(scenario, settings)
+        | named(scenario)
+        | {
+            **dict.fromkeys(("is_packed", "is_dynamic"), is_row),
+            **dict.fromkeys(("prompts", "sequences"), sequences),
+            "responses_per_prompt": 1,
+            "longest": longest,
+            "prompt_length": longest // 2,
+            "response_length": longest - longest // 2,
+        }
+    )
+
+
 def take_rollout(
     reading: Reading,
     *,
@@ -159,6 +182,7 @@ def take_rollout(
     bucket_share: float | None = None,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
+    syncs_from_host: bool = False,
     freed_for_log_probabilities: tuple[str, ...] = (),
     engine: tuple[str, str] = ("", "vllm"),
 ) -> None:
@@ -174,6 +198,7 @@ def take_rollout(
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
+        syncs_from_host: As in `Rollout`.
         freed_for_log_probabilities: As in `Rollout`.
         engine: The key that chooses the inference engine, and the engine.
     """
@@ -202,6 +227,7 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
+        syncs_from_host=syncs_from_host,
         freed_for_log_probabilities=freed_for_log_probabilities,
     )
 

@@ -13,14 +13,12 @@ from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
-from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
     LORA,
+    composed,
     is_packed,
-    longest_sequence,
     note_replaced_values,
     note_segments,
-    sequences_of_a_step,
     take_rollout,
     take_rows,
     take_sequences,
@@ -145,25 +143,16 @@ def _engine(reading: Reading) -> tuple[str, str]:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    values = common(scenario, settings)
-    is_row, longest = is_packed(scenario), longest_sequence(scenario)
-    return (
-        values
-        | named(scenario)
-        | {
-            "strategy": "megatron",
-            "is_flash": scenario.state.attention_backend != "fused",
-            "is_checkpointing": settings.recompute_granularity is not None,
-            "is_colocated": settings.offload_parameters,
-            "expandable_segments": scenario.allocator.expandable_segments,
-            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
-            "prompt_length": longest // 2,
-            "input_length": None,
-            "response_length": longest - longest // 2,
-            "prompts": sequences_of_a_step(scenario),
-            "responses_per_prompt": 1,
-        }
-    )
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    return composed(scenario, settings) | {
+        "strategy": "megatron",
+        "is_flash": scenario.state.attention_backend != "fused",
+        "is_checkpointing": settings.recompute_granularity is not None,
+        "is_colocated": settings.offload_parameters,
+        "expandable_segments": scenario.allocator.expandable_segments,
+        "tokens_per_rank": tokens if is_packed(scenario) else -1,
+        "input_length": None,
+    }
 
 
 def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
 from memlab.jobs.frameworks.keys import WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
     COMPUTE,
-    ENDS,
     LAYERS,
     MISSING,
     MISSING_OPTIMIZER,
-    OFFLOAD,
     OPTIMIZER,
-    PIPELINE,
-    RECOMPUTE,
     SIZES,
+    TRANSFORMER,
 )
 from memlab.jobs.frameworks.reinforcement import FROZEN_ROUTER
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -35,7 +32,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
         *under(prefix, SIZES),
         *under(
             transformer,
-            (CHUNKS, *LAYERS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE),
+            (CHUNKS, *LAYERS, *TRANSFORMER),
             recompute_granularity="full",
             recompute_method="uniform",
             recompute_num_layers=1,
@@ -75,10 +72,9 @@ def megatron_without_effect(prefix: str) -> frozenset[str]:
     transformer = f"{prefix}.transformer_config_kwargs"
     return (
         keys_without_effect("skyrl_megatron", prefix)
-        | keys_without_effect("megatron_core_model", transformer)
+        | model_without_effect(transformer)
         | keys_without_effect("bridge_provider", transformer)
         | keys_without_effect("megatron_core_optimizer", f"{prefix}.optimizer_config_kwargs")
-        | {f"{transformer}.{key}" for key in NUMBERS_OF_THE_MODEL}
     )
 
 

@@ -13,13 +13,11 @@ from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing, is_false
 from memlab.jobs.frameworks.lines import plain_lines
-from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
     LORA,
+    composed,
     is_packed,
-    longest_sequence,
     only_segments,
-    sequences_of_a_step,
     take_rows,
     take_sequences,
 )
@@ -81,18 +79,11 @@ def complete(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
-    return (
-        common(scenario, settings)
-        | named(scenario)
-        | {
-            "strategy": "megatron",
-            "is_packed": is_row,
-            "tokens": scenario.seq_length if is_row else None,
-            "micro_batch_size": 2 if is_row else scenario.micro_batch_size,
-            "longest": longest_sequence(scenario),
-            "sequences": sequences_of_a_step(scenario),
-        }
-    )
+    return composed(scenario, settings) | {
+        "strategy": "megatron",
+        "tokens": scenario.seq_length if is_row else None,
+        "micro_batch_size": 2 if is_row else scenario.micro_batch_size,
+    }
 
 
 def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:

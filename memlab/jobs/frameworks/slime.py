@@ -23,7 +23,6 @@ from memlab.jobs.frameworks.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
-    named,
     note_fusion,
     note_sequence_parallel,
     refused_overlap,
@@ -33,9 +32,8 @@ from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
 from memlab.jobs.frameworks.megatron_lm import render as render_flags
 from memlab.jobs.frameworks.reinforcement import (
     LORA,
+    composed,
     is_packed,
-    longest_sequence,
-    sequences_of_a_step,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -137,6 +135,11 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs * context if is_dynamic and of_log_probs else longest,
         micro_batch_size=1 if is_dynamic else values.get("micro_batch_size"),
         bucket_bytes=values.pop("bucket"),
+        # ``wake_up`` brings everything back before log-probabilities, and ``update_weights`` reads the host's copy,
+        # unless a critic has the actor's GPUs and the engine others (slime/backends/megatron_utils/actor.py).
+        offloads_for_generation_only=True,
+        syncs_from_host=bool(values["offload_parameters"])
+        and (is_colocated or reading.get("advantage_estimator") != "ppo"),
         engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
     )
     if is_dynamic and tokens:
@@ -236,14 +239,13 @@ def _longest_sequence(reading: Reading) -> int | None:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    is_row, longest = is_packed(scenario), longest_sequence(scenario)
+    is_row = is_packed(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     chunk = scenario.state.logprobs_chunk_size
     return (
-        named(scenario)
+        composed(scenario, settings)
         | compose_megatron(scenario, settings)
         | {
-            "is_dynamic": is_row,
             "tokens_per_rank": tokens if is_row else None,
             "pad_multiple": 1 if is_row and tokens % (128 * scenario.layout.tensor_model_parallel_size) else 128,
             "logprobs_chunk_size": -1 if chunk is None else chunk,
@@ -255,11 +257,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "engine_stays": False,
             "steps_per_rollout": None,
             "prompts": None,
-            "responses_per_prompt": 1,
-            "prompt_length": longest // 2,
-            "response_length": longest - longest // 2,
             "context_length": None,
-            "sequences": sequences_of_a_step(scenario),
         }
     )
 

@@ -14,13 +14,11 @@ from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
-from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
+    composed,
     is_packed,
-    longest_sequence,
     note_segments,
     only_segments,
-    sequences_of_a_step,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -264,24 +262,14 @@ def _keeps_reference_model(reading: Reading) -> bool:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    values = common(scenario, settings)
-    context = scenario.layout.context_parallel_size
-    is_row, longest = is_packed(scenario), longest_sequence(scenario)
-    return (
-        values
-        | named(scenario)
-        | {
-            "model_engine": "megatron",
-            "allocator": None,
-            "is_dynamic": is_row,
-            "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
-            "micro_batch_size": None if is_row else scenario.micro_batch_size,
-            "prompt_length": longest // 2,
-            "response_length": longest - longest // 2,
-            "prompts": sequences_of_a_step(scenario),
-            "responses_per_prompt": 1,
-        }
-    )
+    is_row = is_packed(scenario)
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    return composed(scenario, settings) | {
+        "model_engine": "megatron",
+        "allocator": None,
+        "tokens_per_rank": tokens if is_row else 16384,
+        "micro_batch_size": None if is_row else scenario.micro_batch_size,
+    }
 
 
 VERL = Framework(

@@ -10,7 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_DEFAULTS, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -28,17 +28,13 @@ from memlab.jobs.frameworks.keys import (
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
-    COMPUTE,
-    ENDS,
     LAYERS,
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
-    OFFLOAD,
     OPTIMIZER,
-    PIPELINE,
-    RECOMPUTE,
     SIZES,
+    TRANSFORMER,
 )
 from memlab.jobs.frameworks.reinforcement import LORA, note_replaced_values
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -58,7 +54,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     return (
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
-        *under(transformer, (*LAYERS, *ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+        *under(transformer, (*LAYERS, *TRANSFORMER), attention_backend="flash"),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
         *under(f"{optim}.override_optimizer_config", OPTIMIZER),
@@ -124,11 +120,10 @@ def engine_without_effect(engine: str, optim: str, model: str) -> frozenset[str]
         keys_without_effect("verl_engine", engine)
         | keys_without_effect("verl_optimizer", optim)
         | keys_without_effect("verl_model", model)
-        | keys_without_effect("megatron_core_model", transformer)
+        | model_without_effect(transformer)
         | keys_without_effect("megatron_core_ddp", f"{engine}.override_ddp_config")
         | keys_without_effect("megatron_core_optimizer", f"{optim}.override_optimizer_config")
         | keys_without_effect("bridge_provider", transformer)
-        | {f"{transformer}.{key}" for key in NUMBERS_OF_THE_MODEL}
     )
 
 

@@ -13,11 +13,9 @@ from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import hydra_lines
-from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
+    composed,
     is_packed,
-    longest_sequence,
-    sequences_of_a_step,
     take_rows,
     take_sequences,
 )
@@ -75,18 +73,12 @@ def complete(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
-    return (
-        common(scenario, settings)
-        | named(scenario)
-        | {
-            "engine": "megatron",
-            "is_dynamic": is_row,
-            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else 8192,
-            "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
-            "longest": longest_sequence(scenario),
-            "sequences": sequences_of_a_step(scenario),
-        }
-    )
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    return composed(scenario, settings) | {
+        "engine": "megatron",
+        "tokens_per_rank": tokens if is_row else 8192,
+        "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
+    }
 
 
 VERL_SFT = Framework(

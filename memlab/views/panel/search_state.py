@@ -11,7 +11,7 @@ import traitlets
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
-from memlab.lab.search_process import SearchProcess
+from memlab.lab.background_search import BackgroundSearch
 from memlab.units import GIB, format_bytes, parse_bytes
 from memlab.views.panel.state import LabState
 from memlab.views.panel.what_if import WhatIf
@@ -34,7 +34,7 @@ class SearchState(traitlets.HasTraits):
 
     Args:
         state: The panel's state; settings taken from the front go into its form.
-        start_process: Starts the search.
+        start_search: Starts the search.
         what_if: Without a run, the proposed limit is a share of the peak that it has predicted.
     """
 
@@ -51,13 +51,13 @@ class SearchState(traitlets.HasTraits):
     found = traitlets.Instance(SearchResult, allow_none=True)
 
     def __init__(
-        self, state: LabState, start_process: Callable[..., Any] = SearchProcess, *, what_if: WhatIf | None = None
+        self, state: LabState, start_search: Callable[..., Any] = BackgroundSearch, *, what_if: WhatIf | None = None
     ) -> None:
         super().__init__()
         self._state = state
         self._what_if = what_if
-        self._start_process = start_process
-        self._process: Any = None
+        self._start_search = start_search
+        self._search: Any = None
         self.lock = state.lock
         self.observe(lambda _: self._propose_limit(), names=["is_open"])
         state.observe(lambda _: self._propose_limit(), names=["shown"])
@@ -134,7 +134,7 @@ class SearchState(traitlets.HasTraits):
             try:
                 limit_bytes = parse_bytes(self.limit)
                 scenario = self._state.of_worst_rank(form.scenario(self._state.lab.scenario_as_opened))
-                self._process = self._start_process(
+                self._search = self._start_search(
                     scenario,
                     self.base,
                     limit_bytes,
@@ -153,8 +153,8 @@ class SearchState(traitlets.HasTraits):
 
     def stop(self) -> None:
         """Ends the running search."""
-        if self.busy and self._process is not None:
-            self._process.stop()
+        if self.busy and self._search is not None:
+            self._search.stop()
 
     def take(self, number: int | None) -> None:
         """Puts a point's settings into the controls, so that Run takes a step with them.

@@ -27,6 +27,8 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         lines.append(
             "the framework chooses the bucket of the weight sync by the GPU's memory, so it is not counted above"
         )
+    elif job.gathered_bytes == 0:
+        lines.append("weight sync gathers nothing")
     else:
         lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
     if job.reference_bytes:
