@@ -55,7 +55,7 @@ class CachingAllocator:
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
         num_bytes, blocks = rounded_bytes(requested_bytes), self._blocks
-        pool = self._pool_of(num_bytes, stream)
+        pool = self._pools.get(2 * stream + (num_bytes > SMALL_REQUEST_BYTES)) or self._pool_of(num_bytes, stream)
         if self._unsplit_from_bytes == sys.maxsize:  # nearly always
             block = pool.take(num_bytes)
         else:
@@ -105,8 +105,8 @@ class CachingAllocator:
         self._pools = {number: pool for number, pool in self._pools.items() if number < 2 or pool.reserved_bytes}
 
     def run(self, operations: Operations, blocks: list[int], limit_bytes: int | None = None) -> Served:
-        table, num_bytes, reserved_bytes = self._blocks, list[int](), list[int]()
-        sizes = table.num_bytes
+        table, num_bytes, changes = self._blocks, list[int](), list[tuple[int, int]]()
+        sizes, reserved_bytes = table.num_bytes, table.reserved_bytes
         for slot, requested_bytes, stream in operations.rows:
             if requested_bytes:
                 if limit_bytes is not None and not self.makes_space(requested_bytes, limit_bytes, stream):
@@ -121,8 +121,11 @@ class CachingAllocator:
                 assert block != NO_BLOCK, "what is freed is allocated"
                 num_bytes.append(sizes[block])
                 self.free(block)
-            reserved_bytes.append(table.reserved_bytes)
-        return Served(np.array(num_bytes, dtype=np.int64), np.array(reserved_bytes, dtype=np.int64))
+                continue  # which changes no reserved bytes
+            if table.reserved_bytes != reserved_bytes:
+                changes.append((len(num_bytes) - 1, table.reserved_bytes - reserved_bytes))
+                reserved_bytes = table.reserved_bytes
+        return Served(np.array(num_bytes, dtype=np.int64), changes)
 
     def state(self, blocks: Iterable[int]) -> Hashable:
         # Garbage collection knows how long a block has been free.

@@ -45,18 +45,8 @@ class Served(NamedTuple):
 
     num_bytes: IntArray
     """Of the block of each operation."""
-    reserved_bytes: IntArray
-    """What the allocator had reserved after each operation."""
-
-    def changes(self, reserved_bytes: int) -> list[tuple[int, int]]:
-        """Returns the operations that changed the reserved bytes, and by how much.
-
-        Args:
-            reserved_bytes: Before the first operation.
-        """
-        change = np.diff(self.reserved_bytes, prepend=reserved_bytes)
-        (places,) = np.nonzero(change)
-        return list(zip(places.tolist(), change[places].tolist(), strict=True))
+    changes: list[tuple[int, int]]
+    """The operations that changed the reserved bytes, and by how much."""
 
 
 class Allocator(Protocol):

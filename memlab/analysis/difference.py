@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from memlab.config.backend_kind import KINDS
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, POOLS
@@ -92,8 +93,8 @@ class PeakDifference:
 
 def predicted_and_measured(records: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] | None:
     """Returns the simulated record and the other one, if there is one of each and no more."""
-    predicted = [record for record in records if record.backend == "simulated"]
-    measured = [record for record in records if record.backend != "simulated"]
+    predicted = [record for record in records if KINDS[record.backend].is_prediction]
+    measured = [record for record in records if not KINDS[record.backend].is_prediction]
     return (predicted[0], measured[0]) if len(predicted) == len(measured) == 1 else None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.backend_kind import KINDS, BackendKind, BackendName
 
 if TYPE_CHECKING:  # so that the names of the backends can be read without torch
     from memlab.config.layout import Layout
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # so that the names of the backends can be read without torch
     from memlab.meter.labels import Labels
     from memlab.meter.protocol import Meter
 
-BACKENDS = ("auto", "cpu", "cuda", "simulated")
+BACKENDS = ("auto", *KINDS)
 BACKEND_VARIABLE = "MEMLAB_BACKEND"
 """Environment variable with the backend that ``auto`` chooses."""
 
@@ -25,7 +26,7 @@ BACKEND_VARIABLE = "MEMLAB_BACKEND"
 class Backend:
     """What a lab needs to know of the place where its model runs."""
 
-    name: str
+    kind: BackendKind
     reason: str
     """Why this backend was chosen, in words."""
     layer_provider: type
@@ -43,12 +44,13 @@ class Backend:
     """Raises `ValueError` for a scenario that cannot be built here: too few ranks, or too little memory."""
     allocator: Callable[[], AllocatorSettings] = AllocatorSettings
     """Returns the options that torch's allocator has if a lab is given none."""
-    has_allocator: bool = True
-    """Whether device memory comes from torch's caching allocator, real or simulated."""
-    computes: bool = True
-    """Whether tensors have values, so that a loss is computed."""
     compiles: bool = False
     """Whether Megatron's small functions go through ``torch.compile``."""
+
+    @property
+    def name(self) -> BackendName:
+        """One of `BACKENDS`, without ``auto``."""
+        return self.kind.name
 
     def provider_for(self, scenario: Scenario) -> type:
         """Returns the layer provider of a scenario."""
@@ -73,12 +75,8 @@ def find_backend(name: str | Backend) -> Backend:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
     from memlab.backends import cpu, cuda, simulated
 
-    if name == "cpu":
-        return cpu.backend("requested")
-    if name == "cuda":
-        return cuda.backend("requested")
-    if name == "simulated":
-        return simulated.backend("requested")
+    if name != "auto":
+        return {"cpu": cpu, "cuda": cuda, "simulated": simulated}[name].backend("requested")
     cuda.prepare_environment()
     unavailable = cuda.check_available()
     if unavailable is None:

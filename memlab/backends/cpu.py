@@ -24,10 +24,11 @@ from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_h
 from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
+from memlab.config.backend_kind import KINDS
 from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
-from memlab.meter.storage_meter import StorageMeter
+from memlab.meter.storage_meter import plain_meter
 from memlab.model.layers import torch_moe
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.model.layers.torch_layers import TorchProvider
@@ -40,14 +41,13 @@ from memlab.upstream.patching import patched, swapped
 def backend(reason: str) -> Backend:
     """Returns the CPU backend: the live model at small sizes, with real values."""
     return Backend(
-        name="cpu",
+        kind=KINDS["cpu"],
         reason=reason,
         layer_provider=TorchProvider,
         join=join_with_gloo,
         active=cuda_replaced if world_size() == 1 else cuda_replaced_on_ranks,
-        meter=StorageMeter,
+        meter=plain_meter,
         check=check,
-        has_allocator=False,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from memlab.backends import Backend
 from memlab.backends.allocator_environment import allocator_of_process, check_allocator
 from memlab.backends.host_system import pin_to_numa_node
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.meter.cuda.meter import AllocatorMeter
@@ -93,7 +94,7 @@ def backend(reason: str) -> Backend:
     # Collectives of objects and the limits of memory take the calling thread's device, not the lab's thread's.
     torch.cuda.set_device(own_device())
     return Backend(
-        name="cuda",
+        kind=KINDS["cuda"],
         reason=reason,
         layer_provider=TESpecProvider,
         join=join_with_nccl,

@@ -22,8 +22,8 @@ from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import is_te_min_version
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
+from memlab.config.backend_kind import KINDS
+from memlab.meter.storage_meter import plain_meter, simulated_meter
 from memlab.model.layers import fake_fp8, fp8_parameters
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
@@ -34,15 +34,14 @@ from memlab.upstream.patching import patched
 def backend(reason: str) -> Backend:
     """Returns the simulated backend: the live model at any size, without values."""
     return Backend(
-        name="simulated",
+        kind=KINDS["simulated"],
         reason=reason,
         layer_provider=FakeProvider,
         fp8_layer_provider=fake_fp8.FakeFp8Provider,
         join=join_alone,
         active=on_fake_tensors,
-        meter=lambda labels: SimulatedMeter(labels, MetaResultCache.of_process().answer),
+        meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
-        computes=False,
     )
 
 
@@ -51,14 +50,15 @@ def of_the_cpu_backend() -> Backend:
     simulated = backend("predicts the cpu backend")
     return replace(
         simulated,
-        meter=lambda labels: StorageMeter(labels, MetaResultCache.of_process().answer),
+        kind=replace(simulated.kind, has_allocator=False),
+        meter=lambda labels: plain_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda is_moe: None,
     )
 
 
 def predicting(backend_name: str) -> Backend:
     """Returns the simulated backend that predicts the bytes of another one: the ``cpu``, or else a GPU."""
-    return of_the_cpu_backend() if backend_name == "cpu" else backend("predicts a GPU")
+    return backend("predicts a GPU") if KINDS[backend_name].has_allocator else of_the_cpu_backend()
 
 
 @contextmanager

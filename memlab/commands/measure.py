@@ -21,6 +21,7 @@ from memlab.commands.shared.step_flags import (
     add_step_arguments,
     whole_number,
 )
+from memlab.config.backend_kind import KINDS
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -103,7 +104,7 @@ def _backend_name(name: str) -> str:
 
 def _prepare_ranks(asked: AskedStep, arguments: argparse.Namespace, backend_name: str) -> Callable[[], int]:
     """Checks a step on ranks that this command starts."""
-    if backend_name == "simulated":
+    if backend_name in KINDS and KINDS[backend_name].is_prediction:
         raise ValueError(
             f"--ranks is {arguments.ranks}, but the backend simulated starts no ranks: use memlab predict --world-size "
             f"{arguments.ranks}, or choose another backend"

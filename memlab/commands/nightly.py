@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
 from memlab.commands.shared.output import check_writable_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
+from memlab.config.backend_kind import KINDS
 
 if TYPE_CHECKING:
     from memlab.ranks.balanced import Balanced
@@ -77,7 +78,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     if engines in {0, 1}:
         engines, arguments.jobs = None, 1
     suite = read_suite(arguments.suite)
-    own_jobs = min(os.cpu_count() or 1, _MAX_JOBS) if suite.backend != "cuda" else 1
+    own_jobs = min(os.cpu_count() or 1, _MAX_JOBS) if not KINDS[suite.backend].on_gpu else 1
     options = Options(
         jobs=own_jobs if arguments.jobs is None else arguments.jobs,
         allow_missing=arguments.allow_missing,

@@ -42,6 +42,7 @@ REBUILDS: dict[str, Rebuilt] = {
     # Each forward reads these from the config (models/common/language_module/language_module.py,
     # models/common/embeddings/rope_utils.py), or from the scenario (memlab/model/training_step.py).
     "loss": "nothing",
+    "fp32_output": "nothing",
     "logprobs_chunk_size": "nothing",
     "cross_entropy_loss_fusion": "nothing",
     "cross_entropy_fusion_impl": "nothing",

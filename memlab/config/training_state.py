@@ -16,12 +16,17 @@ from typing import Any, Literal, get_args
 from memlab.config.from_json import build
 from memlab.config.validation import check_number, check_whole_number, shortened
 
-LOSS_OPTIONS = ("loss", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size")
+LOSS_OPTIONS = (
+    "loss", "fp32_output", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size",
+)  # fmt: skip
 
 MainGradsDtype = Literal["fp32", "bf16"]
 MainParamsDtype = Literal["fp32", "fp16"]
 MomentDtype = Literal["fp32", "fp16", "bf16", "fp8"]
-Loss = Literal["cross_entropy", "logprobs"]
+Loss = Literal[
+    "cross_entropy", "logprobs", "logprobs_one_hot", "logprobs_by_sequence", "vocab_parallel_cross_entropy", "softmax",
+    "scaled_softmax", "log_softmax", "topk_logits",
+]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -39,6 +44,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fp8_recipe": get_args(Fp8Recipe),
 }
 """The values of each option that is a choice; `fp8_format` may be None as well."""
+READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
+"""Losses that read `logprobs_chunk_size`."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _MOST_ELEMENTS_OF_A_BUCKET = 2**40
 _MOST_TOKENS_OF_A_CHUNK = 2**26
@@ -103,8 +110,11 @@ class TrainingState:
     that Megatron makes for its CPU optimizer and then discards stay allocated (`memlab.model.cpu_optimizer`)."""
 
     loss: Loss = "cross_entropy"
-    """``cross_entropy`` is Megatron's language-model loss; ``logprobs`` a policy-gradient loss from the labels'
-    log-probabilities and the entropy, as reinforcement learning computes it from the logits."""
+    """``cross_entropy`` is Megatron's language-model loss, which the model computes. The others are computed from the
+    logits that the model returns: what each has in memory, and whose it is, says `memlab.model.losses.LOSSES`."""
+    fp32_output: bool = False
+    """Copy the logits to fp32 when the model returns them, as Megatron's ``Float16Module`` does by default. Only losses
+    that are computed from the logits read it, and only in bf16."""
     cross_entropy_loss_fusion: bool = False
     """Compute the cross entropy with fewer kernels."""
     cross_entropy_fusion_impl: CrossEntropyFusionImpl = "native"
@@ -171,10 +181,15 @@ class TrainingState:
             )
 
     def _check_loss(self) -> None:
-        if self.logprobs_chunk_size is not None and self.loss != "logprobs":
+        if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise ValueError(
-                f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only loss 'logprobs' reads it, and loss is "
-                f"{self.loss!r}: choose loss 'logprobs', or leave logprobs_chunk_size out"
+                f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
+                f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out"
+            )
+        if self.fp32_output and self.loss == "cross_entropy":
+            raise ValueError(
+                "fp32_output is True, but loss 'cross_entropy' does not read it, since the model returns no logits: "
+                "choose another loss, or leave fp32_output out"
             )
         if self.cross_entropy_loss_fusion and self.loss != "cross_entropy":
             raise ValueError(
@@ -323,9 +338,14 @@ class TrainingState:
     @property
     def copies_logits_in_fp32(self) -> bool:
         """Whether the loss copies all logits of a micro-batch in fp32 at once."""
-        if self.loss == "logprobs":
-            return self.logprobs_chunk_size is None
+        if self.loss != "cross_entropy":
+            return self.logprobs_chunk_size is None or not self.can_copy_chunks_of_logits
         return not (self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te")
+
+    @property
+    def can_copy_chunks_of_logits(self) -> bool:
+        """Whether a loss that is computed from the logits can copy a chunk of them at a time in fp32."""
+        return self.loss.startswith("logprobs") and not self.fp32_output
 
     def changed(self) -> dict[str, Any]:
         """Returns the fields that differ from the default, in the order of the class."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
@@ -179,9 +180,9 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
         is_measured: Whether it was measured.
     """
     if is_measured:
-        place = "this CPU; it says nothing about a GPU" if backend == "cpu" else "a GPU"
+        place = "a GPU" if KINDS[backend].has_allocator else "this CPU; it says nothing about a GPU"
         return f"a step that was measured on {place}"
-    if backend == "cpu":
+    if not KINDS[backend].has_allocator:
         routing = f" with {scenario.routing} routing" if scenario.architecture.routes else ""
         return f"a step that was predicted for this CPU{routing}; it says nothing about a GPU"
     margin = measured_margin(scenario)
@@ -227,7 +228,7 @@ def judge_fit(
     """
     outside = estimate_outside_torch(record.scenario.layout)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
-    is_measured = record.backend != "simulated"
+    is_measured = not KINDS[record.backend].is_prediction
 
     peak = PeakRange.of(record, not_modelled)
 

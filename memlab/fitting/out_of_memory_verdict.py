@@ -15,7 +15,7 @@ from memlab.units import GIB, format_bytes
 USUAL_OUTSIDE_BYTES = 4 * GIB
 """What a job's own CUDA context, NCCL and libraries hold outside torch: 2.4 to 3.9 GiB per rank on H200s."""
 
-_MODULES_OF_THE_LOSS = ("gpt_model", "loss")
+_MODULES_OF_THE_LOSS = ("gpt_model", "fp32_output", "loss")
 """Megatron computes the cross entropy in the GPTModel, outside its inner modules."""
 _USUAL_CHUNK_SIZE = 1024
 """SkyRL's default."""
@@ -78,9 +78,12 @@ def name_smaller_loss(record: StepRecord) -> StepRecord:
         return record
     if not state.copies_logits_in_fp32:
         return record
-    option = "cross_entropy_loss_fusion and cross_entropy_fusion_impl 'te'"
-    if state.loss == "logprobs":
+    if state.loss == "cross_entropy":
+        option = "cross_entropy_loss_fusion and cross_entropy_fusion_impl 'te'"
+    elif state.can_copy_chunks_of_logits:
         option = f"logprobs_chunk_size {_USUAL_CHUNK_SIZE}"
+    else:
+        return record
     smaller = f"The loss copies all logits in fp32; with {option} it does not"
     advice = f"{failure.advice}. {smaller}" if failure.advice else smaller
     return replace(record, out_of_memory=replace(failure, advice=advice), message=f"{record.message}. {smaller}")

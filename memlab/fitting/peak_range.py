@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.measured_margin import measured_margin
@@ -72,7 +73,7 @@ class PeakRange:
             not_modelled: What the step's job does and memlab does not predict.
         """
         peak = record.peak_allocated_bytes
-        if record.backend != "simulated":
+        if not KINDS[record.backend].is_prediction:
             return cls.exactly(peak)
         causes = list(_causes(record, not_modelled))
         highest = peak + sum(cause.num_bytes or 0 for cause in causes if cause.may_add)

@@ -250,7 +250,6 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "gradient_accumulation_fusion": _fused_accumulation_bytes,
-    "defer_fp32_logits": lambda scenario: 4 * _logits(scenario),
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,

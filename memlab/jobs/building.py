@@ -283,7 +283,7 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     if not values.get("optimizer_cpu_offload"):
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
             values[name] = getattr(default, name)
-    if not values.get("cross_entropy_loss_fusion") or values.get("loss") == "logprobs":
+    if not values.get("cross_entropy_loss_fusion") or values.get("loss", "cross_entropy") != "cross_entropy":
         values["cross_entropy_loss_fusion"], values["cross_entropy_fusion_impl"] = False, "native"
     if values.get("fp8_format") is None:
         values["fp8_recipe"], values["fp8_param_gather"] = "delayed", False

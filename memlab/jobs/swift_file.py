@@ -75,17 +75,19 @@ def arguments_of(root: Node, name: str) -> Entries:
             elif group == "train" or (group == "rollout" and key.startswith("vllm_")):
                 entries.add(key, entry.value, entry.line)
     if "rollout" in groups:
-        entries.add("vllm_mode", "colocate" if _are_together(root) else "server", groups["rollout"].line)
+        entries.add("vllm_mode", "colocate" if _trains_beside(root, "rollout") else "server", groups["rollout"].line)
+    if _trains_beside(root, "teacher"):
+        entries.add("colocate_groups", "train, teacher", root.value["colocate_groups"].line)
     if "sleep_level" not in entries.by_key:
         entries.add("sleep_level", 1, root.line)
     return entries
 
 
-def _are_together(root: Node) -> bool:
-    """Whether training and inference engine have the same GPUs."""
+def _trains_beside(root: Node, other: str) -> bool:
+    """Whether the training has the same GPUs as another group."""
     together = root.value.get("colocate_groups")
     for group in together.value if together is not None and isinstance(together.value, list) else ():
         members = [member.value for member in group.value] if isinstance(group.value, list) else []
-        if "train" in members and "rollout" in members:
+        if "train" in members and other in members:
             return True
     return False

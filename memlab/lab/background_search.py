@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult
@@ -47,7 +48,7 @@ class BackgroundSearch:
         on_line: Callable[[str], object],
         on_end: Callable[[SearchResult | str], object],
     ) -> None:
-        scenario = routed_by_chance(scenario) if backend == "cpu" else scenario  # as the panel predicts one change
+        scenario = scenario if KINDS[backend].has_allocator else routed_by_chance(scenario)  # as the panel predicts one
         self._stopping = threading.Event()
         self._workers: Workers | None = None
 

@@ -25,7 +25,8 @@ class Garbage:
     """
 
     def __init__(self, meter: Meter) -> None:
-        self._simulated = meter.repeater
+        self._storages = None if meter.repeater is None else meter.repeater.storages
+        """Of a simulated model."""
         self._births_before: int | None = None
         """Allocations before the block of `kept_young`; None outside of it."""
         self._births_at_collection = -1
@@ -33,7 +34,7 @@ class Garbage:
     @property
     def is_collected(self) -> bool:
         """Whether a simulated meter has counted no allocation since the last collection."""
-        return self._simulated is not None and self._births_at_collection == self._simulated.num_births
+        return self._storages is not None and self._births_at_collection == self._storages.num_births
 
     @contextmanager
     def kept_young(self) -> Iterator[None]:
@@ -41,11 +42,11 @@ class Garbage:
 
         Collections of the youngest generation go on. They free most cycles. At the end of the block, none is left.
         """
-        if self._simulated is None:
+        if self._storages is None:
             yield
             return
         threshold = gc.get_threshold()
-        self._births_before = self._simulated.num_births
+        self._births_before = self._storages.num_births
         gc.set_threshold(threshold[0], _NEVER, threshold[2])
         try:
             yield
@@ -67,17 +68,17 @@ class Garbage:
         for generation in (1, 2):
             gc.collect(generation)
             if is_enough():
-                if self._simulated is not None:
-                    self._births_at_collection = self._simulated.num_births
+                if self._storages is not None:
+                    self._births_at_collection = self._storages.num_births
                 return True
         return False
 
     def collect(self) -> None:
         """Frees what is in reference cycles; after it, no garbage holds a storage."""
-        meter, before = self._simulated, self._births_before
-        if meter is None:
+        storages, before = self._storages, self._births_before
+        if storages is None:
             gc.collect()
             return
-        old_garbage_may_hold = before is None or meter.has_residual_before(before)
+        old_garbage_may_hold = before is None or storages.has_residual_before(before)
         gc.collect(2 if old_garbage_may_hold else 1)
-        self._births_at_collection = meter.num_births
+        self._births_at_collection = storages.num_births

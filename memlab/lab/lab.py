@@ -512,7 +512,7 @@ def _session_here(scenario: Scenario, backend: Backend, *, replay: bool, has_all
     Raises:
         ValueError: If the backend cannot build the scenario.
     """
-    if backend.computes and scenario.routing != Routing():
+    if not backend.kind.is_prediction and scenario.routing != Routing():
         raise ValueError(
             f"routing is {scenario.routing}, and on the {backend.name} backend the router decides: "
             "leave it out, or choose backend 'simulated'"

@@ -84,7 +84,7 @@ class LabModel:
 
     @property
     def _is_on_gpu(self) -> bool:
-        return self.backend.name == "cuda"
+        return self.backend.kind.on_gpu
 
     def require_free(self) -> None:
         """Checks that `job_context` can be entered now; a running job of this lab is none of the others.
@@ -100,7 +100,7 @@ class LabModel:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self.adopt(live, self.settings)
             # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            if not self.backend.computes and not self.scenario.state.optimizer_cpu_offload:
+            if self.backend.kind.is_prediction and not self.scenario.state.optimizer_cpu_offload:
                 self._as_built = AsBuilt(live, self.meter.remember())
         except BaseException as error:
             release_tensors(error)

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -54,7 +55,7 @@ class ManyRanks:
     """
 
     def __init__(self, scenario: Scenario, ranks: Ranks, backend: str, *, has_allocator: bool) -> None:
-        if backend == "simulated":
+        if backend in KINDS and KINDS[backend].is_prediction:
             raise ValueError(
                 "backend is 'simulated', which predicts any rank in this process: leave ranks out, or choose another "
                 "backend"

@@ -210,7 +210,7 @@ class OneProcess:
 
         A rank that ended it alone would leave the others waiting in a collective operation.
         """
-        if self.model.scenario.layout.world_size == 1 or not self.model.backend.computes:
+        if self.model.scenario.layout.world_size == 1 or self.model.backend.kind.is_prediction:
             return self._stop.is_set()
         return phase == "optimizer" and agreed_with_rank_0(self._stop.is_set())
 
@@ -219,7 +219,7 @@ class OneProcess:
     ) -> StateChange:
         """Changes the training state and the allocator to those of another scenario."""
         state, allocator = wanted.state, wanted.allocator
-        rebuilt = self._states.what_rebuilds(state, allocator)
+        rebuilt = self.model.backend.kind.rebuilt_by(self.model.scenario, state, allocator)
         if on_progress is not None and rebuilt != "nothing":
             on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
         self._is_steady = False

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.rebuilds import Rebuilt, what_rebuilds
+from memlab.config.rebuilds import Rebuilt
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -48,7 +48,7 @@ class StateChanges:
         model = self._model
         former, scenario = model.scenario, replace(model.scenario, state=state, allocator=allocator)
         check_configs(scenario, settings)
-        rebuilt = self.what_rebuilds(state, allocator)
+        rebuilt = model.backend.kind.rebuilt_by(former, state, allocator)
         if rebuilt != "nothing" and (model.is_tapped or model.transfers.has_fault):
             raise ValueError(
                 f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave the "
@@ -65,13 +65,6 @@ class StateChanges:
             device_bytes=model.meter.live_bytes(),
             allocator=allocator if allocator != former.allocator else None,
         )
-
-    def what_rebuilds(self, state: TrainingState, allocator: AllocatorSettings) -> Rebuilt:
-        """Returns what `change` rebuilds."""
-        model = self._model
-        if allocator != model.scenario.allocator and model.backend.name == "simulated":
-            return "model"
-        return what_rebuilds(model.scenario.state, state)
 
     def _rebuild(self, rebuilt: Rebuilt, scenario: Scenario, settings: MemorySettings) -> None:
         model = self._model

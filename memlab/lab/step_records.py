@@ -28,7 +28,7 @@ class StepRecords:
     def __init__(self, model: LabModel) -> None:
         self._model = model
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
-        self._hardware = hardware(own_device() if model.backend.name == "cuda" else None)
+        self._hardware = hardware(own_device() if model.backend.kind.on_gpu else None)
 
     def make(self, measured: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
         """Makes the record of a step.
@@ -49,7 +49,7 @@ class StepRecords:
             )
         # Not in what a repeated step takes over: the limit may be another one.
         measured["without_effect"] = measured["without_effect"] | model.scenario.allocator.without_effect(
-            has_allocator=model.backend.has_allocator, has_limit=meter.device_memory_bytes is not None
+            has_allocator=model.backend.kind.has_allocator, has_limit=meter.device_memory_bytes is not None
         )
         return StepRecord.from_timeline(
             timeline,
@@ -92,14 +92,14 @@ class StepRecords:
 
     def _uncollected_bytes(self, timeline: Timeline) -> int:
         """Returns what `StepRecord.uncollected_bytes` documents: of the copies, what is on the device at the peak."""
-        if self._model.backend.computes:
+        if not self._model.backend.kind.is_prediction:
             return 0
         copies = cpu_optimizer.uncollected_copies(self._model.live.discarded_optimizers)
         num_bytes = sum(rounded_bytes(copy.untyped_storage().nbytes()) for copy in copies)
         return num_bytes and min(num_bytes, timeline.breakdown(timeline.peak_index()).get("optimizer state", 0))
 
     def _tokens_per_second(self, measured: dict[str, Any]) -> float:
-        if "loss" not in measured or not self._model.backend.computes:
+        if "loss" not in measured or self._model.backend.kind.is_prediction:
             return 0.0
         return self._model.scenario.tokens_per_step / float(measured["step_seconds"])
 

@@ -180,7 +180,7 @@ class Stepper:
         with labels.phase_of("offload"):
             freed_at_end, end_seconds = transfers.end_step(settings)
         return {
-            "loss": loss if model.backend.computes else None,
+            "loss": None if model.backend.kind.is_prediction else loss,
             "load_seconds": load_seconds,
             "offload_seconds": offload_seconds + end_seconds,
             "offloaded_bytes_by_group": freed | freed_at_end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memlab.allocator.protocol import NO_BLOCK
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -37,6 +39,8 @@ class Allocation:
     """The part of `num_bytes` that the allocator added to the request."""
     stream: int = 0
     """The stream that was current when it was requested, 0 for the default one."""
+    pinned_bytes: int = 0
+    """Of the simulated block of pinned host memory that it has, 0 if it has none."""
 
     @property
     def final_category(self) -> int:
@@ -52,6 +56,21 @@ class Allocation:
         if self.freed_in_step != self.step:
             return _ACTIVATIONS
         return category_of(self)
+
+
+@dataclass(slots=True, eq=False)
+class StorageAllocation(Allocation):
+    """An allocation with what a meter needs to follow its storage."""
+
+    requested_bytes: int = 0
+    """The storage's size; `num_bytes` is what it takes of its pool."""
+    reference: weakref.ref[Any] | None = None
+    key: int = 0
+    """Under which the meter has it: its storage's identity, below 0 without a storage."""
+    birth: int = 0
+    """Its place among the meter's allocations, the earliest first."""
+    block: int = NO_BLOCK
+    """Of a simulated allocator."""
 
 
 def category_of(born: Any) -> int:

@@ -9,16 +9,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memlab.upstream.patching import patched
 
 
-class Observer(Protocol):
-    """Receives the reports."""
-
-    def after_operation(self, results: Any, arguments: Any = ()) -> None:
-        """Called when an operation has returned."""
+class ResizeObserver(Protocol):
+    """Receives the reports of `observe_resizes`."""
 
     def before_resize(self, storage: Any, num_bytes: int) -> None:
         """Called before a resize; an error that it raises prevents the resize."""
@@ -52,13 +49,13 @@ class ObserveResults(EagerMode):
     """Reports every operation on this thread.
 
     Args:
-        observer: Receives the reports.
+        report: Called with an operation's results and arguments when it has returned.
         answer: Returns the results. A dispatch mode of its own would take as long again for each operation.
     """
 
-    def __init__(self, observer: Observer, answer: Answer = computed) -> None:
+    def __init__(self, report: Callable[[Any, Any], None], answer: Answer = computed) -> None:
         super().__init__()
-        self._report, self._answer = observer.after_operation, answer
+        self._report, self._answer = report, answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = self._answer(func, args, kwargs or {})
@@ -66,13 +63,20 @@ class ObserveResults(EagerMode):
         return results
 
 
-_resize_observers: list[Observer] = []
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Runs the block without reports of its operations."""
+    with _disable_current_modes():
+        yield
+
+
+_resize_observers: list[ResizeObserver] = []
 _resizes_reported = ExitStack()
 _changing_observers = threading.Lock()
 
 
 @contextmanager
-def observe_resizes(observer: Observer) -> Iterator[None]:
+def observe_resizes(observer: ResizeObserver) -> Iterator[None]:
     """Reports every `UntypedStorage.resize_`: Megatron frees and refills storages in place with it.
 
     Several observers, each on a thread of its own, may come and go in any order.

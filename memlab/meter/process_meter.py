@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memlab.live_objects import references_to_instances_of, with_subclasses
+from memlab.meter.events import EventLog
 from memlab.meter.labels import Labels
+from memlab.meter.memory import PlainMemory
 from memlab.meter.observe_program import ObserveProgram
-from memlab.meter.observers import ObserveResults, tensors_in, tensors_with_memory
+from memlab.meter.observers import tensors_in, tensors_with_memory, unobserved
 from memlab.meter.storage_meter import StorageMeter
-from memlab.vocabulary import POOLS
+from memlab.meter.storages import Storages
 
 
-class ProcessMeter(StorageMeter):
-    """Counts the storages of CPU tensors; those of other devices are not its business."""
+class ProgramTensors:
+    """Tells storages of the CPU tensors of a program; those of other devices are not its business.
 
-    _observe: ClassVar[type[ObserveResults]] = ObserveProgram
+    Args:
+        labels: Say what each storage is for.
+        storages: Are told.
+        without: Tensors that are not counted.
+    """
 
-    def __init__(self, labels: Labels, without: Iterable[torch.Tensor] = ()) -> None:
-        """See `StorageMeter`.
-
-        Args:
-            labels: Say what each storage is for.
-            without: Tensors that are not counted.
-        """
-        super().__init__(labels)
+    def __init__(self, labels: Labels, storages: Storages, without: Iterable[torch.Tensor]) -> None:
+        self._labels, self._storages = labels, storages
         self._not_counted = {storage._cdata: storage for storage in (each.untyped_storage() for each in without)}
 
     def count_existing(self) -> None:
@@ -46,11 +46,11 @@ class ProcessMeter(StorageMeter):
 
         Other threads have made it, or a function that is no operation, such as ``torch.from_numpy``.
         """
-        with self.paused(), self._labels.category("unlabelled"):
+        with unobserved(), self._labels.category("unlabelled"):
             self.count_existing()
 
     def after_operation(self, results: Any, arguments: Any = ()) -> None:
-        """As `StorageMeter` does; of a sparse tensor or a wrapper it counts the parts."""
+        """As that of `Storages`; of a sparse tensor or a wrapper it counts the parts, each as memory of the device."""
         found: Iterable[torch.Tensor] = ()
         if isinstance(results, torch.Tensor):
             found = (results,)
@@ -58,14 +58,17 @@ class ProcessMeter(StorageMeter):
             found = tensors_in(results)
         for tensor in found:
             for part in tensors_with_memory(tensor):
-                self._count_storage(part.untyped_storage(), arguments)
+                storage: Any = part.untyped_storage()
+                if storage.device.type == "cpu" and storage._cdata not in self._not_counted:
+                    self._storages.count(storage)
 
-    def _count_storage(self, storage: Any, arguments: Any) -> None:
-        if storage.device.type == "cpu" and storage._cdata not in self._not_counted:
-            super()._count_storage(storage, arguments)
 
-    def _pool_of_new(self, arguments: Any) -> int:
-        return POOLS.index("device")
+def program_meter(labels: Labels, without: Iterable[torch.Tensor] = ()) -> tuple[StorageMeter, ProgramTensors]:
+    """Returns a meter of a program, and what tells it of tensors; for the arguments see `ProgramTensors`."""
+    log = EventLog(labels)
+    storages = Storages(labels, log, PlainMemory(log))
+    tensors = ProgramTensors(labels, storages, without)
+    return StorageMeter(labels, storages, lambda: ObserveProgram(tensors.after_operation)), tensors
 
 
 def _references_to_tensors() -> list[weakref.ref[torch.Tensor]]:

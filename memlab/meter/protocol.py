@@ -15,7 +15,7 @@ from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 
 if TYPE_CHECKING:
-    from memlab.meter.simulated_meter import SimulatedMeter
+    from memlab.meter.repeater import Repeater
 
 
 class Meter(Protocol):
@@ -30,7 +30,7 @@ class Meter(Protocol):
         """The last failed allocation of this timeline; complete once `finish` has returned."""
 
     @property
-    def repeater(self) -> SimulatedMeter | None:
+    def repeater(self) -> Repeater | None:
         """What lets recorded events happen again without a step; None where only steps make events."""
 
     @property

@@ -121,7 +121,7 @@ def record(
     first_span: int,
     last_span: int,
     places: Mapping[int, int],
-    forgotten: Collection[int],
+    buffers: Collection[int],
     *,
     other_streams: bool = False,
     ignores_unknown: bool = False,
@@ -134,7 +134,7 @@ def record(
         first_span: The span at its start.
         last_span: The span at its end.
         places: The layer's modules: place by code.
-        forgotten: Identities of allocations that cannot be replayed, such as pinned ones.
+        buffers: Identities of the pinned allocations that can be replayed.
         other_streams: Whether the pass may request memory on other streams than the default one.
         ignores_unknown: Leaves out what happens to storages that have no role: the recording only shows what the pass
             leaves allocated, and cannot be replayed.
@@ -162,7 +162,7 @@ def record(
                 is_unknown = delta < 0 or allocation.span < first_span
                 if is_unknown and ignores_unknown:
                     continue
-                if is_unknown or key in forgotten:
+                if is_unknown or (allocation.pinned_bytes and key not in buffers):
                     return None
                 if allocation.stream and not other_streams:
                     return None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
 from memlab.vocabulary import CATEGORIES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -27,10 +27,6 @@ Columns = npt.NDArray[np.int64]
 """Of shape [8, events]; the rows are nanoseconds, delta, pool, category, phase, module, storage, rounding."""
 _NANOSECONDS, _DELTA, _POOL, _CATEGORY, _PHASE, _MODULE, _STORAGE, _ROUNDING = range(8)
 _SAME = (_DELTA, _POOL, _PHASE, _MODULE)
-
-
-class DoesNotFitError(Exception):
-    """A request exceeds the limit."""
 
 
 class Period:
@@ -54,10 +50,12 @@ class Period:
     @cached_property
     def operations(self) -> tuple[Operations, Columns]:
         """What it sends to the allocator, and the place of each slot: distances and storages."""
-        places = np.stack([self.distance[self.on_device], self.storage[self.on_device]])
-        of_slots, slots = np.unique(places, axis=1, return_inverse=True)
+        distance, storage = self.distance[self.on_device], self.storage[self.on_device]
+        width = int(storage.max(initial=0)) + 1
+        of_slots, slots = np.unique((distance + 1) * width + storage, return_inverse=True)
         requested = np.maximum(self.columns[_DELTA, self.on_device], 0)
-        return Operations(np.stack([slots.reshape(-1), requested, np.zeros_like(requested)], axis=1)), of_slots
+        places = np.stack([of_slots // width - 1, of_slots % width])
+        return Operations(np.stack([slots, requested, np.zeros_like(requested)], axis=1)), places
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Period):
@@ -83,28 +81,42 @@ class Period:
         of_period = distance >= 0
         return storage + np.where(of_period, starts[len(bases) - 1 - distance * of_period], 0)
 
-    def again(self, answer: Answer, bases: Sequence[int], reserved_number: int) -> Columns:
+    def run(
+        self, allocator: Allocator, bases: Sequence[int], blocks: dict[int, int], limit_bytes: int | None
+    ) -> Served | None:
+        """Sends its requests to the allocator.
+
+        Args:
+            allocator: It gets them.
+            bases: As for `Period`, until the repetition.
+            blocks: Of all storages on the device, by number; they are changed.
+            limit_bytes: The device's; None is no limit.
+
+        Returns:
+            What the allocator gave; None if a request exceeds the limit.
+        """
+        operations, places = self.operations
+        numbers = self.numbers(places[0], places[1], bases).tolist()
+        in_slots = [blocks.pop(number, NO_BLOCK) for number in numbers]
+        served = allocator.run(operations, in_slots, limit_bytes)
+        blocks.update((number, block) for number, block in zip(numbers, in_slots, strict=True) if block != NO_BLOCK)
+        return served if len(served.num_bytes) == len(operations) else None
+
+    def again(self, served: Served, bases: Sequence[int], reserved_number: int) -> Columns:
         """Returns the rows of a repetition.
 
         Args:
-            answer: What the allocator gave.
+            served: What the allocator gave.
             bases: As for `Period`, until the repetition.
             reserved_number: Of the storage that stands for the reserved bytes.
         """
         columns = self.columns.copy()
         requested = columns[_DELTA][self.on_device]
-        columns[_DELTA][self.on_device] = np.sign(requested) * answer.num_bytes
+        columns[_DELTA][self.on_device] = np.sign(requested) * served.num_bytes
         columns[_ROUNDING] = columns[_DELTA] - self.columns[_DELTA]
         columns[_STORAGE] = self.numbers(self.distance, self.storage, bases)
-        return with_reserved(columns, answer.reserved, reserved_number)
-
-
-class Answer(NamedTuple):
-    """What the allocator gave to the requests of a period."""
-
-    num_bytes: Columns
-    reserved: list[tuple[int, int]]
-    """Rows before which the reserved bytes changed, and by how much."""
+        changes = [(int(self.on_device[place]), change) for place, change in served.changes]
+        return with_reserved(columns, changes, reserved_number)
 
 
 def without_reserved(columns: Columns) -> Columns:
@@ -125,37 +137,6 @@ def with_reserved(columns: Columns, changes: Sequence[tuple[int, int]], number: 
     rows[_POOL], rows[_CATEGORY], rows[_MODULE] = _RESERVED, _WORKSPACE, 0
     rows[_STORAGE], rows[_ROUNDING] = number, 0
     return np.insert(columns, places, rows, axis=1)
-
-
-def request(
-    allocator: Allocator,
-    period: Period,
-    bases: Sequence[int],
-    blocks: dict[int, int],
-    limit_bytes: int | None,
-) -> Answer:
-    """Sends the requests of a period to the allocator.
-
-    Args:
-        allocator: It gets them.
-        period: It repeats.
-        bases: As for `Period`, until the repetition.
-        blocks: Of all storages on the device, by number; they are changed.
-        limit_bytes: The device's; None is no limit.
-
-    Raises:
-        DoesNotFitError: If a request exceeds the limit.
-    """
-    operations, places = period.operations
-    numbers = period.numbers(places[0], places[1], bases).tolist()
-    in_slots = [blocks.pop(number, NO_BLOCK) for number in numbers]
-    reserved_bytes = allocator.reserved_bytes
-    served = allocator.run(operations, in_slots, limit_bytes)
-    if len(served.num_bytes) < len(operations):
-        raise DoesNotFitError
-    blocks.update((number, block) for number, block in zip(numbers, in_slots, strict=True) if block != NO_BLOCK)
-    rows = period.on_device
-    return Answer(served.num_bytes, [(int(rows[each]), change) for each, change in served.changes(reserved_bytes)])
 
 
 def is_live(columns: Columns, count: int) -> npt.NDArray[np.bool_]:
@@ -236,10 +217,7 @@ def repeat(
         reserved_number: Of the storage that stands for the reserved bytes.
 
     Returns:
-        The repetitions; None if it is not known that the period repeats.
-
-    Raises:
-        DoesNotFitError: If a request exceeds the limit.
+        The repetitions; None if it is not known that the period repeats, or if a request exceeds the limit.
     """
     bases = [count for _, count in ends]
     (first, _), (middle, start), (last, count) = ends[-3:]
@@ -263,7 +241,7 @@ def repeat(
         return None
     for (_, storage), number in standing.items():  # a later repetition frees it
         categories[number] = of_own[storage]
-    answers: list[Answer] = []
+    answers: list[Served] = []
     seen: dict[Any, int] = {}
     while len(answers) < times:
         numbers = _numbers(places, bases)
@@ -278,7 +256,10 @@ def repeat(
             seen.clear()
         else:
             seen[state] = len(answers)
-            answers.append(request(allocator, period, bases, blocks, limit_bytes))
+            served = period.run(allocator, bases, blocks, limit_bytes)
+            if served is None:
+                return None
+            answers.append(served)
             bases.append(bases[-1] + own)
     parts = [period.again(each, bases[: num_bases + turn], reserved_number) for turn, each in enumerate(answers)]
     rows = np.concatenate(parts, axis=1)

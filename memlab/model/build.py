@@ -25,7 +25,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.model import cpu_optimizer
-from memlab.model.losses import PolicyGradientLoss
+from memlab.model.losses import Fp32Output, LossFromLogits
 from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
 from memlab.model.process_group import initialize_megatron, seed_megatron
 from memlab.upstream.patching import patched
@@ -45,8 +45,10 @@ class LiveModel:
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
-    loss: PolicyGradientLoss = field(default_factory=PolicyGradientLoss, repr=False)
+    loss: LossFromLogits = field(default_factory=LossFromLogits, repr=False)
     """The loss of the training states in which the GPTModel does not compute it."""
+    fp32_output: Fp32Output = field(default_factory=Fp32Output, repr=False)
+    """Copies the logits for it, in the training states that say so."""
     discarded_optimizers: list[Any] = field(default_factory=list)
     """CPU optimizers that Megatron has replaced, while they are still allocated (`cpu_optimizer`)."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
@@ -91,9 +93,10 @@ class LiveModel:
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer.
 
-        After them comes the loss.
+        After them come the copy of the logits and the loss.
         """
         yield from ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        yield "fp32_output", self.fp32_output
         yield "loss", self.loss
 
     def buffers(self) -> Iterator[tuple[str, Any]]:

@@ -1,47 +1,158 @@
-"""The loss of reinforcement learning: log-probabilities of the labels and the entropy, computed from the logits.
+"""The losses that are computed from the logits: each with the tensors that a framework's own function has.
 
-Tensors have the sizes and lifetimes of those in SkyRL's Megatron worker, where `logprobs_chunk_size` comes from
-(``skyrl/backends/skyrl_train/distributed/megatron/model_utils.py``, NovaSky-AI/SkyRL 07df484c). SkyRL took its
-log-probabilities from NeMo-RL (``DistributedLogprob`` and ``ChunkedDistributedLogprob``), its entropy from verl
-(``vocab_parallel_entropy``).
+A row of `LOSSES` is a computation, not a framework. Which tensors of the logits' size are made, in which type, and what
+of them is kept for backward, is that of the function which the row names; the values are memlab's own, so that each
+loss but `topk_logits` is the cross entropy. Measured per logit with the frameworks' functions on a GPU:
+``labs/results/h200_loss_bytes.jsonl``.
 
-The logits themselves stay in the model's type, as with ``fp32_output=False`` of Megatron's ``Float16Module`` and
-NeMo-RL's ``defer_fp32_logits``. Without these, frameworks keep one more copy of all logits, in fp32.
+Megatron's ``Float16Module`` returns logits in fp32 unless a caller says ``fp32_output=False``, which only NeMo-RL with
+``defer_fp32_logits`` does (megatron/core/transformer/module.py, 0.16.1; nemo_rl/models/megatron/train.py, 7ea279ab).
+`training_step` makes that copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ReduceOp
 
+from memlab.config.training_state import TrainingState
 
-class PolicyGradientLoss(torch.nn.Module):
+_TOPK = 64
+"""Logits of a token that a teacher sends (``distillation.topk_logits_k``, NeMo-RL 7ea279ab)."""
+
+
+class LossFromLogits(torch.nn.Module):
     """The loss -advantage x log-probability of each label, with an advantage of 1, so that it is the cross entropy.
 
     The entropy has no gradient and is not part of the loss: it is a metric, unless a framework's entropy bonus is on
     (SkyRL's ``use_entropy_loss``, off by default).
     """
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
+    def forward(
+        self, logits: torch.Tensor, labels: torch.Tensor, state: TrainingState, lengths: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         """Returns each token's loss, fp32 [sequences, tokens].
 
         Args:
-            logits: [sequences, tokens, vocabulary of this rank].
+            logits: [sequences, tokens, vocabulary of this rank]. Some losses overwrite them, as upstream does.
             labels: int64 [sequences, tokens], in the whole vocabulary.
-            chunk_size: Tokens of each sequence that are computed at once; None computes all at once.
+            state: Names the loss, and the tokens that are computed at once.
+            lengths: Of the packed sequences of a row on this rank; None where rows are not packed.
         """
         group = parallel_state.get_tensor_model_parallel_group()
-        of_labels = log_probabilities(logits, labels, group, chunk_size)
-        entropy(logits.detach(), group, chunk_size)
-        return -of_labels
+        compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size
+        if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
+            return compute(logits, labels, group, chunk_size)
+        sums: list[torch.Tensor] = []
+        ends = accumulate(lengths)
+        parts = (
+            (_Slice.apply(logits, end - length, length, sums), labels[:, end - length : end])
+            for end, length in zip(ends, lengths, strict=True)
+        )
+        return torch.cat([compute(*part, group, chunk_size) for part in parts], dim=1)
+
+
+class Fp32Output(torch.nn.Module):
+    """Copies the logits to fp32, which the loss then reads (``Float16Module.forward``)."""
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits in fp32."""
+        return logits.float()
+
+
+class _Loss(Protocol):
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None
+    ) -> torch.Tensor: ...
+
+
+def _logprobs(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
+    of_labels = log_probabilities(logits, labels, group, chunk_size)
+    entropy(logits.detach(), group, chunk_size)
+    return -of_labels
+
+
+def _logprobs_one_hot(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
+    # Where nothing is chunked, NeMo-RL copies to fp32 before its function (`get_next_token_logprobs_from_logits`).
+    rows = logits.float() if chunk_size is None else logits
+    return -log_probabilities(rows, labels, group, chunk_size, one_hot=True)
+
+
+def _vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None
+) -> torch.Tensor:
+    logits.div_(torch.ones_like(labels, dtype=logits.dtype).unsqueeze(-1))
+    if not torch.is_grad_enabled():
+        # A pass for log-probabilities alone has the entropy too (``compute_log_prob``, trainer/ppo/ray_trainer.py).
+        kept = logits.clone()
+        entropy(logits, group)
+        logits = kept
+    of_labels: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
+    return of_labels
+
+
+def _softmax(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, is_scaled: bool = False
+) -> torch.Tensor:
+    rows = logits.flatten(0, 1)
+    if is_scaled:
+        rows = rows / 1.0  # a temperature, by which slime does not divide in place
+    own = labels.flatten()
+    chunks = [(rows, own)]
+    if chunk_size is not None:
+        number = -(-rows.shape[0] // chunk_size)
+        chunks = list(zip(rows.chunk(number), own.chunk(number), strict=True))
+    return -torch.cat([_LogProbabilitiesOfSoftmax.apply(*chunk, group) for chunk in chunks]).view_as(labels)
+
+
+def _kept_log_softmax(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
+    logits.div_(1.0)  # a temperature, 0.9 by default
+    if group.size() == 1:
+        return -_Picked.apply(torch.log_softmax(logits, dim=-1), labels.unsqueeze(-1)).squeeze(-1)
+    return -_LogSoftmaxOfRanks.apply(logits, labels, group)
+
+
+def _topk_logits(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
+    own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
+    chosen = own.unsqueeze(-1) + torch.zeros(_TOPK, dtype=own.dtype, device=own.device)
+    picked = _Picked.apply(logits.float(), chosen)
+    picked = picked * (~elsewhere).unsqueeze(-1)
+    torch.distributed.all_reduce(picked, op=ReduceOp.SUM, group=group)
+    return -torch.log_softmax(picked, dim=-1).mean(-1)
+
+
+LOSSES: dict[str, _Loss] = {
+    # SkyRL (skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, 07df484c and a9564572), with verl's entropy
+    # as a metric; NeMo-RL's whole rows have the same tensors.
+    "logprobs": _logprobs,
+    # NeMo-RL with ``fuse_loss``, or without packing (nemo_rl/distributed/model_utils.py, 7ea279ab).
+    "logprobs_one_hot": _logprobs_one_hot,
+    # NeMo-RL's packed rows otherwise (``SequencePackingLossWrapper`` in nemo_rl/algorithms/loss/wrapper.py).
+    "logprobs_by_sequence": _logprobs_one_hot,
+    # verl (``_lm_head_logits_processor`` in verl/workers/engine/megatron/transformer_impl.py, 0.9.1 and 1dda039b).
+    "vocab_parallel_cross_entropy": _vocab_parallel_cross_entropy,
+    # slime (``_VocabParallelLogProbEntropy`` in slime/utils/ppo_utils.py, 624b824a), without and with a
+    # ``rollout_temperature`` other than 1 (slime/backends/megatron_utils/loss.py).
+    "softmax": _softmax,
+    "scaled_softmax": partial(_softmax, is_scaled=True),
+    # ms-swift's GRPO (``vocab_parallel_log_softmax`` in swift/megatron/trainers/vocab_parallel_utils.py, 4.6.0).
+    "log_softmax": _kept_log_softmax,
+    # NeMo-RL's distillation (``get_distillation_topk_logprobs_from_logits`` in nemo_rl/distributed/model_utils.py).
+    "topk_logits": _topk_logits,
+}
+"""What each loss of `TrainingState` computes, but for Megatron's own, which the model itself computes."""
+BY_SEQUENCE = ("logprobs_by_sequence", "topk_logits")
+"""Losses that training computes for one packed sequence after the other."""
 
 
 def log_probabilities(
-    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None = None
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None = None, *, one_hot: bool = False
 ) -> torch.Tensor:
     """Returns the log-probability of each label, fp32 [sequences, tokens].
 
@@ -53,12 +164,14 @@ def log_probabilities(
         labels: int64 [sequences, tokens], in the whole vocabulary.
         group: The tensor-parallel ranks, each with an equal part of the vocabulary.
         chunk_size: Tokens of each sequence that are computed at once; None computes all at once.
+        one_hot: Whether backward spreads a chunk's labels over the vocabulary, in 16 bytes per logit of the chunk, and
+            has the gradient in the logits' type.
     """
     of_labels: torch.Tensor
     if chunk_size is None:
         of_labels = _LogProbabilities.apply(logits, labels, group)
     else:
-        of_labels = _ChunkedLogProbabilities.apply(logits, labels, group, chunk_size)
+        of_labels = _ChunkedLogProbabilities.apply(logits, labels, group, chunk_size, one_hot)
     return of_labels
 
 
@@ -103,7 +216,9 @@ class _LogProbabilities(torch.autograd.Function):
 
 class _ChunkedLogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int, one_hot: bool
+    ) -> torch.Tensor:
         own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
         parts = []
         for tokens in _chunks(logits.shape[1], chunk_size):
@@ -113,22 +228,115 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             parts.append(_of_labels(log_probs, own[:, tokens], elsewhere[:, tokens], group))
             del log_probs
         ctx.save_for_backward(logits, own, elsewhere)
-        ctx.group, ctx.chunk_size = group, chunk_size
+        ctx.group, ctx.chunk_size, ctx.one_hot = group, chunk_size, one_hot
         return torch.cat(parts, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, own, elsewhere = ctx.saved_tensors
-        of_logits = torch.empty_like(logits, dtype=torch.float32)
+        make, dtype = (torch.zeros_like, logits.dtype) if ctx.one_hot else (torch.empty_like, torch.float32)
+        of_logits = make(logits, dtype=dtype)
         for tokens in _chunks(logits.shape[1], ctx.chunk_size):
             rows = logits[:, tokens]
             rows = rows.float()
             softmax = _log_softmax(rows, ctx.group)
             softmax = softmax.exp()
-            # Upstream keeps a chunk's gradient until the next chunk's is computed.
-            of_chunk = _gradient(softmax.neg_(), gradient[:, tokens], own[:, tokens], elsewhere[:, tokens])
-            of_logits[:, tokens] = of_chunk
-        return of_logits, None, None, None
+            if ctx.one_hot:
+                of_chunk = _gradient_of_one_hot(softmax, gradient[:, tokens], own[:, tokens], elsewhere[:, tokens])
+                of_logits[:, tokens] = of_chunk
+                del rows, softmax, of_chunk
+            else:
+                # Upstream keeps a chunk's gradient until the next chunk's is computed.
+                of_chunk = _gradient(softmax.neg_(), gradient[:, tokens], own[:, tokens], elsewhere[:, tokens])
+                of_logits[:, tokens] = of_chunk
+        return of_logits, None, None, None, None
+
+
+class _Picked(torch.autograd.Function):
+    """torch's ``gather`` in the last dimension, which keeps its input.
+
+    Under a dispatch mode, such as a meter, the backward of torch's own makes one tensor of all logits more
+    (``areAnyTensorSubclassLike`` in torch/csrc/autograd/FunctionsManual.cpp, 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values, places)
+        return values.gather(-1, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        values, places = ctx.saved_tensors
+        return torch.zeros_like(values).scatter_add_(-1, places, gradient), None
+
+
+class _Slice(torch.autograd.Function):
+    """Tokens of the logits, whose gradient is a tensor of all logits that is added to those of the other slices.
+
+    Autograd adds gradients in place, but not under a dispatch mode (``accumulate`` in
+    torch/csrc/autograd/input_buffer.cpp, 2.13). So the slices add them here, and the one whose backward is last, the
+    first, returns the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, start: int, length: int, sums: list[torch.Tensor]) -> torch.Tensor:
+        ctx.shape, ctx.start, ctx.length, ctx.sums = logits.shape, start, length, sums
+        return logits.narrow(1, start, length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        of_logits = gradient.new_zeros(ctx.shape)
+        of_logits.narrow(1, ctx.start, ctx.length).copy_(gradient)
+        if ctx.sums:
+            ctx.sums[0].add_(of_logits)
+        else:
+            ctx.sums.append(of_logits)
+        return ctx.sums.pop() if ctx.start == 0 else None, None, None, None
+
+
+class _LogSoftmaxOfRanks(torch.autograd.Function):
+    """Log-probabilities of labels from a log-softmax of torch's operations, in one node.
+
+    The exponentials and the log-softmax are kept, as autograd keeps them. In nodes of their own, the gradients would
+    be added up as `_Slice` says.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+        own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
+        maximum = _maximum(logits, group)
+        exponentials = (logits - maximum).exp()
+        total = _summed(exponentials.sum(dim=-1, keepdim=True), group)
+        log_probs = logits - maximum - total.log()
+        ctx.save_for_backward(exponentials, log_probs, total, own, elsewhere)
+        return _of_labels(log_probs, own, elsewhere, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        exponentials, log_probs, total, own, elsewhere = ctx.saved_tensors
+        of_labels = gradient.masked_fill(elsewhere, 0.0).unsqueeze(-1)
+        of_logits = torch.zeros_like(log_probs).scatter_add_(-1, own.unsqueeze(-1), of_labels)
+        return of_logits.sub_(exponentials.div_(total).mul_(gradient.unsqueeze(-1))), None, None
+
+
+class _LogProbabilitiesOfSoftmax(torch.autograd.Function):
+    """Log-probabilities [tokens] of labels, in one copy of the logits, which is the softmax and then the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+        own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
+        rows = logits.float()
+        softmax = rows - _maximum(rows, group)
+        picked = softmax.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+        total = _summed(softmax.exp_().sum(dim=-1), group)
+        softmax.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, own, elsewhere)
+        return _summed(picked.masked_fill_(elsewhere, 0.0), group) - total.log()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        softmax, own, elsewhere = ctx.saved_tensors
+        return _gradient(softmax.neg_(), gradient, own, elsewhere), None, None
 
 
 def _chunks(num_tokens: int, chunk_size: int | None) -> Iterator[slice]:
@@ -171,3 +379,13 @@ def _gradient(
     """Turns -softmax into the gradient of the logits, in place: (1 at the label - softmax) x gradient."""
     of_labels = gradient.masked_fill(elsewhere, 0.0).unsqueeze(-1)
     return negative_softmax.mul_(gradient.unsqueeze(-1)).scatter_add_(-1, own.unsqueeze(-1), of_labels)
+
+
+def _gradient_of_one_hot(
+    softmax: torch.Tensor, gradient: torch.Tensor, own: torch.Tensor, elsewhere: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the logits as `_gradient` does, from labels that are spread over the vocabulary."""
+    one_hot = torch.zeros(softmax.shape, dtype=torch.int64, device=softmax.device).scatter_(-1, own.unsqueeze(-1), 1)
+    chosen = (~elsewhere).unsqueeze(-1) * one_hot
+    del one_hot
+    return chosen.float().sub_(softmax).mul_(gradient.unsqueeze(-1))

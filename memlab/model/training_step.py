@@ -143,15 +143,17 @@ def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) 
         inputs, positions, labels = shifted(tokens, lengths)
     packed = {"packed_seq_params": packed_sequence_params(live.scenario)}
     own_inputs, own_positions, own_labels = (chunks_of_this_rank(part, lengths) for part in (inputs, positions, labels))
-    state = live.scenario.state
+    state, ranks = live.scenario.state, parallel_state.get_context_parallel_world_size()
+    lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
     if state.loss == "cross_entropy":
         return model(own_inputs, own_positions, None, labels=own_labels, **packed), _mean_loss
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return _mean_loss(live.loss(logits, own_labels, state.logprobs_chunk_size))
+        return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank))
 
     # Without labels the model returns the logits.
-    return model(own_inputs, own_positions, None, **packed), mean_loss
+    logits = model(own_inputs, own_positions, None, **packed)
+    return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.backend_kind import BackendName
 from memlab.config.from_json import build
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -26,7 +27,7 @@ class StepRecord:
 
     scenario: Scenario
     settings: MemorySettings
-    backend: str
+    backend: BackendName
     versions: dict[str, str]
     """The versions of memlab, Python, torch and everything else that decides the numbers, by package."""
     step_index: int

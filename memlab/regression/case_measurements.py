@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from memlab.config.architectures import Architecture
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.cpu_info import processor_features, processor_name
@@ -137,7 +138,7 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         for key in _METRICS_BY_NAME:
             metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values.get(key, {}).items()}
         near_peak = {}
-        if backend == "cuda" and record.timeline is not None:
+        if KINDS[backend].on_gpu and record.timeline is not None:
             near_peak = record.timeline.categories_near_peak(CUDA_SLACK_BYTES)
         records[name] = RecordMeasured(
             metrics=metrics,

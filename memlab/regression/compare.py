@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.backend_kind import KINDS
 from memlab.config.layout import Layout
 from memlab.config.training_state import TrainingState
 from memlab.regression.case_measurements import CUDA_SLACK_BYTES, Measured, MetricValue, RecordMeasured
@@ -95,8 +96,8 @@ def tolerance(metric: str, backend: str, *, same_rounding: bool) -> float | None
     if metric == "status":
         return 0.0
     if metric == "loss" or metric.endswith("_loss"):
-        return 0.0 if same_rounding and backend != "cuda" else None
-    return _CUDA_TOLERANCE if backend == "cuda" else 0.0
+        return 0.0 if same_rounding and not KINDS[backend].on_gpu else None
+    return _CUDA_TOLERANCE if KINDS[backend].on_gpu else 0.0
 
 
 def has_same_rounding(baseline: Measured, now: Measured) -> bool:
@@ -117,7 +118,7 @@ def compare_with_baseline(baseline: Measured, now: Measured, backend: str) -> li
             share = tolerance(metric, backend, same_rounding=same_rounding)
             old, new = before.metrics.get(metric), after.metrics.get(metric)
             is_whole = isinstance(old, int) or isinstance(new, int)  # a ratio of bytes is not a number of bytes
-            slack = CUDA_SLACK_BYTES if backend == "cuda" and is_whole and _counts_bytes(metric) else 0
+            slack = CUDA_SLACK_BYTES if KINDS[backend].on_gpu and is_whole and _counts_bytes(metric) else 0
             if share is None or _agree(old, new, share, slack):
                 continue
             if slack and (_is_near_peak(metric, old, after) or _is_near_peak(metric, new, before)):

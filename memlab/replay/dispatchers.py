@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.observers import unobserved
+from memlab.meter.repeater import Repeater
 from memlab.model.retention.retained_leaves import Retained, retained_by
 from memlab.replay.offload_calls import spec_of
 from memlab.replay.passes import Holder, Left, Pass, PassesOfStep, Reference
@@ -29,7 +30,7 @@ class Dispatchers:
     """Reads and replaces what the token dispatchers of a model refer to."""
 
     units: Units
-    meter: SimulatedMeter
+    meter: Repeater
     step: PassesOfStep
 
     def _of(self, unit: Unit) -> list[Any]:
@@ -51,7 +52,7 @@ class Dispatchers:
         """Drops the graph of an earlier pass, as a forward pass does that is not replayed."""
         unit.keeps_states = False
         dispatchers = self._of(unit)
-        with self.meter.paused():
+        with unobserved():
             for reference, tensor in self._tensors(unit):
                 if tensor.grad_fn is not None:
                     setattr(dispatchers[reference.number], reference.name, tensor.detach())
@@ -65,7 +66,7 @@ class Dispatchers:
         """Returns what refers to a stepped pass whose backward has not ended."""
         roles = {id(allocation) for allocation in previous.roles}
         tensors = self._tensors(previous.unit)
-        return [each for each, tensor in tensors if id(self.meter.allocation_of(tensor)) in roles]
+        return [each for each, tensor in tensors if id(self.meter.storages.allocation_of(tensor)) in roles]
 
     def replace(self, unit: Unit, references: Iterable[Reference]) -> None:
         """Refers to other stand-ins, as a forward pass does."""
@@ -77,7 +78,7 @@ class Dispatchers:
         """Notes which tensors refer to what a stepped backward pass has left, and what is freed with its graph."""
         left, places = one.left, _places_of(one.left)
         for reference, tensor in self._tensors(one.unit):
-            place = places.get(id(self.meter.allocation_of(tensor)))
+            place = places.get(id(self.meter.storages.allocation_of(tensor)))
             if place is not None:
                 left.referred.append((place, reference))
 
@@ -95,9 +96,9 @@ class Dispatchers:
             places[id(left.result)] = len(left.others)
         found = []
         for reference, tensor in self._tensors(one.unit):
-            own = places.get(id(self.meter.allocation_of(tensor)), -1)
+            own = places.get(id(self.meter.storages.allocation_of(tensor)), -1)
             leaves = _tensors_of_leaves(tensor.grad_fn)
-            kept = {own} | {places.get(id(self.meter.allocation_of(each)), -1) for each in leaves}
+            kept = {own} | {places.get(id(self.meter.storages.allocation_of(each)), -1) for each in leaves}
             kept -= left.in_graph | {-1}
             missing -= kept
             if kept:
@@ -120,20 +121,20 @@ class Dispatchers:
         specs = {holder.place: holder.reference.spec for holder in left.holders}
         tensors: dict[int, torch.Tensor] = {len(left.others): result}
         for place, allocation in enumerate(left.others):
-            meter.hand_over(allocation)
+            meter.storages.hand_over(allocation)
             if place in left.in_graph:
-                meter.keep(allocation)
+                meter.storages.keep(allocation)
                 continue
             of_bytes = torch.Size([allocation.requested_bytes]), (1,), torch.uint8
             tensors[place] = meter.stand_in(*specs.get(place, of_bytes))
-            meter.follow(tensors[place].untyped_storage(), allocation)
+            meter.storages.follow(tensors[place].untyped_storage(), allocation)
         one.unit.held = []
         for (number, name, spec), own, kept in left.holders:
             tensor = tensors.get(own)
             if tensor is None or spec_of(tensor) != spec:
                 tensor = meter.stand_in(*spec)
             if kept != {own} or tensor is not tensors.get(own):
-                with meter.paused():
+                with unobserved():
                     tensor = tensor.detach()  # of the same storage; it must not keep itself
                 setattr(tensor, _KEPT, [tensors[place] for place in kept])
             setattr(dispatchers[number], name, tensor)

@@ -32,7 +32,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from memlab.meter.labels import Labels
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.repeater import Repeater
 from memlab.model.build import LiveModel
 from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.knowledge import Knowledge
@@ -55,7 +55,7 @@ class LayerReplay:
         meter: Its meter.
     """
 
-    def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
+    def __init__(self, live: LiveModel, labels: Labels, meter: Repeater) -> None:
         self._live, self._labels, self._meter, self._units = live, labels, meter, Units(live, labels)
         self.step, self._calls = PassesOfStep(live), RepeatedCalls(meter)
         self.retention = Retention(labels, meter, self._units, self.step)
@@ -156,7 +156,7 @@ class LayerReplay:
     def _pass(self, unit: Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.retention.take_result(unit)
         number = 0 if unit.last_pass is None else unit.last_pass.number + 1
-        one = Pass(unit, number, self._meter.allocation_of(given), self._calls.next_groups())
+        one = Pass(unit, number, self._meter.storages.allocation_of(given), self._calls.next_groups())
         unit.last_pass = one
         known = self._knowledge.get(self._knowledge.forward(one, given))
         if known is not None and self._replayer.may_replay(one, known, given):
@@ -166,7 +166,7 @@ class LayerReplay:
         return self._recorder.forward(one, given, step)
 
     def _pass_without_graph(self, unit: Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        one = Pass(unit, 0, self._meter.allocation_of(given))
+        one = Pass(unit, 0, self._meter.storages.allocation_of(given))
         known = self._knowledge.get(self._knowledge.without_graph(unit, given))
         if known is not None and known.is_proven and one.input is not None:
             return self._replayer.forward_without_graph(one, known)

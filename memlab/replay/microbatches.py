@@ -1,7 +1,7 @@
 """Micro-batches that memlab does not step, because earlier ones have shown what they do.
 
 Megatron's own schedule counts the micro-batches. Where one of them had the same events as the one before, and left
-allocated what it found, all later ones but the last are inserted there (`SimulatedMeter.insert_periods`), and the
+allocated what it found, all later ones but the last are inserted there (`Repeater.insert_periods`), and the
 schedule's count goes on behind them. In 1F1B a period is the forward pass of one micro-batch and the backward pass of
 an earlier one. If no micro-batch is known to repeat, the schedule steps all of them.
 """
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from memlab.config.scenario import Scenario
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.repeater import Repeater
 from memlab.model.training_step import Microbatches
 from memlab.replay.passes import PassesOfStep
 from memlab.upstream.patching import patched
@@ -31,7 +31,7 @@ class MicrobatchReplay(Microbatches):
         step: The step under way. Its schedule makes fewer forward passes where micro-batches are inserted.
     """
 
-    def __init__(self, meter: SimulatedMeter, labels: Labels, scenario: Scenario, step: PassesOfStep) -> None:
+    def __init__(self, meter: Repeater, labels: Labels, scenario: Scenario, step: PassesOfStep) -> None:
         layout = scenario.layout
         stage = layout.rank // layout.ranks_of_a_stage
         num_before = layout.pipeline_model_parallel_size - 1 - stage

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.allocations import StorageAllocation
+from memlab.meter.observers import unobserved
+from memlab.meter.repeater import Repeater
 from memlab.upstream.patching import patched
 
 _CALLS = ("on_group_start_forward", "on_group_commit_forward", "on_group_commit_backward", "on_group_start_backward")
@@ -50,11 +51,13 @@ class Saved:
     chunk: Any = None
     tags: list[_Tag] = field(default_factory=list)
 
-    def reloaded(self, meter: SimulatedMeter) -> list[StorageAllocation | None]:
+    def reloaded(self, meter: Repeater) -> list[StorageAllocation | None]:
         """Returns the allocations of saved tensors that are on the device, by number."""
-        return [meter.allocation_of(each) if isinstance(each, torch.Tensor) else None for each in self._tensors()]
+        return [
+            meter.storages.allocation_of(each) if isinstance(each, torch.Tensor) else None for each in self._tensors()
+        ]
 
-    def host_copies(self, meter: SimulatedMeter) -> list[StorageAllocation | None]:
+    def host_copies(self, meter: Repeater) -> list[StorageAllocation | None]:
         """Returns the allocations of host copies that the backward of this pass may bring back, the next first.
 
         They are those of layers before it. It frees the copies of groups that have no pool: those of experts.
@@ -62,7 +65,7 @@ class Saved:
         groups = [] if self.chunk is None else self.chunk._groups_to_reload
         at_most = 2 * len({group._name for group in groups})
         states = [state for group in groups[: -at_most - 1 : -1] for state in group._tensors.values()]
-        return [meter.allocation_of(state[1]) for state in states if isinstance(state, tuple) and not state[2]]
+        return [meter.storages.allocation_of(state[1]) for state in states if isinstance(state, tuple) and not state[2]]
 
     def _tensors(self) -> list[Any]:
         return [self.chunk.offload_groups[tag[0] - 1]._tensors.get(tag) for tag in self.tags]
@@ -75,7 +78,7 @@ class RepeatedCalls:
         meter: The model's meter.
     """
 
-    def __init__(self, meter: SimulatedMeter) -> None:
+    def __init__(self, meter: Repeater) -> None:
         self._meter = meter
         self._made: list[tuple[Any, ...]] = []
         self._copies: list[tuple[StorageAllocation | None, tuple[Any, ...]]] = []
@@ -144,7 +147,7 @@ class RepeatedCalls:
             result = copy(*args, **kwargs)
             tensor = result[1] if isinstance(result, tuple) else result
             if self._repeated is None:
-                self._copies.append((self._meter.allocation_of(tensor), (tensor.shape, tensor.dtype)))
+                self._copies.append((self._meter.storages.allocation_of(tensor), (tensor.shape, tensor.dtype)))
             else:
                 self._repeated.append(tensor)
             return result
@@ -278,7 +281,7 @@ class RepeatedCalls:
         copies: list[torch.Tensor] = []
         self._repeated = copies
         try:
-            with self._meter.paused():
+            with unobserved():
                 yield copies
         finally:
             self._repeated = None

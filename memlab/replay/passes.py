@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.meter.allocations import StorageAllocation
 from memlab.meter.recording import Recording, Replay
-from memlab.meter.storage_meter import StorageAllocation
 from memlab.model.build import LiveModel
 from memlab.model.retention.retained_leaves import Retained
 from memlab.replay.offload_calls import Calls, Saved, Spec

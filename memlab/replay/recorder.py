@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from memlab.meter import collectives
+from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
     FORWARD,
@@ -21,8 +22,7 @@ from memlab.meter.recording import (
     Recording,
     Role,
 )
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.repeater import Repeater
 from memlab.replay.dispatchers import Dispatchers, have_checkpoint
 from memlab.replay.knowledge import Freed, Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls, spec_of
@@ -38,7 +38,7 @@ class Recorder:
     """Steps passes of one model, and tells what they do."""
 
     labels: Labels
-    meter: SimulatedMeter
+    meter: Repeater
     step: PassesOfStep
     calls: RepeatedCalls
     retention: Retention
@@ -65,12 +65,12 @@ class Recorder:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
         unit.held = []
         reference = knowledge.freed_lately(key) if reference is None else reference
-        meter.after_event = self.retention.letting_go(unit, reference, of_previous)
+        meter.log.after_event = self.retention.letting_go(unit, reference, of_previous)
         try:
             result = self._stepped(step)
         finally:
-            if meter.after_event is not None:
-                meter.after_event = None
+            if meter.log.after_event is not None:
+                meter.log.after_event = None
                 self.retention.let_go(unit, of_previous.values())
         # What a pass frees of an earlier one that was stepped, and could not be recorded, has no role.
         if in_flight is None or in_flight.replay is not None or in_flight.roles:
@@ -86,7 +86,7 @@ class Recorder:
             recording, one.roles = recorded
             calls, one.saved = self.calls.forward_since(mark.calls, _places_of(one.roles))
             one.copies_allocated = calls.allocated
-            one.output = _place_of(meter.allocation_of(result), one.roles)
+            one.output = _place_of(meter.storages.allocation_of(result), one.roles)
             if one.output >= 0:
                 output = self._known(one, mark, recording, one.output, result, calls)
                 output.keeps_states, output.has_checkpoint = unit.keeps_states, has_checkpoint
@@ -104,7 +104,7 @@ class Recorder:
         recorded = self._record(one, mark, {} if one.input is None else {id(one.input): Role(INPUT, 0)})
         if recorded is not None:
             recording, allocations = recorded
-            if [allocations[role] for role in recording.live] == [self.meter.allocation_of(result)]:
+            if [allocations[role] for role in recording.live] == [self.meter.storages.allocation_of(result)]:
                 key = self.knowledge.without_graph(one.unit, given)
                 self.knowledge.learn(key, self._known(one, mark, recording, recording.live[0], result, Calls((), ())))
         return result
@@ -157,7 +157,7 @@ class Recorder:
     def _begin_backward(self, one: Pass, gradient: torch.Tensor) -> None:
         self.retention.take_result(one.unit)
         one.backward = self._mark()
-        one.gradient = self.meter.allocation_of(gradient)
+        one.gradient = self.meter.storages.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.reloaded, one.host_copies = one.saved.reloaded(self.meter), one.saved.host_copies(self.meter)
 
@@ -174,7 +174,7 @@ class Recorder:
             self.knowledge.not_recorded(key, one)
             return
         recording, own = recorded
-        result = _place_of(self.meter.allocation_of(gradient), own)
+        result = _place_of(self.meter.storages.allocation_of(gradient), own)
         calls = self.calls.backward_since(mark.calls, _places_of(own), one.saved)
         self._read_what_is_left(one, mark, own, result)
         if result >= 0 and calls is not None and self._may_be_repeated(one, recording):

@@ -11,6 +11,7 @@ from megatron.core import tensor_parallel
 
 from memlab.allocator.protocol import NO_BLOCK
 from memlab.meter import collectives
+from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
     FORWARD,
@@ -24,8 +25,7 @@ from memlab.meter.recording import (
     Replay,
     Role,
 )
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.repeater import Repeater
 from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.knowledge import Key, Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls
@@ -42,7 +42,7 @@ class Replayer:
     """Replays passes of one model."""
 
     labels: Labels
-    meter: SimulatedMeter
+    meter: Repeater
     step: PassesOfStep
     calls: RepeatedCalls
     retention: Retention
@@ -129,7 +129,7 @@ class Replayer:
         unit, meter, forward = one.unit, self.meter, one.replay
         assert forward is not None, "only a replayed pass has this node"
         self._enter(reversed(unit.layers))
-        one.gradient = meter.allocation_of(gradient)
+        one.gradient = meter.storages.allocation_of(gradient)
         self.retention.take_result(unit)
         key = self.knowledge.backward(one, is_latest=self.step.is_latest(one))
         known, keeps_result = self._known_backward(one, key), self.knowledge.keeps_result(key)
@@ -147,7 +147,7 @@ class Replayer:
             others += [one.input] if one.input.num_bytes else []
         of_source = known.source.left
         one.source, one.kept = known.source, result if keeps_result else None
-        one.left = replace(of_source, result=meter.allocation_of(result), others=others)
+        one.left = replace(of_source, result=meter.storages.allocation_of(result), others=others)
         self._leave(one, result)
         return result
 
@@ -164,8 +164,8 @@ class Replayer:
             self.dispatchers.refer_to_what_is_left(one)
         for place, allocation in enumerate(left.others):
             if place in left.in_graph:
-                meter.hand_over(allocation)
-                meter.keep(allocation)
+                meter.storages.hand_over(allocation)
+                meter.storages.keep(allocation)
             else:
                 self.retention.hold(unit, allocation, place)
         if is_retained:
@@ -179,7 +179,7 @@ class Replayer:
         freed = [forward.attached.get(role.number) for role in recording.freed if role.owner == FORWARD]
         copies = [copy for copy in freed if isinstance(copy, StorageAllocation)]
         for copy in copies:
-            self.meter.hand_over(copy)
+            self.meter.storages.hand_over(copy)
         done = self._run(one, recording, forward)
         for copy in copies:
             self.meter.forget(copy)
@@ -197,7 +197,7 @@ class Replayer:
     def at_end_of_graph(self, one: Pass) -> Any:
         """Returns an object whose end frees what a layer would free when its part of the graph is freed."""
         storage = self.meter.stand_in((0,), (1,), torch.uint8).untyped_storage()
-        one.end = self.meter.when_freed(storage, self.retention.graph_freed, one)
+        one.end = self.meter.storages.when_freed(storage, self.retention.graph_freed, one)
         return storage
 
     def _other(self, one: Pass, role: Role) -> Any:
@@ -224,7 +224,7 @@ class Replayer:
         for role in recording.freed:
             other = others.get(role)
             if isinstance(other, StorageAllocation):
-                self.meter.hand_over(other)
+                self.meter.storages.hand_over(other)
         done = self.meter.replay(recording, one.unit.modules, forward, others)
         if forward is None or self.step.refills:
             self.retention.drop_freed(one.unit, by_pass=True)
@@ -238,14 +238,14 @@ class Replayer:
         for (role, _), tensor in zip(calls.copies, copies, strict=True):
             if role >= 0 and replay.has(role) and role in recording.live:
                 made = self.meter.separate(replay, role, recording.totals[Role(OWN, role)])
-                self.meter.follow(tensor.untyped_storage(), made)
+                self.meter.storages.follow(tensor.untyped_storage(), made)
                 if made.pool == _HOST:
                     self.meter.pin(made)
 
     def _result(self, replay: Replay, known: Known) -> torch.Tensor:
         tensor = self.meter.stand_in(*known.spec)
         allocation = self.meter.separate(replay, known.result, replay.recording.totals[Role(OWN, known.result)])
-        self.meter.follow(tensor.untyped_storage(), allocation)
+        self.meter.storages.follow(tensor.untyped_storage(), allocation)
         return tensor
 
     def _enter(self, layers: Iterable[int]) -> None:

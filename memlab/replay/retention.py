@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memlab.meter.allocations import Allocation
+from memlab.meter.allocations import Allocation, StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import RETAINED, Role
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.repeater import Repeater
 from memlab.replay.passes import Pass, PassesOfStep
 from memlab.replay.units import Unit, Units
 
@@ -25,7 +24,7 @@ class Retention:
     """Follows what each layer's last backward pass has left allocated, as far as no later pass has freed it."""
 
     labels: Labels
-    meter: SimulatedMeter
+    meter: Repeater
     units: Units
     step: PassesOfStep
     _of_layers: defaultdict[int, list[StorageAllocation]] = field(default_factory=lambda: defaultdict(list))
@@ -56,7 +55,7 @@ class Retention:
         """Frees what replayed passes retain."""
         for allocation in [each for of_layer in self._of_layers.values() for each in of_layer]:
             if allocation.key < 0 and allocation.num_bytes:
-                self.meter.let_go(allocation)
+                self.meter.storages.let_go(allocation)
         self._of_layers.clear()
 
     def categorise(self) -> None:
@@ -96,13 +95,13 @@ class Retention:
     def hold(self, unit: Unit, allocation: StorageAllocation, place: int) -> None:
         """Keeps what a replayed pass leaves, in the storage that stands for it, if there is one."""
         meter = self.meter
-        meter.hand_over(allocation)
+        meter.storages.hand_over(allocation)
         held = unit.held[place] if place < len(unit.held) else None
         storage = None if held is None else held()
         if storage is not None and storage.nbytes() == allocation.requested_bytes:
-            meter.follow(storage, allocation)
+            meter.storages.follow(storage, allocation)
         else:
-            meter.keep(allocation)
+            meter.storages.keep(allocation)
 
     def drop_freed(self, unit: Unit, *, by_pass: bool = False) -> None:
         """Drops what is not allocated any more.
@@ -121,7 +120,7 @@ class Retention:
         """Frees what replayed passes have left that no storage stands for."""
         for each in [*self.of(unit), *of_previous]:
             if each.key < 0 and each.num_bytes:
-                self.meter.let_go(each)
+                self.meter.storages.let_go(each)
 
     def letting_go(
         self, unit: Unit, reference: list[tuple[int, Role]], of_previous: Mapping[Role, StorageAllocation]
@@ -136,7 +135,7 @@ class Retention:
 
         def let_go() -> None:
             while waiting and waiting[-1][0] <= num_allocated:
-                self.meter.let_go(waiting.pop()[1])
+                self.meter.storages.let_go(waiting.pop()[1])
 
         def after_event(delta: int, allocation: Allocation) -> None:
             nonlocal num_allocated
@@ -153,7 +152,7 @@ class Retention:
         for place, allocation in enumerate(one.source.left.others):
             has_freed = not allocation.num_bytes and id(allocation) not in self._freed_by_pass
             if (has_freed or place in one.left.in_graph) and one.left.others[place].num_bytes:
-                self.meter.let_go(one.left.others[place])
+                self.meter.storages.let_go(one.left.others[place])
 
 
 def storage_of(allocation: StorageAllocation) -> weakref.ref[Any] | None:

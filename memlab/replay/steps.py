@@ -10,7 +10,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.repeater import Repeater
 from memlab.model.build import LiveModel
 from memlab.model.retention.retained_leaves import Retained
 from memlab.record.timeline import Timeline
@@ -30,7 +30,7 @@ class StepReplay(NoReplay):
         meter: The model's meter.
     """
 
-    def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
+    def __init__(self, live: LiveModel, labels: Labels, meter: Repeater) -> None:
         self.is_on = True
         self._live, self._labels, self._meter = live, labels, meter
         self._layers = LayerReplay(live, labels, meter)
@@ -46,15 +46,15 @@ class StepReplay(NoReplay):
 
     @property
     def has_new(self) -> bool:  # type: ignore[override]
-        return not self.is_on or self._meter.has_new
+        return not self.is_on or self._meter.storages.has_new
 
     @property
     def is_unchanged(self) -> bool:  # type: ignore[override]
         return self._repeatable is not None
 
     def plan(self, step: Circumstances) -> Plan:
-        has_limit, follows = self._meter.device_memory_bytes is not None, self._follows_full_recompute
-        looks = self._meter.looks
+        has_limit, follows = self._meter.memory.limit_bytes is not None, self._follows_full_recompute
+        looks = self._meter.log.looks
         plan = plan_step(step, has_limit=has_limit, is_looked_at=looks, follows_full_recompute=follows)
         return plan if self.is_on else Plan()
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
-from memlab.meter.storage_meter import StorageAllocation
 from memlab.model.build import LiveModel
 
 if TYPE_CHECKING:

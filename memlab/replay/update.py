@@ -21,7 +21,7 @@ import torch
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.repeater import Repeater
 from memlab.model.build import LiveModel
 from memlab.model.residency.residency import tensors_in
 from memlab.model.training_step import update_parameters
@@ -50,7 +50,7 @@ class UpdateReplay:
         meter: Its meter.
     """
 
-    def __init__(self, labels: Labels, meter: SimulatedMeter) -> None:
+    def __init__(self, labels: Labels, meter: Repeater) -> None:
         self._labels, self._meter = labels, meter
         self._first: _FirstUpdate | None = None
         self._known: tuple[Recording, Counter[str]] | None = None
@@ -67,13 +67,13 @@ class UpdateReplay:
     def free_state(self) -> None:
         """Frees Adam's state for the meter, but keeps its tensors for the next first update."""
         if self._first is not None:
-            self._meter.free_all(storage for _, storage in self._first.storages)
+            self._meter.storages.free_all(storage for _, storage in self._first.storages)
 
     def __call__(self, live: LiveModel) -> None:
         """Takes the place of `update_parameters`."""
         meter, labels = self._meter, self._labels
         is_first = not _has_state(live)
-        if is_first and self._first is not None and meter.device_memory_bytes is None:
+        if is_first and self._first is not None and meter.memory.limit_bytes is None:
             self._replay_first(live, self._first)
             return
         if self._known is not None and not is_first:
@@ -97,7 +97,7 @@ class UpdateReplay:
         collectives.send_again(first.sent)
         requested_bytes = dict(done.left_allocated())
         for role, storage in first.storages:
-            meter.follow(storage, meter.separate(done, role, requested_bytes[role]))
+            meter.storages.follow(storage, meter.separate(done, role, requested_bytes[role]))
         for part, state, scales in zip(live.optimizers, first.states, first.scales, strict=True):
             part.optimizer.state.update(state)
             _scales_of(part.optimizer).update(scales)

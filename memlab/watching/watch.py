@@ -18,7 +18,8 @@ from memlab.cpu_info import processor_name
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.observers import tensors_with_memory
-from memlab.meter.process_meter import ProcessMeter
+from memlab.meter.process_meter import ProgramTensors, program_meter
+from memlab.meter.protocol import Meter
 from memlab.watching.framework_buffers import framework_buffers, rank_maps
 from memlab.watching.phases import Phases
 from memlab.watching.run import Run
@@ -88,17 +89,18 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
     labels = Labels()
     training_state = _TrainingState(model, optimizers)
     modules = [(name or type(model).__name__, module) for name, module in model.named_modules()]
-    meter: AllocatorMeter | ProcessMeter
+    meter: Meter
+    unseen: ProgramTensors | None = None  # of a GPU, the allocator's history has all
     is_on_gpu = device.type == "cuda"
     with ExitStack() as stack:
         stack.enter_context(_only_block())
         stack.enter_context(labelled_by(labels, whole_process=is_on_gpu))
         if is_on_gpu:
-            meter = AllocatorMeter(labels)
-            stack.callback(meter.stop_recording)
+            meter = on_gpu = AllocatorMeter(labels)
+            stack.callback(on_gpu.stop_recording)
         else:
-            meter = ProcessMeter(labels, without=rank_maps())
-            meter.count_existing()
+            meter, unseen = program_meter(labels, without=rank_maps())
+            unseen.count_existing()
         phases = Phases(
             labels,
             any_thread=is_on_gpu,
@@ -110,7 +112,7 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
         stack.enter_context(phases.following(modules))
         del model, optimizers, modules  # the program may free them in the block
         stack.enter_context(meter.watching())
-        _categorise_framework_buffers(meter)
+        _categorise_framework_buffers(meter, unseen)
         meter.start(training_state.categories(), others="unlabelled")
         started = time.perf_counter()
         try:
@@ -123,10 +125,10 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
             if is_on_gpu:
                 torch.cuda.synchronize()
             run.step_seconds = time.perf_counter() - started
-            _categorise_framework_buffers(meter)
+            _categorise_framework_buffers(meter, unseen)
             meter.categorise(training_state.categories())
-            if isinstance(meter, ProcessMeter):
-                meter.count_unseen()
+            if unseen is not None:
+                unseen.count_unseen()
             run.timeline = meter.finish()
 
 
@@ -150,10 +152,10 @@ def _only_block() -> Iterator[None]:
         _in_block.release()  # perhaps on another thread
 
 
-def _categorise_framework_buffers(meter: AllocatorMeter | ProcessMeter) -> None:
+def _categorise_framework_buffers(meter: Meter, unseen: ProgramTensors | None) -> None:
     for buffers in framework_buffers():
-        if isinstance(meter, ProcessMeter):
-            meter.after_operation(buffers.tensors)  # C++ may hold them alone
+        if unseen is not None:
+            unseen.after_operation(buffers.tensors)  # C++ may hold them alone
         meter.categorise({buffers.category: buffers.tensors}, module=buffers.owner)
 
 

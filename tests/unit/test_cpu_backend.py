@@ -11,7 +11,7 @@ import torch
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.cuda_on_cpu import FACTORIES, is_on_host
 from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.storage_meter import StorageMeter
+from memlab.meter.storage_meter import plain_meter
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_every_function_that_chooses_its_device_is_a_factory() -> None:
 @pytest.mark.parametrize("make", [lambda: torch.from_numpy(np.ones(3)), lambda: torch.as_tensor([1.0, 2.0, 3.0])])
 def test_the_meter_counts_on_the_host_what_no_operation_makes(make: Callable[[], torch.Tensor]) -> None:
     labels = Labels()
-    meter = StorageMeter(labels)
+    meter = plain_meter(labels)
     with cuda_replaced(), labelled_by(labels), meter.watching():
         made = make()
         assert meter.pool_of(made) == "host"

@@ -21,7 +21,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import simulated_meter
 from tests.unit.live import random_settings
 
 from .inside import inside
@@ -200,7 +200,7 @@ def test_a_discarded_optimizer_that_does_not_stay_is_freed_before_the_first_step
 
 def test_a_copy_that_converts_between_host_and_device_takes_the_hosts_type_on_the_device() -> None:
     labels = Labels()
-    meter = SimulatedMeter(labels)
+    meter = simulated_meter(labels)
     with on_fake_tensors(), labelled_by(labels), meter.watching():
         host = torch.empty(2**20, pin_memory=True, device="cpu")
         device = torch.empty(2**20, dtype=torch.bfloat16, device="cuda")
@@ -215,7 +215,7 @@ def test_a_copy_that_converts_between_host_and_device_takes_the_hosts_type_on_th
 @pytest.mark.parametrize("active", [cuda_replaced, on_fake_tensors])
 def test_is_cuda_tells_host_from_device_also_of_results(active: Any) -> None:
     labels = Labels()
-    meter = SimulatedMeter(labels)
+    meter = simulated_meter(labels)
     with active(), labelled_by(labels), meter.watching():
         on_device = torch.empty(8, dtype=torch.bfloat16, device="cuda")
         copy = on_device.detach().clone().cpu().pin_memory()

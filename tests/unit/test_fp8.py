@@ -18,9 +18,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import Fp8Recipe, TrainingState
 from memlab.lab.lab import Lab
-from memlab.meter import simulated_meter
+from memlab.meter import kept_gathers
 from memlab.meter.labels import Labels
-from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.layers.fake_fp8 import Fp8Padding
 from memlab.model.training_step import _labels_in_engine_checkpoints
 from memlab.upstream.private_names import replaceable
@@ -345,11 +344,10 @@ def test_torch_may_keep_what_the_last_gathers_of_blockwise_values_and_scales_sen
     job: dict[str, Any] = {"num_layers": 4, "seq_length": 4096, "layout": over_ranks, "backend": "simulated"}
     with Lab("phi-4", **job, state=fp8("blockwise")) as lab:
         kept_bytes = lab.step().kept_gather_bytes
-        meter = inside(lab).model.meter
-        assert isinstance(meter, SimulatedMeter)
-        assert sum(num_bytes for _, num_bytes, _ in meter._kept) == 577.5 * MIB
+        meter: Any = inside(lab).model.meter
+        assert sum(num_bytes for _, num_bytes, _ in meter.storages.memory.gathers.kept) == 577.5 * MIB
         assert kept_bytes == 87.5 * MIB, "what the four layers' forward passes gathered"
-        monkeypatch.setattr(simulated_meter, "_MOST_KEPT_GATHERS", 4)
+        monkeypatch.setattr(kept_gathers, "_MOST_KEPT", 4)
         assert lab.step().kept_gather_bytes == kept_bytes / 2, "each layer gathers twice"
     with Lab("phi-4", **job, state=fp8("tensorwise")) as lab:
         assert lab.step().kept_gather_bytes == 0, "values that are gathered alone are waited for"

@@ -11,7 +11,7 @@ import torch
 
 from memlab import Lab, MemorySettings
 from memlab.backends.fake_cuda import FAKE
-from memlab.meter.storage_meter import StorageAllocation
+from memlab.meter.allocations import StorageAllocation
 from tests.unit.replayed import require_identical
 
 from .inside import inside
@@ -47,9 +47,9 @@ def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
             allocations = _num_allocations() - of_earlier_tests
         finally:
             gc.enable()
-        meter: Any = inside(lab).model.meter
-        assert meter.num_births > 3 * meter.num_live, "most storages of a step are freed in it"
-        assert allocations < 1.5 * meter.num_live, "else only a collection frees what the meter knew of them"
+        storages: Any = inside(lab).model.meter.storages
+        assert storages.num_births > 3 * len(storages.live), "most storages of a step are freed in it"
+        assert allocations < 1.5 * len(storages.live), "else only a collection frees what the meter knew of them"
 
 
 def test_what_is_left_in_a_cycle_is_no_memory_of_the_next_settings() -> None:

@@ -90,7 +90,7 @@ def test_an_engine_of_megatron_with_weights_of_its_own_pauses_them_while_the_mod
     """NeMo-RL's ``_offload_inference_model`` leaves the buffer, and ``swap_model_weights`` needs no bucket."""
     rollout = Rollout(is_colocated=True, ranks_per_node=1, seq_length=32, engine_bytes=GIB, engine_sleeps=False)
     rollout = replace(rollout, bucket_share=0.3)
-    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=32)
+    job = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
     weights = 2 * rollout.num_weights_of_engine(job)
     found = predict_phases(job, MemorySettings(offload_parameters=True), rollout, 80 * GIB)
     assert [phase.engine_bytes for phase in found.phases] == [weights + GIB, GIB, GIB, weights + GIB]
@@ -368,18 +368,18 @@ _DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
 @pytest.mark.parametrize(
     ("overrides", "tokens", "rows"),
     [
-        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 1024, 2),
-        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 1024, 8),
-        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 1024, 8),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8", 2048, 1),
+        (f"{_OWN}micro_batch_size_per_gpu=2 {_REFERENCE}micro_batch_size_per_gpu=8 {_COMPARES}", 8192, 1),
+        (f"{_OWN}micro_batch_size_per_gpu=8 {_REFERENCE}micro_batch_size_per_gpu=2 {_COMPARES}", 8192, 1),
         (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=32768 {_COMPARES}", 32768, 1),
-        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 1024, 32),
+        (f"{_DYNAMIC} {_REFERENCE}use_dynamic_bsz=False {_REFERENCE}micro_batch_size_per_gpu=32 {_COMPARES}", 32768, 1),
         (f"{_DYNAMIC} {_REFERENCE}max_token_len_per_gpu=8192 {_COMPARES}", 16384, 1),
     ],
 )
 def test_passes_of_verl_s_reference_model_have_sizes_of_their_own(
     overrides: str, tokens: int, rows: int, tmp_path: Path
 ) -> None:
-    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1."""
+    """``log_prob_*`` of ``ref/ref.yaml`` and ``rollout/rollout.yaml``, 0.9.1; without padding, a pass is one row."""
     rollout = verl(tmp_path, overrides).rollout
     assert rollout is not None
     assert (rollout.seq_length, rollout.micro_batch_size) == (tokens, rows)
@@ -444,7 +444,7 @@ def test_rows_that_nemo_rl_does_not_pack_have_a_causal_mask(
 
 def test_slime_s_state_is_back_for_log_probabilities_and_away_at_the_weight_sync() -> None:
     """``wake_up`` and ``update_weights`` in slime/backends/megatron_utils/actor.py."""
-    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=32)
+    job = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
     away = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
     usual = Rollout(is_colocated=True, ranks_per_node=1, seq_length=32, bucket_bytes=GIB)
     of_slime = replace(usual, offloads_for_generation_only=True, syncs_from_host=True)
@@ -494,3 +494,18 @@ def test_an_optimizer_that_stays_for_generation_may_leave_for_log_probabilities(
     rollout = nemo(tmp_path, *overrides, backend="vllm").rollout
     assert rollout is not None
     assert rollout.freed_for_log_probabilities == freed
+
+
+@pytest.mark.parametrize(("groups", "is_beside"), [("[train, rollout, teacher]", True), ("[train, rollout]", False)])
+def test_a_teacher_s_engine_of_ms_swift_may_have_the_training_s_gpus(
+    groups: str, is_beside: bool, tmp_path: Path
+) -> None:
+    """``colocate_groups`` in swift/ray/megatron/driver_utils.py, 4.6.0."""
+    (tmp_path / "job.yaml").write_text(
+        f"rlhf_type: gkd\nmodel: Qwen/Qwen3-8B\nmax_length: 2048\ncolocate_groups: [{groups}]\n"
+        "train: {gpus: 4}\nrollout: {gpus: 4}\nteacher: {gpus: 4, model: Qwen/Qwen3-32B}\n"
+    )
+    job = Job.read(tmp_path / "job.yaml", format_name="ms-swift")
+    assert ("colocate_groups" in effects(job)) == is_beside
+    assert job.rollout is not None
+    assert job.rollout.is_colocated

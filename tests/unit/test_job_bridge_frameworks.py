@@ -207,8 +207,8 @@ VERL_SFT = (
     [
         ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=True data.max_token_len_per_gpu=4096", (4096, 1, 2)),
         ("verl/trainer/sft_trainer.py", "data.max_token_len_per_gpu=16384 data.max_length=16384", (16384, 1, 2)),
-        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", (1024, 2, 4)),
-        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.max_length=2048", (2048, 4, 2)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", (2048, 1, 4)),
+        ("-m verl.trainer.sft_trainer", "data.use_dynamic_bsz=False data.max_length=2048", (8192, 1, 2)),
     ],
 )
 def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int, int, int], tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
     assert (scenario.layout.world_size, scenario.layout.tensor_model_parallel_size) == (16, 2)
     assert (scenario.layout.expert_model_parallel_size, scenario.layout.expert_tensor_size) == (8, 1)
     assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
-    assert (scenario.state.loss, settings.recompute_granularity) == ("logprobs", None)
+    assert (scenario.state.loss, settings.recompute_granularity) == ("vocab_parallel_cross_entropy", None)
     assert "engine.override_transformer_config.bias_activation_fusion" in {one.key for one in job.not_modelled}
     assert not [one for one in job.not_modelled if one.effect == "unknown"]
 
@@ -238,8 +238,9 @@ _SIZES = "megatron_config.tensor_model_parallel_size=4 megatron_config.expert_mo
     ("keys", "layout", "workload"),
     [
         (f"{_SIZES} max_length=4096 batch_size=16 micro_train_batch_size_per_gpu=1", (4, 1), (4096, 1, 8)),
-        (f"{_SIZES} max_length=4096 batch_size=16", (4, 1), (4096, 2, 4)),
-        ("max_length=2048 batch_size=16", (2, 2), (2048, 2, 4)),
+        (f"{_SIZES} max_length=4096 batch_size=16", (4, 1), (8192, 1, 4)),
+        (f"{_SIZES} max_length=4096 batch_size=16 remove_microbatch_padding=false", (4, 1), (4096, 2, 4)),
+        ("max_length=2048 batch_size=16", (2, 2), (4096, 1, 4)),
         (f"{_SIZES} max_length=2048 max_tokens_per_microbatch=8192 use_sequence_packing=true batch_size=64", (4, 1), (8192, 1, 2)),
         (f"{_SIZES} max_length=2048 use_sequence_packing=true batch_size=64", (4, 1), (2048, 1, 2)),
     ],

@@ -70,11 +70,11 @@ SLIME = (
             "run.sh",
             f"{VERL} {OF_SEQUENCES} {ROLLOUT}.free_cache_engine=False",
             None,
-            {"seq_length": 4096, "micro_batch_size": 3, "engine_sleeps": False},
+            {"seq_length": 12288, "micro_batch_size": 1, "engine_sleeps": False},
         ),
         ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 2 * GIB}),
         ("config.yaml", NEMO_RL, 1, {"seq_length": 8192, "engine_ranks": 4, "bucket_bytes": None, "bucket_share": 0.3}),
-        ("run.sh", SKYRL, None, {"seq_length": 1536, "micro_batch_size": 4, "gpu_memory_utilization": 0.6}),
+        ("run.sh", SKYRL, None, {"seq_length": 6144, "micro_batch_size": 1, "gpu_memory_utilization": 0.6}),
         (
             "run.sh",
             (
@@ -82,7 +82,7 @@ SLIME = (
                 "--max_length 1024 --max_completion_length 3072 --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "
                 "--vllm_tensor_parallel_size 2 --sleep_level 1 --micro_batch_size 2 --global_batch_size 16"
             ),
-            None,
+            2,
             {
                 "seq_length": 4096,
                 "micro_batch_size": 2,

@@ -303,7 +303,7 @@ _MEMORY = [
     ("bridge", "peft", "lora", "less"),
     ("skyrl", "trainer.bf16", "false", "more"),
     ("slime", "entropy_coef", "0.01", "more"),
-    ("slime", "qkv_format", "bshd", "more"),
+    ("slime", "rollout_top_p", "0.9", "more"),
     ("ms-swift", "task_type", "seq_cls", "either"),
     ("ms-swift", "linear_decoupled_in_proj", "true", "either"),
     ("ms-swift", "freeze_parameters_ratio", "1.0", "less"),

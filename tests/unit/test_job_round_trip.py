@@ -18,7 +18,7 @@ from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
@@ -144,7 +144,8 @@ STATES = {
     "overlap_cpu_optimizer_d2h_h2d": dtype(True),
     "pin_cpu_grads": dtype(False),
     "manual_gc": dtype(True),
-    "loss": dtype("logprobs", "cross_entropy"),
+    "loss": dtype(*CHOICES["loss"]),
+    "fp32_output": dtype(True),
     "logprobs_chunk_size": dtype(512),
     "cross_entropy_loss_fusion": dtype(True),
     "cross_entropy_fusion_impl": dtype("te"),
@@ -162,10 +163,11 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     state |= {field: value for field, value in FRAMEWORKS[name].fixed.items() if field in state}
     if scenario.layout.pipeline_model_parallel_size == 1:
         state["deallocate_pipeline_outputs"] = False
+    packed = packed_sequences_said(name, scenario)
+    state |= loss_said(name, scenario, state)
     unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()
     unread += UNREAD["fp8"] if state["fp8_format"] is None else ()
-    unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] == "logprobs" else ()
-    unread += ("logprobs_chunk_size",) if state["loss"] != "logprobs" else ()
+    unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] != "cross_entropy" else ()
     state |= {field: getattr(TrainingState(), field) for field in unread}
     kept = saying(name, settings.to_dict(), MemorySettings())
     if not settings.offload_modules:
@@ -176,6 +178,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     unsaid.pop("allocator", None)
     own = {"overlap_param_gather": False, "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16"}
     state |= {field: value for field, value in own.items() if unsaid.pop(field, None)}
+    for own in ("loss", "logprobs_chunk_size"):
+        unsaid.pop(own, None)
     if unsaid:
         moved = kept["offload_parameters"]
         kept |= {"offload_gradients": moved}
@@ -184,7 +188,6 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     kept["checkpoint_input_remedy"] = FRAMEWORKS[name].fixed.get("checkpoint_input_remedy")
-    packed = scenario.packed_sequences if name in PACKING else None
     passes = scenario.num_microbatches
     if packed is not None:  # with more rows, a step needs no more memory
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
@@ -192,6 +195,30 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)
+
+
+def packed_sequences_said(name: str, scenario: Scenario) -> int | None:
+    """Returns the packed sequences of a row, where the framework packs."""
+    return scenario.packed_sequences if name in PACKING else None
+
+
+def loss_said(name: str, scenario: Scenario, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of the loss as the framework has them: its own loss where it does not compute the job's."""
+    packed = packed_sequences_said(name, scenario)
+    own = {
+        "nemo-rl": ("logprobs_one_hot",) if packed is None else ("logprobs_by_sequence", "logprobs_one_hot"),
+        "slime": ("softmax", "scaled_softmax"),
+        "ms-swift": ("cross_entropy", "log_softmax"),
+    }.get(name, (FRAMEWORKS[name].fixed.get("loss", "cross_entropy"),))
+    loss, chunk, fp32 = (state[field] for field in ("loss", "logprobs_chunk_size", "fp32_output"))
+    loss = loss if loss in own else own[0]
+    fp32 = loss != "cross_entropy" if name == "ms-swift" else fp32
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    chunk = 1024 if name == "skyrl-sft" else chunk
+    is_one_chunk = name.startswith("skyrl") and (chunk or 0) >= tokens
+    if loss not in READ_CHUNK_SIZE or is_one_chunk or (name == "nemo-rl" and fp32):
+        chunk = None
+    return {"loss": loss, "logprobs_chunk_size": chunk, "fp32_output": fp32}
 
 
 UNREAD: dict[str, tuple[str, ...]] = {

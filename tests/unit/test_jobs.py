@@ -120,83 +120,83 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "verl", "run.sh", VERL + f"trainer.nnodes=1 trainer.n_gpus_per_node=8 {ACTOR}.megatron.tensor_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=8 {ACTOR}.megatron.expert_tensor_parallel_size=1 {ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8192 data.max_prompt_length=1024 data.max_response_length=7168 {ACTOR}.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 4, "seq_length": 8192, "num_microbatches": 2, "loss": "logprobs", "attention_backend": "flash"},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 4, "seq_length": 8192, "num_microbatches": 2, "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "attention_backend": "flash"},
     ),
     (
         "verl", "run.sh", "offload=${OFFLOAD:-True}\nACTOR=(\n" + "\n".join(f"  {ACTOR}.megatron.{name}_offload=${{offload}}" for name in ("param", "grad", "optimizer")) + f"\n  +{ACTOR}.megatron.override_transformer_config.recompute_granularity=full\n  ++{ACTOR}.megatron.override_transformer_config.recompute_method=uniform\n  {ACTOR}.megatron.override_transformer_config.recompute_num_layers=1\n  {ACTOR}.ppo_micro_batch_size_per_gpu=2 {ACTOR}.ppo_mini_batch_size=16\n)\n" + VERL + '"${ACTOR[@]}" $@',
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "micro_batch_size": 2, "loss": "logprobs", "attention_backend": "flash", **MOVED, **FULL},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 2048, "micro_batch_size": 1, "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "attention_backend": "flash", **MOVED, **FULL},
     ),
     (
         "verl", "config.yaml", "actor_rollout_ref:\n  model:\n    path: microsoft/phi-4\n  actor:\n    ppo_mini_batch_size: 8\n    ppo_micro_batch_size_per_gpu: 1\n    use_dynamic_bsz: false\n    megatron:\n      context_parallel_size: 2\n      override_ddp_config:\n        grad_reduce_in_fp32: false\n        overlap_grad_reduce: true\n      override_transformer_config:\n        attention_backend: fused\n        recompute_granularity: selective\n        recompute_modules: [mlp]\n    optim:\n      override_optimizer_config:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1\n        use_precision_aware_optimizer: true\n  rollout:\n    n: 4\ndata:\n  max_prompt_length: 2048\n  max_response_length: ${.max_prompt_length}\ntrainer:\n  nnodes: 2\n  n_gpus_per_node: 8\n",
-        {"architecture": "phi-4", "context_parallel_size": 2, "data_parallel_size": 8, "num_microbatches": 4, "grad_reduce_in_bf16": True, "overlap_grad_reduce": True, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("mlp",), "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1, "use_precision_aware_optimizer": True, "loss": "logprobs"},
+        {"architecture": "phi-4", "context_parallel_size": 2, "data_parallel_size": 8, "num_microbatches": 4, "grad_reduce_in_bf16": True, "overlap_grad_reduce": True, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("mlp",), "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1, "use_precision_aware_optimizer": True, "loss": "vocab_parallel_cross_entropy", "fp32_output": True},
     ),
     (
         "verl", "run.sh", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" + VERL + f"trainer.nnodes=4 {ACTOR}.megatron.pipeline_model_parallel_size=4 {ACTOR}.megatron.virtual_pipeline_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=8 {ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=$((4 * 1024)) {ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=12 {ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=12",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_layers_in_first_pipeline_stage": 12, "num_layers_in_last_pipeline_stage": 12, "num_microbatches": 8, "loss": "logprobs", "attention_backend": "flash", "expandable_segments": True},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_layers_in_first_pipeline_stage": 12, "num_layers_in_last_pipeline_stage": 12, "num_microbatches": 8, "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "attention_backend": "flash", "expandable_segments": True},
     ),
     (
         "verl", "run.sh", VERL + f"'{ACTOR}.megatron.override_transformer_config.recompute_modules=[\"moe_act\", \"layernorm\"]' {ACTOR}.megatron.override_transformer_config.recompute_granularity=selective {ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True {ACTOR}.ppo_micro_batch_size_per_gpu=1 {ACTOR}.ppo_mini_batch_size=8",
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act"), "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0, "loss": "logprobs", "attention_backend": "flash"},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act"), "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0, "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "attention_backend": "flash"},
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    expert_model_parallel_size: 8\n    activation_checkpointing: true\n  train_micro_batch_size: 1\n  max_total_sequence_length: 4096\n  train_global_batch_size: 64\ncluster:\n  num_nodes: 4\n  gpus_per_node: 8\n",
-        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 32, "num_microbatches": 2, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **FULL, **MOVED},
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 32, "num_microbatches": 2, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs_by_sequence", "fp32_output": True, **FULL, **MOVED},
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    tensor_model_parallel_size: 2\n    distributed_data_parallel_config: {grad_reduce_in_fp32: true, overlap_grad_reduce: false, overlap_param_gather: false}\n    optimizer: {use_precision_aware_optimizer: false, use_distributed_optimizer: true}\n    apply_rope_fusion: false\n  sequence_packing: {enabled: false}\n  generation: {colocated: {enabled: false, resources: {num_nodes: 2}}}\n  train_micro_batch_size: 2\n  max_total_sequence_length: 2048\n  train_global_batch_size: 64\ncluster: {num_nodes: 4, gpus_per_node: 8}\n",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "micro_batch_size": 2, "seq_length": 2048, "num_microbatches": 4, "loss": "logprobs"},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "micro_batch_size": 2, "seq_length": 2048, "num_microbatches": 4, "loss": "logprobs_one_hot", "fp32_output": True},
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    context_parallel_size: 2\n    activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [moe, layernorm]\n    env_vars: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:False'}\n  train_micro_batch_size: 1\n  max_total_sequence_length: 8192\n  train_global_batch_size: 4\n  sequence_packing:\n    enabled: true\n    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
-        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 8192, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe"), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **MOVED},
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 8192, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe"), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs_by_sequence", "fp32_output": True, **MOVED},
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    fp8_cfg: {enabled: true, fp8: hybrid, fp8_recipe: blockwise, fp8_param: false}\n    fine_grained_activation_offloading: true\n    offload_modules: [expert_fc1]\n    pipeline_model_parallel_size: 2\n    num_layers_in_first_pipeline_stage: 23\n    num_layers_in_last_pipeline_stage: 25\n  train_micro_batch_size: 1\n  max_total_sequence_length: 4096\n  sequence_packing: {enabled: false}\n  train_global_batch_size: 2\ncluster: {num_nodes: 1, gpus_per_node: 2}\n",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 25, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "offload_modules": ("expert_fc1",), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **MOVED},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 25, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "offload_modules": ("expert_fc1",), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs_one_hot", "fp32_output": True, **MOVED},
     ),
     (
         "nemo-rl", "config.yaml", NEMO.replace("Qwen/Qwen3-30B-A3B", "microsoft/phi-4") + "    tensor_model_parallel_size: 2\n    optimizer: {optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5, use_precision_aware_optimizer: true}\n  dynamic_batching: {enabled: true, train_mb_tokens: 6144}\n  sequence_packing: {enabled: false}\n  train_global_batch_size: 512\n  max_total_sequence_length: 4096\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
-        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 4, "seq_length": 6144, "num_microbatches": 2, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **MOVED, "offload_optimizer": False},
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 4, "seq_length": 6144, "num_microbatches": 2, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs_one_hot", "fp32_output": True, **MOVED, "offload_optimizer": False},
     ),
     (
         "skyrl", "run.sh", f"NODES=2\nGPUS=8\n{SKYRL} trainer.placement.policy_num_nodes=$NODES trainer.placement.policy_num_gpus_per_node=$GPUS {MEGATRON}.tensor_model_parallel_size=4 {MEGATRON}.pipeline_model_parallel_size=2 {MEGATRON}.expert_model_parallel_size=8 {MEGATRON}.expert_tensor_parallel_size=1 trainer.micro_train_batch_size_per_gpu=4 trainer.policy_mini_batch_size=64 generator.n_samples_per_prompt=5 trainer.max_prompt_length=512 generator.sampling_params.max_generate_length=1024",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 1536, "micro_batch_size": 4, "num_microbatches": 40, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 6144, "micro_batch_size": 1, "num_microbatches": 40, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.gradient_checkpointing=false trainer.flash_attn=false trainer.placement.colocate_all=false trainer.logprobs_chunk_size=null trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.ddp_config.grad_reduce_in_fp32=false {MEGATRON}.optimizer_config_kwargs.use_precision_aware_optimizer=true trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "expandable_segments": True},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "fp32_output": True, "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.context_parallel_size=2 {MEGATRON}.transformer_config_kwargs.attention_backend=fused trainer.max_tokens_per_microbatch=8192 {MEGATRON}.transformer_config_kwargs.recompute_granularity=selective {MEGATRON}.transformer_config_kwargs.recompute_method=null {MEGATRON}.transformer_config_kwargs.recompute_num_layers=null",
-        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), **MOVED, "expandable_segments": True},
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "config.yaml", "trainer:\n  strategy: megatron\n  placement:\n    policy_num_gpus_per_node: 4\n  policy:\n    model:\n      path: microsoft/phi-4\n    megatron_config:\n      tensor_model_parallel_size: 2\n      fp8: hybrid\n      fp8_recipe: blockwise\n      optimizer_config_kwargs:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1.0\n        overlap_cpu_optimizer_d2h_h2d: true\n  policy_mini_batch_size: 4\ngenerator:\n  n_samples_per_prompt: 1\n",
-        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
         "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=4 {MEGATRON}.pipeline_model_parallel_size=4 {MEGATRON}.transformer_config_kwargs.virtual_pipeline_model_parallel_size=2 {MEGATRON}.transformer_config_kwargs.recompute_num_layers=2 trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2, "expandable_segments": True},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2, "expandable_segments": True},
     ),
     (
         "slime", "run.sh", "PERF=(\n  --tensor-model-parallel-size 4\n  --sequence-parallel\n  --expert-model-parallel-size 8\n  --expert-tensor-parallel-size 1\n  --recompute-granularity full\n  --recompute-method uniform\n  --recompute-num-layers 1\n  # --micro-batch-size 1\n  --use-dynamic-batch-size\n  --max-tokens-per-gpu 20480\n)\nOPT=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)\nray job submit -- " + SLIME + "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${PERF[@]} ${OPT[@]} --attention-backend flash --no-rope-fusion",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 20480, "num_microbatches": 2, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "use_precision_aware_optimizer": True, "loss": "logprobs", "attention_backend": "flash", **FULL, **MOVED},
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 20480, "num_microbatches": 2, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "use_precision_aware_optimizer": True, "loss": "softmax", "fp32_output": True, "attention_backend": "flash", **FULL, **MOVED},
     ),
     (
         "slime", "run.sh", SLIME + "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-max-response-len 4096 --micro-batch-size 2 --global-batch-size 64 --log-probs-chunk-size 512 --no-rope-fusion",
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 16, "micro_batch_size": 2, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 512},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 16, "seq_length": 8192, "micro_batch_size": 1, "num_microbatches": 2, "loss": "softmax", "fp32_output": True, "logprobs_chunk_size": 512},
     ),
     (
         "slime", "run.sh", f"python3 train.py {PHI} --actor-num-nodes 1 --actor-num-gpus-per-node 4 --offload-train --context-parallel-size 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --grad-reduce-in-bf16 --no-rope-fusion",
-        {"architecture": "phi-4", "context_parallel_size": 2, "data_parallel_size": 2, "seq_length": 8192, "num_microbatches": 2, "grad_reduce_in_bf16": True, "loss": "logprobs", **MOVED},
+        {"architecture": "phi-4", "context_parallel_size": 2, "data_parallel_size": 2, "seq_length": 8192, "num_microbatches": 2, "grad_reduce_in_bf16": True, "loss": "softmax", "fp32_output": True, **MOVED},
     ),
     (
         "slime", "train.log", "------------------------ arguments ------------------------\n" + "".join(f"  {name} {'.' * 20} {value}\n" for name, value in {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "hf_checkpoint": "/data/Qwen3-30B-A3B-Base", "expert_model_parallel_size": 8, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216, "colocate": False, "apply_rope_fusion": False, "log_probs_chunk_size": -1, "attention_dropout": 0.0, "hidden_dropout": 0.0}.items()) + "-------------------- end of arguments ---------------------\n",
-        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "seq_length": 9216, "num_microbatches": 2, "loss": "logprobs"},
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "seq_length": 9216, "num_microbatches": 2, "loss": "softmax", "fp32_output": True},
     ),
     (
         "slime", "run.sh", SLIME + "--actor-num-nodes 4 --actor-num-gpus-per-node 8 --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 9 --expert-model-parallel-size 8 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --recompute-granularity selective --recompute-modules moe_act --no-rope-fusion",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 9, "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_microbatches": 8, "recompute_granularity": "selective", "recompute_modules": ("moe_act",), "loss": "logprobs"},
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 9, "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_microbatches": 8, "recompute_granularity": "selective", "recompute_modules": ("moe_act",), "loss": "softmax", "fp32_output": True},
     ),
     (
         "ms-swift", "run.sh", "NPROC_PER_NODE=8 NNODES=2 \\\nmegatron sft \\\n  --model Qwen/Qwen3-30B-A3B-Base \\\n  --pipeline_model_parallel_size 2 \\\n  --expert_model_parallel_size 8 \\\n  --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 \\\n  --micro_batch_size 1 --global_batch_size 16 --max_length 8192 --packing true --attention_backend flash",
@@ -212,7 +212,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "ms-swift", "run.sh", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --max_length 1024 --max_completion_length 3072 --offload_model true --offload_optimizer true --recompute_granularity none --micro_batch_size 1 --global_batch_size 8",
-        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "loss": "logprobs", "attention_backend": "flash", **MOVED},
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "loss": "log_softmax", "fp32_output": True, "attention_backend": "flash", **MOVED},
     ),
     (
         "ms-swift", "run.sh", "NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-30B-A3B --pipeline_model_parallel_size 4 --virtual_pipeline_model_parallel_size 3 --decoder_first_pipeline_num_layers 12 --max_length 2048 --recompute_granularity selective --recompute_modules moe_act layernorm --fp8_format hybrid --fp8_recipe blockwise --overlap_grad_reduce true --micro_batch_size 1 --global_batch_size 4 --apply_rope_fusion true",
@@ -538,12 +538,8 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     path = write(tmp_path, "config.yaml", text)
     job = Job.read(path)
     bounds = {one.key.rpartition(".")[2]: (one.effect, one.bound_bytes) for one in job.not_modelled}
-    assert bounds["defer_fp32_logits"] == ("more", 4096 * 151936 // 2 * 4), job.not_modelled
     assert bounds["freeze_moe_router"] == ("less", 48 * 2048 * 128 * 16)
     assert f"by at most {format_bytes(48 * 2048 * 128 * 16)}" in job_table(job)
-    path.write_text(text.replace("freeze", "defer_fp32_logits: true\n    freeze"))
-    deferred = Job.read(path)
-    assert "defer_fp32_logits" not in {one.key.rpartition(".")[2] for one in deferred.not_modelled}
     uneven = "    pipeline_model_parallel_size: 2\n    num_layers_in_last_pipeline_stage: 40\n    freeze_moe_router"
     path.write_text(text.replace("    freeze_moe_router", uneven))
     (router,) = [one for one in Job.read(path).not_modelled if one.key.endswith("freeze_moe_router")]
@@ -551,7 +547,7 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
     known |= {".".join(name.name.split(".")[-2:]) for framework in FRAMEWORKS.values() for name in framework.missing}
     mask = "create_attention_mask_in_dataloader"
-    assert BOUNDS.keys() - {"defer_fp32_logits", "ref_model", "ref.megatron.param_offload", mask} <= known, (
+    assert BOUNDS.keys() - {"ref_model", "ref.megatron.param_offload", mask} <= known, (
         "a bound of a key that no framework has"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from memlab.backends.fused_cross_entropy import te_parallel_cross_entropy
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
 from memlab.lab.lab import Lab
 from memlab.model import losses
 from memlab.record.step_record import StepRecord
@@ -23,6 +24,8 @@ NATIVE = TrainingState(cross_entropy_loss_fusion=True)
 TE = TrainingState(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
 LOGPROBS = TrainingState(loss="logprobs")
 CHUNKED = TrainingState(loss="logprobs", logprobs_chunk_size=40)
+WHOLE = [TrainingState(loss=loss, fp32_output=True) for loss in CHOICES["loss"][2:-1]]
+IN_CHUNKS = [replace(state, logprobs_chunk_size=40) for state in WHOLE if state.loss in READ_CHUNK_SIZE]
 
 
 def predicted(state: TrainingState, **options: Any) -> StepRecord:
@@ -52,7 +55,11 @@ def test_each_tensor_rank_copies_its_part_of_the_logits() -> None:
 
 @pytest.mark.parametrize(
     ("state", "dtype"),
-    [(NATIVE, "bf16"), (NATIVE, "fp32"), (TE, "bf16"), (TE, "fp32"), (LOGPROBS, "fp32"), (CHUNKED, "fp32")],
+    [
+        *((state, dtype) for state in (NATIVE, TE) for dtype in ("bf16", "fp32")),
+        *((state, "fp32") for state in (LOGPROBS, CHUNKED, *WHOLE, *IN_CHUNKS)),
+        (WHOLE[0], "bf16"),
+    ],
     ids=str,
 )
 def test_every_loss_has_the_values_of_the_unfused_cross_entropy(
@@ -72,7 +79,7 @@ def test_every_loss_has_the_values_of_the_unfused_cross_entropy(
         assert other.norm() > 0
 
 
-@pytest.mark.parametrize("how", ["te", "log-probabilities", "chunks"])
+@pytest.mark.parametrize("how", ["te", "log-probabilities", "chunks", "one-hot chunks", "softmax", "log_softmax"])
 def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, generator=generator)
@@ -89,8 +96,11 @@ def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
         part = logits[:, :, 20 * rank : 20 * (rank + 1)].clone().requires_grad_()
         if how == "te":
             together = -te_parallel_cross_entropy(part * 1, labels, group)
+        elif how in losses.LOSSES:
+            together = -losses.LOSSES[how](part * 1, labels, group, None)
         else:
-            together = losses.log_probabilities(part, labels, group, 3 if how == "chunks" else None)
+            chunk_size, one_hot = 3 if "chunks" in how else None, how == "one-hot chunks"
+            together = losses.log_probabilities(part, labels, group, chunk_size, one_hot=one_hot)
         entropy = losses.entropy(part, group, 3 if how == "chunks" else None)
         of_ranks[rank] = together.detach(), entropy, *torch.autograd.grad(together, part, weights)
 

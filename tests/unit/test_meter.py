@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ import memlab.lab.one_process
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab_model import LabModel
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
-from memlab.meter.process_meter import ProcessMeter
-from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
+from memlab.meter.observe_program import ObserveProgram
+from memlab.meter.observers import ObserveResults
+from memlab.meter.storage_meter import StorageMeter, plain_meter, simulated_meter
 from memlab.model.layers.torch_functions import RmsNorm
 from memlab.record.timeline import Timeline
 from memlab.units import MIB
@@ -37,7 +38,8 @@ class ProfiledModel(LabModel):
         self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profile.start()
         self._running = 0
-        observe, event = self.meter.after_operation, self.meter._event
+        meter: Any = self.meter
+        observe, event = meter.storages.after_operation, meter.storages.log.note
 
         def count(delta: int, allocation: Any) -> None:
             self._running += delta if abs(delta) > PYTHON_NUMBER_BYTES else 0
@@ -48,7 +50,7 @@ class ProfiledModel(LabModel):
             with torch.autograd.profiler.record_function(f"mark {len(self.meter_totals)}"):
                 self.meter_totals.append(self._running)
 
-        self.meter._event, self.meter.after_operation = count, observe_and_mark  # type: ignore[method-assign]
+        meter.storages.log.note, meter.storages.after_operation = count, observe_and_mark
         super().build()
 
     def disagreements(self, from_mark: int) -> list[tuple[int, int]]:
@@ -91,7 +93,7 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(
 
 
 def metered(labels: Labels, work: Any) -> Timeline:
-    meter = StorageMeter(labels)
+    meter = plain_meter(labels)
     with labelled_by(labels), meter.watching():
         meter.start({})
         work(meter)
@@ -108,8 +110,8 @@ def test_a_resize_in_place_is_a_death_and_a_birth() -> None:
     assert metered(Labels(), work).delta_bytes.tolist() == [1000, -1000, 400, -400]
 
 
-@pytest.mark.parametrize("kind", [StorageMeter, SimulatedMeter])
-def test_a_storage_that_has_no_space_to_grow_keeps_its_size(kind: type[StorageMeter]) -> None:
+@pytest.mark.parametrize("kind", [plain_meter, simulated_meter])
+def test_a_storage_that_has_no_space_to_grow_keeps_its_size(kind: Callable[[Labels], StorageMeter]) -> None:
     labels = Labels()
     meter = kind(labels)
     with labelled_by(labels), meter.watching():
@@ -263,12 +265,14 @@ def test_a_phase_that_is_stopped_as_it_begins_ends_in_idle() -> None:
 def test_a_free_that_the_meter_could_not_count_fails_the_timeline_and_every_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    meter = StorageMeter(Labels())
+    meter = plain_meter(Labels())
     with meter.watching():
         meter.start({})
         kept = torch.ones(1000)
         with monkeypatch.context() as patched:
-            patched.setattr(meter, "_event", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for an event")))
+            patched.setattr(
+                meter.storages.log, "note", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for an event"))
+            )
             del kept
         for end in (meter.finish, lambda: meter.start({})):
             with pytest.raises(RuntimeError, match=r"missed a free \(MemoryError: no memory for an event\).*another"):
@@ -276,5 +280,5 @@ def test_a_free_that_the_meter_could_not_count_fails_the_timeline_and_every_late
 
 
 def test_torch_wraps_the_meter_for_its_compiler_only_where_a_program_may_compile() -> None:
-    assert hasattr(ProcessMeter._observe.__torch_dispatch__, "__wrapped__")
-    assert not hasattr(StorageMeter._observe.__torch_dispatch__, "__wrapped__")
+    assert hasattr(ObserveProgram.__torch_dispatch__, "__wrapped__")
+    assert not hasattr(ObserveResults.__torch_dispatch__, "__wrapped__")

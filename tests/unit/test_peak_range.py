@@ -36,7 +36,7 @@ from memlab.jobs.writing import unsaid, writable
 from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
 from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import simulated_meter
 from memlab.model import build
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
@@ -194,7 +194,7 @@ def test_only_the_collector_frees_a_discarded_cpu_optimizer_and_its_copies(fract
     from memlab.model.cpu_optimizer import uncollected_copies
 
     labels = Labels()
-    meter = SimulatedMeter(labels)
+    meter = simulated_meter(labels)
     with cuda_replaced(), labelled_by(labels), meter.watching():
         weights = [torch.nn.Parameter(torch.empty(1024, dtype=torch.bfloat16, device="cuda")) for _ in range(4)]
         before = meter.live_bytes()

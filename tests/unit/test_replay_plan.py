@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from memlab import Layout, MemorySettings, TrainingState
+from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.scenario import Scenario
 from memlab.replay.plan import Circumstances, Plan, plan_step
 
@@ -20,8 +22,11 @@ RELEASE = MemorySettings(recompute_granularity="full", recompute_method="uniform
                          checkpoint_input_remedy="release_storage")  # fmt: skip
 
 
+ALTERNATING = replace(ARCHITECTURES["qwen3-moe-tiny"], moe_layer_freq=(1, 0, 1, 0))
+
+
 def plan(
-    architecture: str = "phi-4-tiny",
+    architecture: str | Architecture = "phi-4-tiny",
     settings: MemorySettings | None = None,
     *,
     has_limit: bool = False,
@@ -68,6 +73,8 @@ def test_everything_of_a_plain_step_is_replayed() -> None:
         ({"follows_full_recompute": True}, set()),
         ({"architecture": "qwen3-moe-tiny", "follows_full_recompute": True}, {"passes"}),
         ({"architecture": "qwen3-moe-tiny", "has_limit": True}, {"passes"}),
+        ({"architecture": ALTERNATING}, set()),
+        ({"architecture": ALTERNATING, **STAGES}, {"passes"}),
         ({"architecture": "qwen3-moe-tiny", "settings": FULL, **STAGES}, set()),
         ({"architecture": "qwen3-moe-tiny", "settings": FULL, **CHUNKS}, {"passes", "microbatches"}),
         ({"architecture": "qwen3-moe-tiny", "settings": RELEASE}, {"passes", "microbatches", "whole_step"}),

@@ -20,7 +20,7 @@ from memlab.config.architectures import ARCHITECTURES, find_architecture
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import simulated_meter
 from memlab.record.step_record import StepRecord
 from tests.unit import caching_allocator as reference
 from tests.unit.live import FULL, offload, random_settings, recompute
@@ -166,25 +166,25 @@ def test_auto_never_takes_it() -> None:
 
 def test_the_meter_sees_a_view_only_if_it_would_find_something_new() -> None:
     labels = Labels()
-    meter, operations = SimulatedMeter(labels), list[Any]()
-    count, hidden = meter.after_operation, torch.empty(4, 128, device="meta")
+    meter, operations = simulated_meter(labels), list[Any]()
+    count, hidden = meter.storages.after_operation, torch.empty(4, 128, device="meta")
 
     def after_operation(results: Any, arguments: Any = ()) -> None:
         operations.append(results)
         count(results, arguments)
 
-    meter.after_operation = after_operation  # type: ignore[method-assign]
+    meter.storages.after_operation = after_operation  # type: ignore[method-assign]
     with labelled_by(labels), FakeCuda(), meter.watching():
         tensor = torch.empty(4, 128, device="cuda", requires_grad=True)
-        allocation, num_seen = meter.allocation_of(tensor), len(operations)
+        allocation, num_seen = meter.storages.allocation_of(tensor), len(operations)
         views = [tensor.view(-1), tensor.detach(), tensor.data, tensor[1:], tensor.expand_as(tensor)]
         assert len(operations) == num_seen
-        assert all(meter.allocation_of(view) is allocation for view in views)
+        assert all(meter.storages.allocation_of(view) is allocation for view in views)
         assert views[0].requires_grad and not views[1].requires_grad
         copy = tensor[[0, 2]]
-        assert meter.allocation_of(copy) not in (None, allocation)
+        assert meter.storages.allocation_of(copy) not in (None, allocation)
         hidden.view(-1)
-        assert meter.allocation_of(hidden) is not None, "made where the meter did not see it"
+        assert meter.storages.allocation_of(hidden) is not None, "made where the meter did not see it"
 
 
 @pytest.mark.parametrize("name", ["cpu", "simulated"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from memlab.backends.simulated import on_fake_tensors
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import simulated_meter
 from memlab.units import MIB
 
 from .inside import inside
@@ -51,7 +53,7 @@ def test_a_process_has_32_streams_and_then_takes_the_first_again() -> None:
 
 
 def test_what_a_stream_freed_is_reserved_for_that_stream() -> None:
-    meter = SimulatedMeter(labels := Labels())
+    meter = simulated_meter(labels := Labels())
     with on_fake_tensors(), labelled_by(labels), meter.watching():
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -72,17 +74,18 @@ def test_what_a_stream_freed_is_reserved_for_that_stream() -> None:
 
 
 def test_events_on_another_stream_are_not_replayed() -> None:
-    meter = SimulatedMeter(labels := Labels())
+    meter = simulated_meter(labels := Labels())
+    repeater: Any = meter.repeater
     with on_fake_tensors(), labelled_by(labels), meter.watching():
         replayable = []
         for stream in (None, torch.cuda.Stream()):
             meter.start({})
-            position = meter.position()
+            position = repeater.position()
             with torch.cuda.stream(stream):
                 device_tensor(2)
-            replayable.append(meter.record(position, meter.position(), {}, (0, labels.span), {}) is not None)
+            replayable.append(repeater.record(position, repeater.position(), {}, (0, labels.span), {}) is not None)
             meter.finish()
-            replayable.append(meter.repeat_step() is not None)
+            replayable.append(repeater.repeat_step() is not None)
     assert replayable == [True, True, False, False]
 
 
@@ -94,6 +97,6 @@ def test_reserved_peaks_of_activation_offload_are_those_of_an_h200() -> None:
         for settings, reserved_bytes in measured.items():
             record = lab.step(settings)
             assert record.peak_reserved_bytes == pytest.approx(reserved_bytes, rel=0.004), settings
-            allocator = inside(lab).model.meter._allocator  # type: ignore[attr-defined]
+            allocator = inside(lab).model.meter.storages.memory.allocator  # type: ignore[attr-defined]
             of_streams = sum(pool.reserved_bytes for number, pool in allocator._pools.items() if number > 1)
             assert of_streams == of_reloads[settings] * MIB, "as the H200's snapshot has them"

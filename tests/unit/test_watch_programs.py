@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memlab
 from memlab import MemorySettings
 from memlab.meter.labels import Labels, is_labelling
-from memlab.meter.process_meter import ProcessMeter
+from memlab.meter.process_meter import ProgramTensors, program_meter
 from memlab.vocabulary import PHASES
 
 WIDTH, BATCH = 32, 16
@@ -530,12 +530,13 @@ def test_what_another_thread_frees_while_a_block_begins_is_free_at_once(monkeypa
     references = [weakref.ref(each) for each in tensors]
     num_alive = []
 
-    def free(_: ProcessMeter, found: object) -> None:
+    def free(_: ProgramTensors, found: object) -> None:
         tensors.clear()
         num_alive.append(sum(each() is not None and each() is not found for each in references))
 
-    monkeypatch.setattr(ProcessMeter, "after_operation", free)
-    ProcessMeter(Labels()).count_existing()
+    monkeypatch.setattr(ProgramTensors, "after_operation", free)
+    _, unseen = program_meter(Labels())
+    unseen.count_existing()
     assert len(num_alive) > 1
     assert set(num_alive) == {0}
 

@@ -101,6 +101,7 @@ _SWITCHES = {
     "optimizer_cpu_offload": "keep main parameters and moments on the host, and update them on the CPU",
     "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer some tensors while the CPU updates others",
     "manual_gc": "collect Python's garbage before the first step; this frees memory only with --optimizer-cpu-offload",
+    "fp32_output": "with a --loss other than cross_entropy: copy the logits to fp32 when the model returns them",
     "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
     "apply_rope_fusion": "apply the rotary embedding to queries and keys in one kernel",
     "deallocate_pipeline_outputs": (
@@ -117,7 +118,12 @@ _CHOICE_HELP = {
     "main_params_dtype": "type of the main parameters (default fp32)",
     "exp_avg_dtype": "type of Adam's first moment (default fp32)",
     "exp_avg_sq_dtype": "type of Adam's second moment (default fp32)",
-    "loss": "cross_entropy: language-model loss; logprobs: policy-gradient loss, as in RL (default cross_entropy)",
+    "loss": (
+        "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
+        "logits: those of SkyRL (logprobs), NeMo-RL (logprobs_by_sequence or logprobs_one_hot; topk_logits for its "
+        "distillation), verl (vocab_parallel_cross_entropy), slime (softmax or scaled_softmax) and ms-swift "
+        "(log_softmax)"
+    ),
     "cross_entropy_fusion_impl": (
         "fused cross entropy of Megatron (native) or of Transformer Engine (te) (default native)"
     ),
@@ -157,7 +163,8 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
         "--logprobs-chunk-size",
         type=whole_number,
         metavar="N",
-        help="with --loss logprobs: tokens of a sequence whose log-probabilities are computed at once (default: all)",
+        help="with the losses logprobs, logprobs_one_hot, logprobs_by_sequence, softmax and scaled_softmax: tokens "
+        "whose log-probabilities are computed at once (default: all)",
     )
 
 

@@ -312,6 +312,7 @@ BRIDGE = Framework(
         "offload_optimizer": "Megatron-Bridge keeps its optimizer state where it is between steps",
         "offload_optimizer_except_update": "Megatron-Bridge keeps its optimizer state where it is between steps",
         "loss": "Megatron-Bridge trains with the language-model loss",
+        "fp32_output": "Megatron-Bridge trains with the language-model loss",
         "logprobs_chunk_size": "Megatron-Bridge trains with the language-model loss",
     },
     render=yaml_lines,

@@ -598,6 +598,7 @@ CANNOT_WRITE = {
     "offload_optimizer": "Megatron-LM keeps its optimizer state where it is between steps",
     "offload_optimizer_except_update": "Megatron-LM keeps its optimizer state where it is between steps",
     "loss": "Megatron-LM trains with the language-model loss only",
+    "fp32_output": "Megatron-LM trains with the language-model loss only",
     "logprobs_chunk_size": "Megatron-LM trains with the language-model loss only",
     "deallocate_pipeline_outputs": "Megatron-LM always frees what a pipeline stage has sent",
     "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",

@@ -58,7 +58,13 @@ from memlab.jobs.frameworks.megatron_lm import (
     named,
     note_sequence_parallel,
 )
-from memlab.jobs.frameworks.reinforcement import LORA, drop_frozen_parts, take_rollout
+from memlab.jobs.frameworks.reinforcement import (
+    LORA,
+    drop_frozen_parts,
+    longest_sequence,
+    pack_micro_batch,
+    take_rollout,
+)
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
@@ -102,6 +108,7 @@ KEYS = (
     Key("vllm_gpu_memory_utilization", "engine_share", NUMBER, 0.9),
     Key("vllm_tensor_parallel_size", "engine_ranks", COUNT, 1),
     Key("sleep_level", "sleep_level", WHOLE, 0),
+    Key("padding_free", "removes_padding", SWITCH, True),
     Key("micro_batch_size", "micro_batch_size", COUNT, 1),
     Key("global_batch_size", "global_batch_size", COUNT, 16),
     *_RECOMPUTE,
@@ -164,6 +171,7 @@ FRAMEWORK_MISSING = (
     *frozen_parts(""),
     Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
     Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
+    Missing("colocate_groups", "more", "the teacher's inference engine has the training's GPUs", is_given),
     Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
     Missing(
         "bridge_backend",
@@ -226,7 +234,7 @@ def _complete_trained(reading: Reading) -> None:
         reading.miss("tuner_type", "less", f"{adapters[0]} sets it to lora: {LORA}")
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
-    if reading.get("padding_free", default=True) is False and not reading.get("packing"):
+    if not reading.values.pop("removes_padding") and not reading.get("packing"):
         reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
 
 
@@ -287,7 +295,7 @@ def complete(reading: Reading) -> None:
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
     if kind in _LIKELIHOOD:
-        values["loss"] = "logprobs"
+        values["loss"], values["fp32_output"] = "log_softmax", True
     if kind == "rm":
         reading.miss("rlhf_type", "either", "the model has a head that computes no logits")
     if kind == "gkd":
@@ -308,6 +316,11 @@ def complete(reading: Reading) -> None:
     if has_reference_model and kind != "grpo":
         reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
     _complete_rollout(reading, per_node, is_generating=generates, has_reference_model=has_reference_model)
+    rows = values["micro_batch_size"]
+    # The language model's loss needs the same memory either way: it is computed in the layout of its logits.
+    if kind in _LIKELIHOOD and length and values["removes_padding"] and values["global_batch_size"] % rows == 0:
+        pack_micro_batch(reading, "micro_batch_size")
+        values["global_batch_size"] //= rows
     if length is None:
         reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
@@ -467,7 +480,8 @@ def _complete_extra(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
-    is_likelihood = scenario.state.loss == "logprobs"
+    is_likelihood, length = scenario.state.loss == "log_softmax", longest_sequence(scenario)
+    rows = scenario.micro_batch_size if scenario.packed_sequences is None else scenario.packed_sequences
     return (
         values
         | named(scenario)
@@ -476,8 +490,11 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "world_size": None,
             "ranks_of_training": None,
             "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
-            "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
-            "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
+            "removes_padding": not is_likelihood or scenario.micro_batch_size == 1,
+            "micro_batch_size": rows,
+            "global_batch_size": rows * scenario.num_microbatches * scenario.layout.data_parallel_size,
+            "max_length": length // 2 if is_likelihood else length,
+            "max_completion_length": length - length // 2 if is_likelihood else 512,
             "rlhf_type": "grpo" if is_likelihood else None,
             "bf16": scenario.dtype == "bf16",
             "recompute_modules": settings.recompute_modules or ("core_attn",),
@@ -492,7 +509,15 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["offload_gradients"] = "ms-swift frees the gradients where it offloads the parameters"
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
+    if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
+        reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax of logits in fp32"
     return reasons
+
+
+def _packs(scenario: Scenario) -> bool:
+    """Whether the sequences of a row are those of a micro-batch, equally long and more than one."""
+    lengths = scenario.sequence_lengths or ()
+    return scenario.state.loss == "log_softmax" and len(lengths) > 1 and len(set(lengths)) == 1
 
 
 def render(values: dict[str, Any]) -> list[str]:
@@ -515,7 +540,9 @@ def render(values: dict[str, Any]) -> list[str]:
     return lines
 
 
-_NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss"))}
+_NEVER = {
+    name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss", "fp32_output"))
+}
 
 MS_SWIFT = Framework(
     name="ms-swift",
@@ -538,6 +565,7 @@ MS_SWIFT = Framework(
         "pin_cpu_params": "ms-swift has no such key",
     },
     cannot_write_of=cannot_write,
+    packs=_packs,
     check=lambda reading: check_backend(reading, "flash"),
     leaves_out=lambda value: value is None,
     render=render,

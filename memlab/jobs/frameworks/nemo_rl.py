@@ -124,6 +124,7 @@ KEYS = (
     Key("policy.train_global_batch_size", "sequences", COUNT, 512),
     Key("policy.sequence_packing.enabled", "is_packed", SWITCH, True),
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
+    Key("policy.sequence_packing.fuse_loss", "is_fused", SWITCH, False),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
     Key("policy.logprob_chunk_size", "logprobs_chunk_size", COUNT, None),
@@ -163,7 +164,10 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     # ``process_microbatch`` in nemo_rl/models/megatron/data.py.
     Missing("policy.sequence_packing.enabled", "more", "rows that are not packed have a causal mask", is_false),
-    Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
+    Missing("loss_fn.zero_outside_topk", "more",
+            "distillation computes log-probabilities over the whole vocabulary, in chunks"),
+    Missing("distillation.topk_logits_k", "more", "memlab's loss has 64 logits of each token",
+            lambda value: isinstance(value, int) and value > 64),
     *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
     *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
@@ -206,16 +210,17 @@ def complete(reading: Reading) -> None:
         values["fp8_format"] = None
     is_colocated = values.pop("is_colocated")
     _take_offload(reading, is_colocated=is_colocated, generates=generates)
-    if not values.pop("is_deferred"):
-        reading.miss(
-            f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
-        )
+    values["fp32_output"] = not values.pop("is_deferred")
     note_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     longest, sequences = values.pop("longest"), values.pop("sequences")
     if not generates and sections & _PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
+    is_fused = values.pop("is_fused") or not is_packed_row
+    values["loss"] = "logprobs_one_hot" if is_fused else "logprobs_by_sequence"
+    if "distillation" in sections:
+        values["loss"], values["logprobs_chunk_size"] = "topk_logits", None
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
@@ -445,7 +450,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
         "is_checkpointing": settings.recompute_granularity is not None,
         "is_fp8": scenario.state.fp8_format is not None,
-        "is_deferred": True,
+        "is_deferred": not scenario.state.fp32_output,
+        "is_fused": is_row and scenario.state.loss == "logprobs_one_hot",
         "is_dynamic": False,
         "packed_tokens": scenario.seq_length if is_row else None,
         "longest": values["longest"] if is_row else scenario.seq_length,
@@ -480,6 +486,11 @@ def check(reading: Reading) -> None:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
+    packed_losses = ("logprobs_by_sequence", "logprobs_one_hot") if is_packed(scenario) else ("logprobs_one_hot",)
+    if scenario.state.loss not in packed_losses:
+        reasons["loss"] = f"NeMo-RL's policy gradient computes the loss {' or '.join(packed_losses)}"
+    if scenario.state.logprobs_chunk_size is not None and scenario.state.fp32_output:
+        reasons["logprobs_chunk_size"] = "NeMo-RL takes chunks only of logits that stay in bf16 (defer_fp32_logits)"
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
         "uniform",
         1,
@@ -508,7 +519,6 @@ NEMO_RL = Framework(
     complete_of_model=drop_frozen_parts,
     check=check,
     compose=compose,
-    fixed={"loss": "logprobs"},
     configurations=("grpo_math_1B",),
     packs=is_packed,
     cannot_write={
@@ -516,7 +526,6 @@ NEMO_RL = Framework(
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
         "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
-        "loss": "NeMo-RL trains with log-probabilities",
     },
     cannot_write_of=cannot_write,
     render=yaml_lines,

@@ -95,12 +95,8 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         row = -(-longest // unit) * unit
     reading.take(key, "seq_length", row)
     values["micro_batch_size"] = 1
-    # Megatron's own attention, "local", is predicted as "unfused".
-    if values.get("attention_backend") not in ("unfused", "local"):
-        sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
-        values["packed_sequences"] = min(sequences_of_row, values["seq_length"] // unit)
-    else:
-        reading.miss(key, "either", "the sequences of a row are predicted as one sequence")
+    sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
+    _pack(reading, key, min(sequences_of_row, values["seq_length"] // unit))
     rows = None
     if longest and sequences:
         rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
@@ -110,6 +106,14 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         f"{values['num_microbatches']}, all full; more of them need no more memory, unless experts are spread over "
         "ranks"
     )
+
+
+def _pack(reading: Reading, key: str, sequences: int) -> None:
+    # Megatron's own attention, "local", is predicted as "unfused".
+    if reading.values.get("attention_backend") in ("unfused", "local"):
+        reading.miss(key, "either", "the sequences of a row are predicted as one sequence")
+    else:
+        reading.values["packed_sequences"] = sequences
 
 
 def _unit_of_rows(reading: Reading) -> int:
@@ -163,6 +167,7 @@ def composed(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | {
             **dict.fromkeys(("is_packed", "is_dynamic"), is_row),
             **dict.fromkeys(("prompts", "sequences"), sequences),
+            "removes_padding": is_row or scenario.micro_batch_size == 1,
             "responses_per_prompt": 1,
             "longest": longest,
             "prompt_length": longest // 2,
@@ -292,19 +297,49 @@ def _count(values: dict[str, Any], name: str) -> int:
     return max(1, values.pop(name, None) or 1)
 
 
-def take_sequences(reading: Reading, longest: int | None, sequences: int | None) -> None:
-    """Takes micro-batches of rows with one sequence each, and as many passes as a copy's sequences make.
+def take_sequences(
+    reading: Reading, longest: int | None, sequences: int | None, *, packed_by: str | None = None
+) -> None:
+    """Takes micro-batches of so many sequences, and as many passes as a copy's sequences make.
 
     Args:
         reading: The job; its sizes are known already.
         longest: Tokens of the longest sequence, to which the framework pads; None leaves the length.
         sequences: Sequences of a step over all copies, where they are known.
+        packed_by: The key of the micro-batch, where its sequences without their padding are one row; else, and where
+            one sequence is a micro-batch, each sequence is a row.
     """
     if longest:
         unit = _unit_of_rows(reading)
         reading.values["seq_length"] = -(-longest // unit) * unit
-    if not sequences:
-        return
+    if sequences:
+        reading.values["num_microbatches"] = _passes(reading, sequences)
+    if packed_by is not None and longest:
+        pack_micro_batch(reading, packed_by)
+
+
+def pack_micro_batch(reading: Reading, key: str) -> None:
+    """Takes the sequences of a micro-batch as one row.
+
+    Args:
+        reading: The job; the number of its sequences and their length are known already.
+        key: The key of the micro-batch.
+    """
+    rows = reading.values.get("micro_batch_size") or 1
+    if rows > 1:
+        reading.take(key, "seq_length", rows * reading.values["seq_length"])
+        reading.take(key, "micro_batch_size", 1)
+        _pack(reading, key, rows)
+
+
+def note_padded_rows(reading: Reading, *keys: str) -> None:
+    """Notes that micro-batches of a budget of tokens have padding too, by the key that a job gives, or its default."""
+    key = next((key for key in keys if key in reading.entries.by_key), keys[0])
+    reading.miss(key, "more", "rows are padded")
+
+
+def _passes(reading: Reading, sequences: int) -> int:
+    """Returns how many micro-batches a copy of the model has in a step."""
     per_pass = max(1, (reading.values.get("micro_batch_size") or 1) * copies(reading))
     passes = max(1, sequences // per_pass)
     if sequences % per_pass:
@@ -312,4 +347,4 @@ def take_sequences(reading: Reading, longest: int | None, sequences: int | None)
             f"a step has {sequences} sequences, which is no multiple of {per_pass} (micro-batch x copies of the "
             f"model): memlab takes {passes} micro-batch{'es' if passes > 1 else ''}"
         )
-    reading.values["num_microbatches"] = passes
+    return passes

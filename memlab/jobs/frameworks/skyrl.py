@@ -17,6 +17,7 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     composed,
     is_packed,
+    note_padded_rows,
     note_replaced_values,
     note_segments,
     take_rollout,
@@ -27,6 +28,7 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.skyrl_megatron import (
     CANNOT_WRITE,
     FIXED,
+    drop_single_chunk,
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
@@ -49,6 +51,8 @@ KEYS = (
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
+    Key("trainer.remove_microbatch_padding", "removes_padding", SWITCH, True),
+    Key("trainer.use_sample_packing", "removes_padding", SWITCH),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
     Key(f"{_ENGINE}.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
     Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
@@ -66,8 +70,6 @@ KEYS = (
 )
 FRAMEWORK_MISSING = (
     Missing("trainer.policy.model.lora.rank", "less", LORA),
-    Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
-    Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
@@ -104,20 +106,26 @@ def complete(reading: Reading) -> None:
     longest = (values.pop("input_length") or prompt) + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
+    removes_padding = values.pop("removes_padding")
+    of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,
         is_colocated=is_colocated,
         ranks_per_node=values["ranks_per_node"],
-        seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else longest,
+        seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else of_log_probs,
         micro_batch_size=1 if tokens > 0 else rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
         freed_for_log_probabilities=() if is_colocated else _freed_by_reference_model(reading),
         engine=_engine(reading),
     )
     if tokens > 0:
+        if not removes_padding:
+            note_padded_rows(reading, "trainer.remove_microbatch_padding", "trainer.use_sample_packing")
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
-        return
-    take_sequences(reading, longest, sequences)
+    else:
+        key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
+        take_sequences(reading, longest, sequences, packed_by=key)
+    drop_single_chunk(values)
 
 
 def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:

@@ -78,14 +78,26 @@ def megatron_without_effect(prefix: str) -> frozenset[str]:
     )
 
 
-FIXED: dict[str, Any] = {"loss": "logprobs", "use_distributed_optimizer": True}
+def drop_single_chunk(values: dict[str, Any]) -> None:
+    """Drops a size of chunks of which a row has only one.
+
+    SkyRL computes log-probabilities all at once then (``from_parallel_logits_to_logprobs`` in
+    skyrl/backends/skyrl_train/distributed/megatron/model_utils.py).
+    """
+    tokens = (values.get("seq_length") or 0) // (values.get("context_parallel_size") or 1)
+    if values.get("logprobs_chunk_size") and tokens and values["logprobs_chunk_size"] >= tokens:
+        values["logprobs_chunk_size"] = None
+
+
+FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}
 CANNOT_WRITE = {
     "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
     "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
     "manual_gc": "SkyRL has no such key",
     "ddp_bucket_size": "SkyRL has no such key",
-    "loss": "SkyRL trains with log-probabilities",
+    "loss": "SkyRL computes the loss logprobs",
+    "fp32_output": "SkyRL's logits are fp32",
     "dtype": "SkyRL's Megatron jobs are bf16",
 }
 """Fields that no program of SkyRL expresses, each with the reason."""

@@ -11,12 +11,13 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
-from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing, is_false
+from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
     LORA,
     composed,
     is_packed,
+    note_padded_rows,
     only_segments,
     take_rows,
     take_sequences,
@@ -24,6 +25,7 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.skyrl_megatron import (
     CANNOT_WRITE,
     FIXED,
+    drop_single_chunk,
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
@@ -31,6 +33,8 @@ from memlab.jobs.frameworks.skyrl_megatron import (
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "megatron_config"
+_CHUNK = 1024
+"""``TrainerConfig.logprobs_chunk_size``, which SFT leaves as it is."""
 KEYS = (
     Key("strategy", "strategy", TEXT, "megatron"),
     Key("model.path", "architecture", TEXT),
@@ -40,14 +44,14 @@ KEYS = (
     Key("max_length", "longest", COUNT, None),
     Key("batch_size", "sequences", COUNT, 4),
     Key("micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 2),
+    Key("remove_microbatch_padding", "removes_padding", SWITCH, True),
+    Key("use_sample_packing", "removes_padding", SWITCH),
     Key("use_sequence_packing", "is_packed", SWITCH, False),
     Key("max_tokens_per_microbatch", "tokens", COUNT, None),
 )
 FRAMEWORK_MISSING = (
     Missing("model.lora.rank", "less", LORA),
     Missing("model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
-    Missing("remove_microbatch_padding", "more", "rows are padded", is_false),
-    Missing("use_sample_packing", "more", "rows are padded", is_false),
     *megatron_missing(_MEGATRON),
 )
 
@@ -69,11 +73,17 @@ def complete(reading: Reading) -> None:
         reading.questions.append(
             "max_length is not in the file, so sequences are as long as the data has them: give --set max_length=TOKENS"
         )
+    removes_padding = values.pop("removes_padding")
     if values.pop("is_packed") and longest:
+        if not removes_padding:
+            note_padded_rows(reading, "remove_microbatch_padding", "use_sample_packing")
         key = "max_tokens_per_microbatch" if tokens else "max_length"
         take_rows(reading, key, (tokens or longest) // (values.get("context_parallel_size") or 1), longest, sequences)
-        return
-    take_sequences(reading, longest, sequences)
+    else:
+        packed_by = "micro_train_batch_size_per_gpu" if removes_padding else None
+        take_sequences(reading, longest, sequences, packed_by=packed_by)
+    values["logprobs_chunk_size"] = _CHUNK
+    drop_single_chunk(values)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -88,7 +98,11 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
     """Names what SkyRL's SFT trainer cannot express of this job."""
-    return only_segments(scenario, "SkyRL's SFT trainer")
+    reasons = only_segments(scenario, "SkyRL's SFT trainer")
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    if scenario.state.logprobs_chunk_size != (_CHUNK if tokens > _CHUNK else None):
+        reasons["logprobs_chunk_size"] = f"SkyRL's SFT trainer takes {_CHUNK} tokens, or all of a shorter row"
+    return reasons
 
 
 _KEEPS = "SkyRL's SFT trainer keeps the model on the device between steps"
@@ -103,14 +117,13 @@ SKYRL_SFT = Framework(
     complete=complete,
     complete_of_model=complete_provider,
     compose=compose,
-    fixed=FIXED | {"logprobs_chunk_size": 1024},
+    fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE
     | {
         "offload_parameters": _KEEPS,
         "offload_gradients": _KEEPS,
         "offload_optimizer": _KEEPS,
-        "logprobs_chunk_size": "SkyRL's SFT trainer takes 1024 tokens",
     },
     cannot_write_of=cannot_write,
     render=plain_lines,

@@ -34,6 +34,7 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     composed,
     is_packed,
+    note_padded_rows,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -46,12 +47,14 @@ KEYS = (
     Key("actor_num_nodes", "nodes", WHOLE, 1),
     Key("actor_num_gpus_per_node", "ranks_per_node", WHOLE, 8),
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
+    Key("qkv_format", "qkv_format", TEXT, "thd"),
     Key("max_tokens_per_gpu", "tokens_per_rank", COUNT, None),
     Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", COUNT, None),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
     Key("rollout_num_gpus_per_engine", "engine_ranks", COUNT, 1),
     Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),
     Key("log_probs_chunk_size", "logprobs_chunk_size", WHOLE, -1),
+    Key("rollout_temperature", "temperature", NUMBER, 1.0),
     Key("colocate", "is_colocated", SWITCH, False),
     Key("data_pad_size_multiplier", "pad_multiple", COUNT, 128),
     Key("offload_train", "is_offloaded", SWITCH, None),
@@ -98,11 +101,12 @@ FRAMEWORK_MISSING = (
         for name in ("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers")
     ),
     Missing("entropy_coef", "more", "the entropy's gradient keeps the probabilities"),
-    Missing("qkv_format", "more", "rows are padded", lambda value: value not in (None, "thd")),
+    Missing("rollout_top_p", "more", "a mask and one more copy of the logits leave out what was not sampled from",
+            lambda value: value not in (None, 1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
     Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True),
     Missing("train_backend", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True),
-)
+)  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
@@ -118,12 +122,16 @@ def complete(reading: Reading) -> None:
     values.setdefault("world_size", nodes * per_node)
     if (values.get("logprobs_chunk_size") or -1) < 0:
         values["logprobs_chunk_size"] = None
+    values["loss"] = "softmax" if values.pop("temperature") == 1 else "scaled_softmax"
     is_colocated = values.pop("is_colocated")
     _complete_offload(reading, is_colocated=is_colocated)
     longest = _longest_sequence(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
     tokens = _padded(reading, values.pop("tokens_per_rank"))
     of_log_probs = values.pop("log_prob_tokens") or tokens
+    removes_padding = values.pop("qkv_format") == "thd"
+    rows = values.get("micro_batch_size") or 1
+    of_rows, rows = (longest and longest * rows, 1) if removes_padding else (longest, rows)
     context = values.get("context_parallel_size") or 1
     has_engine = not (reading.get("debug_train_only") or reading.get("load_debug_rollout_data"))
     if not has_engine:
@@ -132,8 +140,8 @@ def complete(reading: Reading) -> None:
         reading,
         is_colocated=is_colocated,
         ranks_per_node=per_node,
-        seq_length=of_log_probs * context if is_dynamic and of_log_probs else longest,
-        micro_batch_size=1 if is_dynamic else values.get("micro_batch_size"),
+        seq_length=of_log_probs * context if is_dynamic and of_log_probs else of_rows,
+        micro_batch_size=1 if is_dynamic else rows,
         bucket_bytes=values.pop("bucket"),
         # ``wake_up`` brings everything back before log-probabilities, and ``update_weights`` reads the host's copy,
         # unless a critic has the actor's GPUs and the engine others (slime/backends/megatron_utils/actor.py).
@@ -143,9 +151,12 @@ def complete(reading: Reading) -> None:
         engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
     )
     if is_dynamic and tokens:
+        if not removes_padding:
+            note_padded_rows(reading, "qkv_format")
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
         return
-    take_sequences(reading, longest or values.get("seq_length"), sequences)
+    key = "micro_batch_size" if removes_padding else None
+    take_sequences(reading, longest or values.get("seq_length"), sequences, packed_by=key)
 
 
 def _padded(reading: Reading, tokens: int | None) -> int | None:
@@ -246,9 +257,11 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         composed(scenario, settings)
         | compose_megatron(scenario, settings)
         | {
+            "qkv_format": "thd" if is_row or scenario.micro_batch_size == 1 else "bshd",
             "tokens_per_rank": tokens if is_row else None,
             "pad_multiple": 1 if is_row and tokens % (128 * scenario.layout.tensor_model_parallel_size) else 128,
             "logprobs_chunk_size": -1 if chunk is None else chunk,
+            "temperature": 0.9 if scenario.state.loss == "scaled_softmax" else 1.0,
             "is_colocated": settings.offload_parameters,
             "is_offloaded": None,
             "is_offloaded_too": False,
@@ -265,11 +278,19 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what slime cannot express of these settings, and what Megatron-LM's arguments refuse."""
     moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
-    reason = "slime offloads parameters, gradients and optimizer together, or nothing"
-    return refused_overlap(scenario) | ({"offload_parameters": reason} if len(moved) > 1 else {})
+    reasons = refused_overlap(scenario)
+    if len(moved) > 1:
+        reasons["offload_parameters"] = "slime offloads parameters, gradients and optimizer together, or nothing"
+    if not scenario.state.loss.endswith("softmax"):
+        reasons["loss"] = "slime computes the losses softmax and scaled_softmax"
+    return reasons
 
 
-_NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss", "logprobs"))}
+_NEVER = {
+    name: reason
+    for name, reason in CANNOT_WRITE.items()
+    if not name.startswith(("offload", "loss", "fp32_output", "logprobs"))
+}
 
 SLIME = Framework(
     name="slime",
@@ -282,7 +303,12 @@ SLIME = Framework(
     complete=complete,
     check=check_arguments,
     compose=compose,
-    fixed={"deallocate_pipeline_outputs": True, "loss": "logprobs", "use_distributed_optimizer": True, "dtype": "bf16"},
+    fixed={
+        "deallocate_pipeline_outputs": True,
+        "fp32_output": True,
+        "use_distributed_optimizer": True,
+        "dtype": "bf16",
+    },
     switches=SWITCHES,
     leaves_out=leaves_out,
     writes_sizes=True,
@@ -292,7 +318,7 @@ SLIME = Framework(
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",
         "use_distributed_optimizer": "slime always uses the distributed optimizer",
         "dtype": "slime trains in bf16",
-        "loss": "slime trains with log-probabilities",
+        "fp32_output": "slime's logits are fp32",
     },
     cannot_write_of=cannot_write,
     render=render_flags,

@@ -17,6 +17,7 @@ from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
+    note_padded_rows,
     note_segments,
     only_segments,
     sglang_arguments,
@@ -121,7 +122,8 @@ def complete(reading: Reading) -> None:
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
-    of_log_probs, rows = _largest_pass(reading, longest, tokens, is_dynamic=is_dynamic)
+    removes_padding = values.pop("removes_padding")
+    of_log_probs, rows = _largest_pass(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
     is_colocated = values.pop("is_colocated")
     if is_colocated:
         _take_allocator(reading)
@@ -136,14 +138,19 @@ def complete(reading: Reading) -> None:
         engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
     )
     if is_dynamic:
+        if not removes_padding:
+            note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
-    take_sequences(reading, longest, sequences)
+    key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
+    take_sequences(reading, longest, sequences, packed_by=key)
 
 
-def _largest_pass(reading: Reading, longest: int, tokens: int, *, is_dynamic: bool) -> tuple[int, int]:
+def _largest_pass(
+    reading: Reading, longest: int, tokens: int, *, is_dynamic: bool, removes_padding: bool
+) -> tuple[int, int]:
     """Returns the tokens of a row, and the rows, of the largest pass without backward.
 
     The policy's and the reference model's have keys of their own (``ActorRolloutRefWorker`` in
@@ -155,7 +162,7 @@ def _largest_pass(reading: Reading, longest: int, tokens: int, *, is_dynamic: bo
         if values.pop(f"{model}_is_dynamic", is_dynamic):
             passes.append((own * (values.get("context_parallel_size") or 1), 1))
         else:
-            passes.append((longest, rows))
+            passes.append((longest * rows, 1) if removes_padding else (longest, rows))
     return max(passes if _compares(reading) else passes[:1], key=math.prod)
 
 

@@ -55,6 +55,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
         *under(transformer, (*LAYERS, *TRANSFORMER), attention_backend="flash"),
+        Key(f"{model}.use_remove_padding", "removes_padding", SWITCH, True),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
         *under(f"{optim}.override_optimizer_config", OPTIMIZER),
@@ -204,12 +205,15 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
 
 
 # verl patches Megatron's checkpoints on every GPU (apply_patch_megatron_recomputation_backward, models/mcore/patch.py).
-FIXED: dict[str, Any] = {"loss": "logprobs", "checkpoint_input_remedy": "release_storage"}
+FIXED: dict[str, Any] = {
+    "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "checkpoint_input_remedy": "release_storage",
+}  # fmt: skip
 CANNOT_WRITE = {
     "checkpoint_input_remedy": "verl always applies release_storage",
     "offload_optimizer_except_update": "verl loads the optimizer state before the step",
     "manual_gc": "verl has no such key",
-    "loss": "verl trains with log-probabilities",
+    "loss": "verl computes the loss vocab_parallel_cross_entropy",
+    "fp32_output": "verl's logits are fp32",
     "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
 }
 """Fields that no trainer of verl expresses, each with the reason."""

@@ -16,6 +16,7 @@ from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
+    note_padded_rows,
     take_rows,
     take_sequences,
 )
@@ -64,10 +65,14 @@ def complete(reading: Reading) -> None:
     complete_engine(reading, *_PREFIXES)
     longest, sequences = values.pop("longest"), values.pop("sequences")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
+    removes_padding = values.pop("removes_padding")
     if is_dynamic:
+        if not removes_padding:
+            note_padded_rows(reading, "model.use_remove_padding")
         take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
     else:
-        take_sequences(reading, longest, sequences)
+        key = "data.micro_batch_size_per_gpu" if removes_padding else None
+        take_sequences(reading, longest, sequences, packed_by=key)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 
-from memlab.backends import BACKENDS
+from memlab.config.backend_kind import KINDS
 from memlab.regression.suite.notebooks import check_record_cell, read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, Parameter, ParameterValue, read_parameters, resolve
 from memlab.regression.suite.written_yaml import Written, read_written_yaml
@@ -129,12 +129,9 @@ def read_suite(path: Path | str) -> Suite:
         raise ValueError(f"suite {path} does not exist: give a YAML file such as papermill_runs/suites/cpu.yaml")
     values = _mapping(read_written_yaml(path), str(path))
     _check_keys(values, str(path), _SUITE_KEYS, required=("backend", "cases"))
-    backends = [name for name in BACKENDS if name != "auto"]
     backend = values["backend"]
-    if not isinstance(backend, str) or backend not in backends:
-        raise ValueError(
-            f"{path}: backend is {_shown(backend)}, must be one of {', '.join(backends)}: choose one of them"
-        )
+    if not isinstance(backend, str) or backend not in KINDS:
+        raise ValueError(f"{path}: backend is {_shown(backend)}, must be one of {', '.join(KINDS)}: choose one of them")
     baselines = values.get("baselines", backend)
     if not isinstance(baselines, str) or not CASE_NAME.fullmatch(baselines):
         raise ValueError(f"{path}: baselines is {_shown(baselines)}, must name a folder: write e.g. `baselines: h200`")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import plotly.graph_objects as go
 
 from memlab.analysis.difference import difference_of, obstacles
+from memlab.config.backend_kind import KINDS
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.watch_record import WatchRecord
@@ -144,7 +145,7 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
 def _usual_axis(records: Sequence[StepRecord]) -> CompareAxis:
     if len({record.scenario.layout.pipeline_stage for record in records}) == 1:
         return "phase"
-    return "event" if any(record.backend == "simulated" for record in records) else "time"
+    return "event" if any(KINDS[record.backend].is_prediction for record in records) else "time"
 
 
 def _lowest_within_step(timeline: Timeline, points: DrawnPoints) -> int:

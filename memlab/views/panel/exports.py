@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from memlab.atomic_files import written_aside
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.backend_kind import KINDS
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
@@ -55,7 +56,7 @@ def measure_command(run: Run) -> str:
         words.append("--forward-only")
     if run.record is not None and run.record.out_of_memory is not None:
         words += ["--device-memory", f"{run.record.out_of_memory.failed_allocation.limit_bytes}B"]
-    if run.backend == "simulated":  # a rank of a job that is not there, with a routing that is chosen
+    if KINDS[run.backend].is_prediction:  # a rank of a job that is not there, with a routing that is chosen
         job = [] if layout == Layout() else ["--world-size", str(layout.world_size), "--rank", str(layout.rank)]
         return shlex.join(["memlab", "predict", *words, *job])
     if layout.world_size > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import transferred_bytes
@@ -195,7 +196,7 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
     _, unit = _unit(runs)
     titles = COLUMNS if base is None else COLUMNS | {"difference": f"peak vs run {base.number}"}
     titles = titles | {name: f"{titles[name]} ({unit})" for name in _OF_BYTES}
-    if any(run.backend == "cpu" for run in runs):
+    if any(not KINDS[run.backend].has_allocator for run in runs):
         titles = titles | {"step_time": "step on CPU (ms)"}
     return {name: title for name, title in titles.items() if name not in left_out}
 
@@ -228,13 +229,13 @@ def _row(run: Run, base: StepRecord | None, unit_bytes: int) -> dict[str, str]:
     is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds say nothing about a GPU
     if is_timed:
         # What a process does for the first time takes longer, and more so on a CPU.
-        is_first = run.number == 1 and run.backend == "cpu"
+        is_first = run.number == 1 and not KINDS[run.backend].has_allocator
         cells["step_time"] = f"{record.step_seconds * 1e3:,.1f}{' (first)' if is_first else ''}"
     if base is None:
         return cells
     size = record.peak_allocated_bytes - base.peak_allocated_bytes
     cells["difference"] = f"{'+' if size > 0 else ''}{in_unit(size, unit_bytes)}".replace("-", MINUS)
-    if is_timed and run.backend != "cpu":
+    if is_timed and KINDS[run.backend].has_allocator:
         cells["step_time"] += _percent(record.step_seconds, base.step_seconds)
     if record.loss is not None and base.loss is not None:
         difference = record.loss - base.loss

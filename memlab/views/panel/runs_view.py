@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.atomic_files import written_aside
+from memlab.config.backend_kind import KINDS
 from memlab.views.panel.chart_data import chart_drawing, mark_moment
 from memlab.views.panel.copy_as import CopyAs
 from memlab.views.panel.exports import (
@@ -84,7 +85,7 @@ class RunsView:
         self.export_toggle.add_class("memlab-export-toggle")
         self.export_toggle.observe(lambda change: state.set_trait("export_open", change["new"]), names=["value"])
         # From the start: the buttons beside it would move if it came with the first run.
-        self.cost_note = ipywidgets.HTML(_COST_NOTE if state.lab.backend.name == "cpu" else "")
+        self.cost_note = ipywidgets.HTML("" if KINDS[state.lab.backend.name].has_allocator else _COST_NOTE)
         self.cost_note.add_class("memlab-cost-note")
         actions = ipywidgets.Box([self.pin, reuse, delete, *others, self.export_toggle, self.cost_note])
         export_bar = ipywidgets.Box([self.folder, *exports])

@@ -8,6 +8,7 @@ from typing import Any
 
 import traitlets
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
@@ -67,7 +68,8 @@ class SearchState(traitlets.HasTraits):
     @property
     def backend(self) -> str:
         """Whose steps are predicted: the ``cpu``'s next to a lab on a CPU, so that they compare with its runs."""
-        return "cpu" if self._state.lab.backend.name == "cpu" else "simulated"
+        name = self._state.lab.backend.name
+        return "simulated" if KINDS[name].has_allocator else name
 
     def _propose_limit(self) -> None:
         """Proposes a limit, until the user has entered one or a search has used it."""

@@ -9,6 +9,7 @@ import html
 
 import ipywidgets
 
+from memlab.config.backend_kind import KINDS
 from memlab.views.figures.frame import Drawing
 from memlab.views.figures.search import search_figure
 from memlab.views.panel.chart_widget import ChartWidget
@@ -25,7 +26,7 @@ class SearchView:
         self.state = state
         self.toggle = ipywidgets.ToggleButton(description="Find settings")
         self.toggle.tooltip = "Which settings save most, which fit a limit, and the extra work that each costs"
-        on_cpu = state.backend == "cpu"
+        on_cpu = not KINDS[state.backend].has_allocator
         self.limit = ipywidgets.Text(
             description="memory limit" if on_cpu else "limit for torch", continuous_update=False
         )

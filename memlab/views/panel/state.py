@@ -20,7 +20,8 @@ from typing import Any
 import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.rebuilds import Rebuilt, what_rebuilds
+from memlab.config.backend_kind import KINDS, BackendKind
+from memlab.config.rebuilds import Rebuilt
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -173,12 +174,12 @@ class LabState(traitlets.HasTraits):
         """What the next run rebuilds first: the form has another training state or allocator than the lab."""
         if self.error_is_about_state:
             return "nothing"
-        return self._rebuilds_for(TrainingState(**self.form.state_values), self.allocator)
+        state = TrainingState(**self.form.state_values)
+        return self._backend.rebuilt_by(self.lab.scenario, state, self.allocator)
 
-    def _rebuilds_for(self, state: TrainingState, allocator: AllocatorSettings) -> Rebuilt:
-        if allocator != self.lab.scenario.allocator and self.lab.backend.name == "simulated":
-            return "model"
-        return what_rebuilds(self.lab.scenario.state, state)
+    @property
+    def _backend(self) -> BackendKind:
+        return KINDS[self.lab.backend.name]
 
     @property
     def allocator(self) -> AllocatorSettings:
@@ -199,10 +200,10 @@ class LabState(traitlets.HasTraits):
         if state != lab.scenario.state or self.rebuilds != "nothing":
             built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
             words.append(f"not yet in effect: the next run {built}")
-        if allocator != lab.scenario.allocator and lab.backend.name == "cuda":
+        if allocator != lab.scenario.allocator and self._backend.on_gpu:
             words.append(f"'{allocator}' is only predicted: this process was started with '{lab.scenario.allocator}'")
         of_allocator = allocator.without_effect(
-            has_allocator=lab.backend.name != "cpu", has_limit=lab.device_memory_bytes is not None
+            has_allocator=self._backend.has_allocator, has_limit=lab.device_memory_bytes is not None
         )
         idle = self._idle_options | of_allocator
         words += [f"{name} has no effect: {reason}" for name, reason in idle.items()]
@@ -354,7 +355,7 @@ class LabState(traitlets.HasTraits):
                 if any(getattr(self.lab.scenario, name) != value for name, value in workload.items()):
                     self.lab.set_workload(**workload)
                 self.refresh()
-                rebuilds = self._rebuilds_for(scenario.state, scenario.allocator)
+                rebuilds = self._backend.rebuilt_by(self.lab.scenario, scenario.state, scenario.allocator)
                 num_changes = len(self.lab.state_changes)
                 request = StepRequest(settings=settings, state=scenario.state, allocator=scenario.allocator)
                 running = self.lab.submit(request, self._note_progress)
@@ -398,7 +399,7 @@ class LabState(traitlets.HasTraits):
     @property
     def stops_all_ranks(self) -> bool:
         """Whether a step is stopped on several ranks, which end it together, before the optimizer."""
-        return self.lab.scenario.layout.world_size > 1 and self.lab.backend.name != "simulated"
+        return self.lab.scenario.layout.world_size > 1 and not self._backend.is_prediction
 
     def stop(self) -> None:
         """Ends the running step, as `Lab.stop` does; its row says ``stopped``."""

@@ -14,6 +14,7 @@ from typing import Any
 import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.backend_kind import KINDS
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
@@ -54,7 +55,7 @@ class WhatIf(traitlets.HasTraits):
         super().__init__()
         self._state = state
         self._process = process
-        self._takes_steps = state.lab.backend.name == "simulated"
+        self._takes_steps = KINDS[state.lab.backend.name].is_prediction
         self._changed = threading.Condition(state.lock)
         self._wanted: Selection | None = None
         self._thread: threading.Thread | None = None

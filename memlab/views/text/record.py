@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -186,7 +187,7 @@ def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
 
 
 def _time_line(record: StepRecord) -> str:
-    if record.backend == "simulated":
+    if KINDS[record.backend].is_prediction:
         state = record.scenario.state
         is_unmeasured = state.fp8_format is not None and state.fp8_recipe == "mxfp8"
         return (

@@ -1,0 +1,220 @@
+"""A GPU's memory, simulated: torch's caching allocator, its limit, and the cache of pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from memlab.allocator.caching_allocator import CachingAllocator
+from memlab.allocator.pinned import PinnedMemory
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
+from memlab.allocator.request_log import RequestLog
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.meter.allocations import Allocation, Opening, StorageAllocation
+from memlab.meter.events import EventLog
+from memlab.meter.kept_gathers import KeptGathers
+from memlab.meter.labels import Labels
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
+
+_DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
+
+
+class CachingMemory:
+    """Device memory in blocks of torch's allocator; for the methods see `memlab.meter.memory.PlainMemory`.
+
+    Args:
+        labels: Say on which stream a storage is made, and whether it is pinned.
+        log: Gets the events of reserved memory.
+    """
+
+    def __init__(self, labels: Labels, log: EventLog) -> None:
+        self.allocator: Allocator = CachingAllocator()
+        self.gathers = KeptGathers(log)
+        self.is_special = False
+        """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
+        the allocator caches."""
+        self.replacements = {"torch.cuda.empty_cache": self._empty_cache}
+        self.reserved = _reserved_allocation()
+        """Stands for the reserved bytes in the step's events."""
+        self._labels, self._log = labels, log
+        self._pinned = PinnedMemory()
+        self._limit_bytes: int | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.allocator.reserved_bytes
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return self._limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, num_bytes: int | None) -> None:
+        self.allocator.empty_cache()  # the limit applies to new segments only
+        self._limit_bytes = num_bytes
+
+    def use_allocator(self, settings: AllocatorSettings) -> None:
+        assert not self.allocator.reserved_bytes, "a process has the options that it was started with"
+        self.allocator = CachingAllocator(settings)
+
+    def require(self, num_bytes: int) -> None:
+        limit_bytes, stream = self._limit_bytes, self._labels.stream
+        if limit_bytes is not None and num_bytes and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
+            self.refuse(num_bytes, stream)
+
+    def refuse(self, num_bytes: int, stream: int) -> NoReturn:
+        """Raises `torch.OutOfMemoryError` for a request for which the allocator has not found space."""
+        assert self._limit_bytes is not None
+        largest, reserved = self.allocator.largest_free_bytes(num_bytes, stream), self.allocator.reserved_bytes
+        self._log.refuse(num_bytes, self._limit_bytes, reserved_bytes=reserved, largest_free_bytes=largest)
+
+    def take(self, allocation: StorageAllocation, num_bytes: int) -> int:
+        stream = allocation.stream = self._labels.stream
+        if self._labels.pinned_depth and num_bytes:
+            self.pin(allocation, num_bytes)
+        if allocation.pool != _DEVICE or not num_bytes:
+            return num_bytes
+        self.is_special = self.is_special or stream != 0
+        block = allocation.block = self.allocator.allocate(num_bytes, stream)
+        self._update_reserved()
+        block_bytes = self.allocator.num_bytes(block)
+        allocation.rounding_bytes = block_bytes - num_bytes
+        return block_bytes
+
+    def give_back(self, allocation: StorageAllocation) -> None:
+        if allocation.block != NO_BLOCK:
+            self.gathers.freed(allocation)
+            self.allocator.free(allocation.block)
+        self.forget(allocation)
+
+    def forget(self, allocation: StorageAllocation) -> None:
+        """Frees what a storage has, but for its block: that has been freed."""
+        allocation.block = NO_BLOCK
+        if allocation.pinned_bytes:
+            self.is_special = True
+            self._pinned.free(allocation.pinned_bytes)
+            allocation.pinned_bytes = 0
+
+    def pin(self, allocation: StorageAllocation, num_bytes: int) -> None:
+        """Gives a storage pinned host memory."""
+        self.is_special = True
+        allocation.pinned_bytes = self._pinned.allocate(num_bytes)
+
+    def put(self, allocation: StorageAllocation, block: int) -> None:
+        """Gives a storage a block that was allocated for it."""
+        allocation.block, allocation.num_bytes = block, self.allocator.num_bytes(block)
+        allocation.rounding_bytes = allocation.num_bytes - allocation.requested_bytes
+
+    def run(self, operations: Operations, blocks: list[int]) -> Served:
+        """Serves operations that stand for events of the step, until one does not fit; see `Allocator.run`."""
+        served = self.allocator.run(operations, blocks, self._limit_bytes)
+        self.reserved.num_bytes += sum(change for _, change in served.changes)
+        return served
+
+    def trial(self) -> Allocator:
+        """Returns the allocator, or a copy of it if a request may not fit; `settle` keeps what was tried."""
+        return self.allocator if self._limit_bytes is None else self.allocator.copy()
+
+    def settle(self, allocator: Allocator) -> None:
+        """Goes on with the allocator that `trial` has returned."""
+        self.allocator = allocator
+        self.reserved.num_bytes = allocator.reserved_bytes
+
+    def opening(self, live: list[StorageAllocation]) -> Opening:
+        self.is_special = False
+        self.gathers.begin()
+        self.reserved = _reserved_allocation()
+        self.reserved.num_bytes = self.allocator.reserved_bytes
+        return Opening([*(allocation for allocation in live if allocation.num_bytes), self.reserved])
+
+    def kept_gather_bytes(self, columns: npt.NDArray[np.int64]) -> int:
+        return self.gathers.most_bytes(columns)
+
+    @contextmanager
+    def logging_requests(self) -> Iterator[RequestLog]:
+        """Implements `Meter.logging_requests`."""
+        assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
+        allocator = self.allocator
+        try:
+            yield RequestLog(allocator)
+        finally:
+            allocator.log = None
+
+    def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
+        return partial(self._restore, _Remembered.now(self.allocator.copy(), live()), live)
+
+    def _restore(self, remembered: _Remembered, find_live: Callable[[], list[StorageAllocation]]) -> bool:
+        live = find_live()
+        now = remembered.among(live)
+        if now is None or any(each.pinned_bytes for each in live):
+            return False
+        self.allocator, self._pinned = remembered.allocator.copy(), PinnedMemory()
+        births = sorted(each.birth for each in now)
+        for birth, former, allocation, block in zip(births, remembered.live, now, remembered.blocks, strict=True):
+            allocation.birth = birth
+            if allocation is not former:
+                allocation.module, allocation.phase, allocation.span = former.module, former.phase, former.span
+                allocation.recomputed, allocation.step = former.recomputed, former.step
+            if block != NO_BLOCK:
+                self.put(allocation, block)
+        self._log.device_bytes = sum(each.num_bytes for each in now if each.block != NO_BLOCK)
+        return True
+
+    def host_reserved_bytes(self) -> int:
+        return self._pinned.reserved_bytes
+
+    def free_cached_pinned_memory(self) -> None:
+        self._pinned.empty_cache()
+
+    def _empty_cache(self) -> None:
+        self.is_special = True
+        self.allocator.empty_cache()
+        self._update_reserved()
+
+    def _update_reserved(self) -> None:
+        delta = self.allocator.reserved_bytes - self.reserved.num_bytes
+        if delta:
+            self.reserved.num_bytes += delta
+            self._log.note(delta, self.reserved)
+
+
+def _reserved_allocation() -> Allocation:
+    return Allocation(0, _RESERVED, 0, PHASES.index("idle"), 0, False, 0, CATEGORIES.index("workspace"))
+
+
+class _Remembered(NamedTuple):
+    """The allocator at one moment, and all storages in the order of their births."""
+
+    allocator: Allocator
+    live: list[StorageAllocation]
+    requested_bytes: list[int]
+    blocks: list[int]
+    """Of the allocator, or `NO_BLOCK`."""
+
+    @classmethod
+    def now(cls, allocator: Allocator, live: list[StorageAllocation]) -> _Remembered:
+        """Reads sizes and blocks, which may be others later."""
+        return cls(allocator, live, [each.requested_bytes for each in live], [each.block for each in live])
+
+    def among(self, live: list[StorageAllocation]) -> list[StorageAllocation] | None:
+        """Returns what takes the place of each storage now: itself, or new host memory of its size.
+
+        Args:
+            live: What is allocated now, in the order of births.
+
+        Returns:
+            The storages in the remembered order; None if something else is allocated, or something remembered is not.
+        """
+        known, alive = {id(each) for each in self.live}, {id(each) for each in live}
+        others = [each for each in live if id(each) not in known]
+        gone = [each for each in self.live if id(each) not in alive]
+        if len(gone) != len(others) or any(each.pool == _DEVICE for each in (*gone, *others)):
+            return None
+        following = iter(others)
+        now = [each if id(each) in alive else next(following) for each in self.live]
+        return now if [each.requested_bytes for each in now] == self.requested_bytes else None

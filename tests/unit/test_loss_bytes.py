@@ -1,0 +1,136 @@
+"""Each loss needs the bytes that the framework's own function needed on an H200."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memlab.config.training_state import CHOICES, TrainingState
+from memlab.lab.lab import Lab
+from memlab.model.losses import BY_SEQUENCE, LOSSES, LossFromLogits
+from tests.unit.ranks import on_ranks
+
+ROOT = Path(__file__).parents[2]
+ROWS = [json.loads(line) for line in (ROOT / "labs/results/h200_loss_bytes.jsonl").read_text().splitlines()][1:]
+TOKENS, VOCABULARY = 64, 2048
+
+
+class Logits(torch.autograd.Function):
+    """Makes logits, and takes their gradient without a tensor of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, TOKENS, VOCABULARY, dtype=torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.new_zeros(1)
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of the storages that operations return, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        return result
+
+    def free(self, address: int, num_bytes: int) -> None:
+        self.alive.discard(address)
+        self.now -= num_bytes
+
+    def peak_of_logit(self) -> float:
+        peak, self.peak = self.peak, self.now
+        return peak / TOKENS / VOCABULARY
+
+
+def bytes_of_logit(compute: Callable[..., torch.Tensor], *, fp32: bool, trains: bool) -> dict[str, float]:
+    """Returns what a loss needs of its caller's logits: a peak in forward, and in backward what it kept and a peak."""
+    weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        logits = Logits.apply(weight)
+        logits = logits.float() if fp32 else logits
+        return compute(logits).sum()
+
+    with Storages() as storages, torch.set_grad_enabled(trains):
+        loss = forward()
+        found = {"forward": storages.peak_of_logit()}
+        if trains:
+            found["held"] = storages.now / TOKENS / VOCABULARY
+            loss.backward()
+            found["backward"] = storages.peak_of_logit()
+    return found
+
+
+def test_every_loss_needs_what_the_framework_s_own_needed_on_an_h200(open_lab: Callable[..., Lab]) -> None:
+    labels = torch.zeros(1, TOKENS, dtype=torch.int64)
+    open_lab("phi-4-tiny", num_layers=1, seq_length=96)  # makes Megatron's groups
+    seen = set()
+    for row in ROWS:
+        if row["several_ranks"]:
+            continue
+        values = dict(row["state"])
+        if "logprobs_chunk_size" in values:
+            values["logprobs_chunk_size"] = TOKENS * values["logprobs_chunk_size"] // row["tokens"]
+        state, sequences = TrainingState(**values), row["sequences"]
+        lengths = sequences and (TOKENS // sequences,) * sequences
+        compute = partial(LossFromLogits(), labels=labels, state=state, lengths=lengths)
+        found = bytes_of_logit(compute, fp32=state.fp32_output, trains=row["trains"])
+        # Labels, sums of tokens and the chosen logits are small beside the logits only where the vocabulary is large.
+        allowed = 0.45 if state.loss == "topk_logits" else 0.13
+        assert found == pytest.approx(row["framework"], abs=allowed), (row["case"], found, row["framework"])
+        seen.add(state.loss)
+    assert seen == LOSSES.keys() == set(CHOICES["loss"]) - {"cross_entropy"}
+
+
+def test_a_log_softmax_of_several_tensor_ranks_needs_what_ms_swift_s_did() -> None:
+    labels = torch.zeros(1, TOKENS, dtype=torch.int64)
+    rows = [row for row in ROWS if row["several_ranks"]]
+    assert [row["trains"] for row in rows] == [True, False, True, False]
+    for row in rows:
+        of_ranks: list[dict[str, float]] = []
+
+        def job(_: int, group: Any, row: dict[str, Any] = row, found: list[Any] = of_ranks) -> None:
+            compute = partial(LOSSES["log_softmax"], labels=labels, group=group, chunk_size=None)
+            found.append(bytes_of_logit(compute, fp32=True, trains=row["trains"]))
+
+        on_ranks(2, job)
+        for found in of_ranks:
+            assert found == pytest.approx(row["framework"], abs=0.1)
+
+
+def test_a_step_computes_one_packed_sequence_after_the_other() -> None:
+    """Of four sequences: their softmax, the gradients of all logits twice, and that of one sequence."""
+    logits = 4096 * 100_352
+    of_loss = {}
+    for loss in ("logprobs_one_hot", "logprobs_by_sequence"):
+        state = TrainingState(loss=loss, fp32_output=True)  # type: ignore[arg-type]
+        with Lab("phi-4", num_layers=1, seq_length=4096, packed_sequences=4, backend="simulated", state=state) as lab:
+            record = lab.step()
+            assert record.timeline is not None
+            of_loss[loss] = record.peak_by_module["loss"] / logits, record.peak_phase
+            assert lab.forward_only().peak_by_module["fp32_output"] == 4 * logits
+    assert BY_SEQUENCE[0] in of_loss
+    assert of_loss["logprobs_one_hot"] == (pytest.approx(8, rel=1e-3), "forward")
+    assert of_loss["logprobs_by_sequence"] == (pytest.approx(11, rel=1e-3), "backward")
