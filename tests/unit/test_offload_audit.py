@@ -124,6 +124,16 @@ def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> 
     assert sum(after.terms().values()) == after.expected_bytes == before.expected_bytes
 
 
+def test_a_view_that_has_no_backward_any_more_does_not_end_an_audit(open_lab: Callable[..., Lab]) -> None:
+    base = torch.ones(4, requires_grad=True) * 1
+    view = base.chunk(2)[0]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        view.grad_fn  # noqa: B018  # torch finds out when it is asked
+    audit = open_lab().audit_offload(offload("core_attn"))
+    assert audit.modules
+
+
 def test_a_peak_that_moved_is_told_from_a_tensor_that_stayed(open_lab: Callable[..., Lab]) -> None:
     account = open_lab("qwen3-moe-tiny", num_layers=LAYERS, seq_length=256).audit_offload(RECOMPUTED)
     terms = account.terms()
