@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev ## Lint, check types and the import order of the pa
 
 # Another Python beside it: make PYTHON=python3.12 VENV=.venv-3.12 test-versions
 test-versions: $(VENV)/.installed-dev ## Run only the tests that depend on the versions of torch and megatron-core
-	@$(BIN)/pytest -m versions -n 3 --dist worksteal
+	@$(BIN)/pytest -n 3 --dist worksteal $(shell grep -l "^pytestmark = pytest.mark.versions" tests/unit/*.py)
 
 lab: $(VENV)/.installed ## Open JupyterLab on labs/
 	@$(BIN)/memlab lab

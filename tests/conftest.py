@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import re
 import signal
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,27 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":
         gc.disable()  # until all is imported, see below
         import_module("memlab.lab.lab")
-
-
-_BUILT_ON_TORCH = re.compile(
-    r"^ *(from|import) (torch|megatron|memlab\.(backends|meter|model|replay|upstream))\b", re.MULTILINE
-)
-
-
-@cache
-def depends_on_versions(path: Path) -> bool:
-    """Whether a file of unit tests imports torch, megatron-core, or a package of memlab below the class Lab.
-
-    Others that take steps depend on the versions too, but would take as long again.
-    """
-    return path.parent.name == "unit" and _BUILT_ON_TORCH.search(path.read_text(encoding="utf-8")) is not None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that other versions of torch and megatron-core could fail (``make test-versions``)."""
-    for item in items:
-        if depends_on_versions(item.path):
-            item.add_marker("versions")
 
 
 @pytest.fixture(scope="session", autouse=True)

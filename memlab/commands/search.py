@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
@@ -39,6 +39,8 @@ from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
 from memlab.jobs.writing import writable
 from memlab.views.text.job import lines_for
+from memlab.views.text.largest import along_front_table, largest_table
+from memlab.views.text.layouts import layouts_table
 
 if TYPE_CHECKING:
     from memlab.jobs.frameworks.framework import NotModelled
@@ -137,8 +139,20 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the page exists or cannot be written.
     """
-    if arguments.gpus is not None:
-        return _layout_search(arguments)
+    search = _layout_search(arguments) if arguments.gpus is not None else _settings_search(arguments)
+
+    def job() -> int:
+        try:
+            return search()
+        except (EnginesNotStartedError, PredictionLostError) as error:
+            print(error, file=sys.stderr)
+            return 1
+
+    return job
+
+
+def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks a search through settings, or for the largest workload, and returns it."""
     asked = asked_step(arguments, rank=arguments.rank)
     base, source, scenarios = asked.settings, asked.job, asked.on_ranks
     limit_bytes = limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
@@ -181,12 +195,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         except SearchInterrupted as interrupted:
             _show(interrupted.found, arguments)
             return _code_of(interrupted)
-        except (EnginesNotStartedError, PredictionLostError) as error:
-            print(error, file=sys.stderr)
-            return 1
         _show(found, arguments)
-        if arguments.as_framework is not None and found.cheapest:
-            print(f"\n{lines_for(arguments.as_framework, scenarios[0], found.best.settings, source)}")
+        if found.cheapest:
+            _show_lines(arguments, scenarios[0], found.best.settings, source)
         return EXIT_CODES[found.best.verdict]
 
     return job
@@ -246,19 +257,11 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
             found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers, is_allowed)
     except LayoutSearchInterrupted as interrupted:
         found, code = interrupted.found, _code_of(interrupted)
-    except EnginesNotStartedError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        from memlab.views.text.layouts import layouts_table
-
-        print(layouts_table(found))
-    if arguments.as_framework is not None and found.fitting:
+    _print(found, layouts_table, arguments)
+    if found.fitting:
         best = found.fitting[0]
         scenario = replace(job, layout=best.layout, num_microbatches=best.num_microbatches)
-        print(f"\n{lines_for(arguments.as_framework, scenario, best.settings)}")
+        _show_lines(arguments, scenario, best.settings)
     if code is not None:
         return code
     return EXIT_CODES[min((one.verdict for one in found.fitting), key=VERDICTS.index, default="does not fit")]
@@ -319,19 +322,10 @@ def _find_largest(
             )
     except LargestInterrupted as interrupted:
         found, code = interrupted.found, _code_of(interrupted)
-    except (EnginesNotStartedError, PredictionLostError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        from memlab.views.text.largest import largest_table
-
-        print(largest_table(found))
+    _print(found, largest_table, arguments)
     value = found.largest_that_fits or found.largest_that_may_fit
-    if arguments.as_framework is not None and value is not None:
-        scenario = with_value(scenarios[0], arguments.largest, value)
-        print(f"\n{lines_for(arguments.as_framework, scenario, settings, source)}")
+    if value is not None:
+        _show_lines(arguments, with_value(scenarios[0], arguments.largest, value), settings, source)
     return _code_of_largest(found) if code is None else code
 
 
@@ -367,19 +361,11 @@ def _find_along_front(
         found, code = AlongFront(what=arguments.largest, front=interrupted.found, found=()), _code_of(interrupted)
     except AlongFrontInterrupted as interrupted:
         found, code = interrupted.found, _code_of(interrupted)
-    except (EnginesNotStartedError, PredictionLostError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        from memlab.views.text.largest import along_front_table
-
-        print(along_front_table(found))
+    _print(found, along_front_table, arguments)
     best = found.best
-    if arguments.as_framework is not None and best is not None and best.largest_that_may_fit is not None:
+    if best is not None and best.largest_that_may_fit is not None:
         scenario = with_value(scenarios[0], arguments.largest, best.largest_that_may_fit)
-        print(f"\n{lines_for(arguments.as_framework, scenario, best.settings, source)}")
+        _show_lines(arguments, scenario, best.settings, source)
     return _code_of_largest(best) if code is None else code
 
 
@@ -450,6 +436,18 @@ def _workers(
     with open_engines(engines) as ranks, open_workers(ranks, replay=replay, not_modelled=not_modelled) as workers:
         print(f"predicting on {len(ranks)} engines", file=sys.stderr, flush=True)
         yield workers
+
+
+def _print(found: Any, table: Callable[[Any], str], arguments: argparse.Namespace) -> None:
+    print(json.dumps(found.to_dict(), indent=2) if arguments.json else table(found))
+
+
+def _show_lines(
+    arguments: argparse.Namespace, scenario: Scenario, settings: MemorySettings, source: Job | None = None
+) -> None:
+    """Prints what ``--as`` asks for."""
+    if arguments.as_framework is not None:
+        print(f"\n{lines_for(arguments.as_framework, scenario, settings, source)}")
 
 
 def _show(found: SearchResult, arguments: argparse.Namespace) -> None:

@@ -1,13 +1,14 @@
 """Plain values out of JSON that anything may have written: each field is checked against its dataclass's annotation.
 
 A file that is damaged, of another version or not JSON at all ends in a ``ValueError`` of one line, never in another
-exception: later code can rely on the types. `memlab.regression.checked_json` is a second reader, because the files of
-the nightly run hold values of any form, and only finite numbers (while a record may have a loss of NaN).
+exception: later code can rely on the types. Python's own reader takes ``NaN``, integers of any length, nesting up to
+the recursion limit and half of a surrogate pair; each of them passes a comparison wrongly, or stops a later writer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from memlab.config.validation import shortened
 T = TypeVar("T")
 
 _INT64 = range(-(2**63), 2**63)
+_MOST_NESTED = 16
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "an object"}
 
 
@@ -62,14 +64,15 @@ def parse_json(content: bytes | str, name: str, action: str) -> Any:
         raise ValueError(f"{name} is not valid JSON ({reason}): {action}") from error
 
 
-def build(kind: type[T], values: object, name: str, **known: Any) -> T:
+def build(kind: type[T], values: object, name: str, *, finite: bool = False, **known: Any) -> T:
     """Builds a dataclass from a JSON object.
 
     Args:
-        kind: The dataclass. Its fields may be numbers, texts, ``Literal``, tuples, dicts by name, other dataclasses,
-            and any of them or None.
+        kind: The dataclass. Its fields may be numbers, texts, ``Literal``, tuples, lists, dicts by name, other
+            dataclasses, unions of them, and ``Any``, in which only numbers and texts are checked.
         values: What should be an object with a value for each field that has no default.
         name: What the object is called, as in messages.
+        finite: Whether NaN and infinity are refused. (A record may have a loss of NaN.)
         **known: Fields that the caller has read already.
 
     Raises:
@@ -88,7 +91,7 @@ def build(kind: type[T], values: object, name: str, **known: Any) -> T:
     ]
     if missing:
         raise ValueError(f"{name} has no {', '.join(missing)}")
-    read = {key: _read(hints[key], value, key) for key, value in values.items() if key not in known}
+    read = {key: _read(hints[key], value, key, finite) for key, value in values.items() if key not in known}
     return kind(**read, **known)
 
 
@@ -99,37 +102,66 @@ def _type_hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _read(kind: Any, value: object, name: str) -> Any:
+def _read(kind: Any, value: object, name: str, finite: bool) -> Any:
     """Returns a value of a type, or refuses it; a whole number serves as a ``float``, as in JSON."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = next((part for part in get_args(kind) if _is_of(part, value)), get_args(kind)[0])
+    if kind in (Any, NoneType):
+        _check_free(value, name, finite)
+        return value
     origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        (other,) = (part for part in parts if part is not NoneType)
-        return None if value is None else _read(other, value, name)
     if origin is Literal:
         if not isinstance(value, str) or value not in parts:
             raise ValueError(f"{name} is {shortened(value)}, must be one of {', '.join(parts)}")
         return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name} is {shortened(value)}, must be a list")
-        return tuple(_read(parts[0], part, name) for part in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is {shortened(value)}, must be an object")
-        return {_read(str, key, name): _read(parts[1], part, f"{name} of {key}") for key, part in value.items()}
+    if origin in (list, tuple, dict):
+        return _read_entries(kind, value, name, finite)
     if is_dataclass(kind):
-        return build(kind, value, name)  # type: ignore[arg-type]  # never an instance
-    _check_plain(kind, value, name)
+        return build(kind, value, name, finite=finite)  # type: ignore[arg-type]  # never an instance
+    if not _is_of(kind, value):
+        raise ValueError(f"{name} is {shortened(value)}, must be {_NAMES[kind]}")
+    _check_plain(value, name, finite)
     return value
 
 
-def _check_plain(kind: type, value: object, name: str) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    fits = is_number if kind in (int, float) else isinstance(value, kind)
-    if not (fits or (kind is float and isinstance(value, float))):
-        raise ValueError(f"{name} is {shortened(value)}, must be {_NAMES[kind]}")
-    if is_number and value not in _INT64:
+def _read_entries(kind: Any, value: object, name: str, finite: bool) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {shortened(value)}, must be an object")
+        _check_free(list(value), name, finite)
+        return {key: _read(parts[1], part, f"{name} of {key}", finite) for key, part in value.items()}
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name} is {shortened(value)}, must be a list")
+    return origin(_read(parts[0], part, name, finite) for part in value)
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    """Whether a value is of a type, apart from what is in it."""
+    if is_dataclass(kind):
+        return isinstance(value, dict)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    origin = get_origin(kind) or kind
+    return isinstance(value, str if origin is Literal else list if origin is tuple else origin)
+
+
+def _check_free(value: object, name: str, finite: bool, depth: int = 0) -> None:
+    """Checks the numbers and texts in a value of any form."""
+    if depth > _MOST_NESTED:
+        raise ValueError(f"{name} is nested more than {_MOST_NESTED} deep")
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    for part in value if isinstance(value, (list, tuple)) else ():
+        _check_free(part, name, finite, depth + 1)
+    _check_plain(value, name, finite)
+
+
+def _check_plain(value: object, name: str, finite: bool) -> None:
+    if isinstance(value, int) and value not in _INT64:
         raise ValueError(f"{name} is {shortened(value)}, must be below 2**63")
+    if finite and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, must be finite")
     if isinstance(value, str) and not value.isprintable():
         _check_encodable(value, name)
 

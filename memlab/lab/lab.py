@@ -466,7 +466,7 @@ class Lab(Residency, Probes):
             Device bytes by holder; an empty dict if dropping the names was enough. All of it is free afterwards.
         """
         session = self._one_process("drop")
-        left = session.run_exclusive(session.stepper.drop)
+        left = session.run_exclusive(session.model.drop)
         self._worker.end()
         self._leave()
         return left
@@ -487,7 +487,7 @@ class Lab(Residency, Probes):
         """
         check_held(held)
         session = self._one_process("release_recipe")
-        found = session.run_exclusive(lambda: session.stepper.release_recipe(held, clears=clears))
+        found = session.run_exclusive(lambda: session.model.release_recipe(held, clears=clears))
         self._worker.end()
         self._leave()
         return found

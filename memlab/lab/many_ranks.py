@@ -22,7 +22,7 @@ from memlab.config.training_state import TrainingState
 from memlab.lab.progress import Progress
 from memlab.lab.request import PassRequest, StepRequest, check_kind
 from memlab.lab.session import OnProgress
-from memlab.lab.stepper import ModelLost
+from memlab.lab.state_changes import ModelLost
 from memlab.lab.worker import Worker
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.ranks import Ranks

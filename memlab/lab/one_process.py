@@ -18,10 +18,12 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
+from memlab.lab.lab_model import LabModel
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.request import PassRequest, StepRequest, check_kind
 from memlab.lab.session import OnProgress
-from memlab.lab.stepper import ModelLost, Stepper
+from memlab.lab.state_changes import ModelLost, StateChanges
+from memlab.lab.stepper import Stepper
 from memlab.lab.worker import Worker
 from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
@@ -32,7 +34,7 @@ _Result = TypeVar("_Result")
 
 
 class OneProcess:
-    """The stepper, the thread that it runs on, whether the next step is steady, and the records so far.
+    """The model, what steps it, the thread that both run on, whether the next step is steady, and the records so far.
 
     Args:
         scenario: What a step runs.
@@ -41,8 +43,10 @@ class OneProcess:
     """
 
     def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = False) -> None:
-        self.stepper = Stepper(scenario, backend, replays=replays)
-        self.worker = Worker(self.stepper.job_context, lambda: f"{self.stepper.scenario}, {self.stepper.settings}")
+        self.model = LabModel(scenario, backend, replays=replays)
+        self.stepper = Stepper(self.model)
+        self._states = StateChanges(self.model)
+        self.worker = Worker(self.model.job_context, lambda: f"{self.model.scenario}, {self.model.settings}")
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
         self._is_steady = False
@@ -54,27 +58,27 @@ class OneProcess:
 
     @property
     def scenario(self) -> Scenario:
-        return self.stepper.scenario
+        return self.model.scenario
 
     @property
     def settings(self) -> MemorySettings:
-        return self.stepper.settings
+        return self.model.settings
 
     @property
     def num_steps(self) -> int:
-        return self.stepper.num_steps
+        return self.model.num_steps
 
     @property
     def backend(self) -> Backend:
-        return self.stepper.backend
+        return self.model.backend
 
     @property
     def device_memory_bytes(self) -> int | None:
-        return self.stepper.meter.device_memory_bytes
+        return self.model.meter.device_memory_bytes
 
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
-        meter = self.stepper.meter
+        meter = self.model.meter
 
         def set_limit() -> None:
             meter.device_memory_bytes = num_bytes
@@ -85,23 +89,23 @@ class OneProcess:
     @property
     def pinned_host_memory(self) -> bool:
         self.worker.require_open()
-        return self.stepper.pinned_host_memory
+        return self.model.pinned_host_memory
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
         def set_pinned() -> None:
-            self.stepper.pinned_host_memory = pinned
+            self.model.pinned_host_memory = pinned
 
         self.run_exclusive(set_pinned)
 
     def build(self) -> None:
-        self.worker.submit(self.stepper.build).result()
+        self.worker.submit(self.model.build).result()
 
     def require_free(self) -> None:
-        self.stepper.require_free()
+        self.model.require_free()
 
     def close(self) -> None:
-        self.worker.finish(self.stepper.release)
+        self.worker.finish(self.model.release)
 
     @property
     def is_steady(self) -> bool:
@@ -109,7 +113,7 @@ class OneProcess:
 
         False after a step in the block of a tap, once that has ended.
         """
-        return self._is_steady and (self.stepper.is_tapped or not self._follows_tapped_step)
+        return self._is_steady and (self.model.is_tapped or not self._follows_tapped_step)
 
     def run_exclusive(self, job: Callable[[], _Result], *, disturbs: bool = False) -> _Result:
         """Runs a job on the worker and waits for it; a job that disturbs makes the next step take a warm-up first.
@@ -137,18 +141,18 @@ class OneProcess:
     def apply(self, settings: MemorySettings) -> None:
         check_kind("settings", settings, MemorySettings)
         self.check(StepRequest(settings=settings))
-        self.run_exclusive(lambda: self.stepper.apply(settings), disturbs=True)
+        self.run_exclusive(lambda: self.model.apply(settings), disturbs=True)
 
     def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
         """Returns a context that logs the requests to a simulated allocator; on other backends, its value is None."""
-        return self.stepper.meter.logging_requests()
+        return self.model.meter.logging_requests()
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built, if that is possible (`Lab.start_over`)."""
-        return self.run_exclusive(self.stepper.start_over, disturbs=True)
+        return self.run_exclusive(self.model.start_over, disturbs=True)
 
     def set_workload(self, scenario: Scenario) -> None:
-        self.run_exclusive(lambda: self.stepper.set_workload(scenario), disturbs=scenario != self.stepper.scenario)
+        self.run_exclusive(lambda: self.model.set_workload(scenario), disturbs=scenario != self.model.scenario)
 
     def set_state(self, state: TrainingState, settings: MemorySettings | None) -> StateChange:
         check_kind("state", state, TrainingState)
@@ -164,8 +168,8 @@ class OneProcess:
         def take() -> StepRecord:
             if isinstance(request, PassRequest):
                 return self._take_pass(settings, request)
-            wanted = request.scenario_after(self.stepper.scenario)
-            if wanted != self.stepper.scenario:
+            wanted = request.scenario_after(self.model.scenario)
+            if wanted != self.model.scenario:
                 self._change_state(settings, wanted, on_progress)
             return self._take_step(settings, request.warm_up, on_progress)
 
@@ -185,28 +189,28 @@ class OneProcess:
         return self.worker.busy
 
     def check(self, request: StepRequest | PassRequest) -> None:
-        scenario = self.stepper.scenario
+        scenario = self.model.scenario
         if isinstance(request, PassRequest):
             request.check_workload_of(scenario)
         else:
             wanted = request.scenario_after(scenario)
             if wanted != scenario:
-                self.stepper.backend.check(wanted)
+                self.model.backend.check(wanted)
             scenario = wanted
         check_on_model(self._settings_of(request), scenario)
 
     def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
-        return self.run_exclusive(lambda: self.stepper.transfers.transfer(action, groups), disturbs=True)
+        return self.run_exclusive(lambda: self.model.transfers.transfer(action, groups), disturbs=True)
 
     def _settings_of(self, request: StepRequest | PassRequest) -> MemorySettings:
-        return self.stepper.settings if request.settings is None else request.settings
+        return self.model.settings if request.settings is None else request.settings
 
     def _stops(self, phase: str) -> bool:
         """Whether the step is to end here. Ranks of a job end it together, between backward and optimizer.
 
         A rank that ended it alone would leave the others waiting in a collective operation.
         """
-        if self.stepper.scenario.layout.world_size == 1 or self.stepper.backend.kind.is_prediction:
+        if self.model.scenario.layout.world_size == 1 or self.model.backend.kind.is_prediction:
             return self._stop.is_set()
         return phase == "optimizer" and agreed_with_rank_0(self._stop.is_set())
 
@@ -214,13 +218,13 @@ class OneProcess:
         self, settings: MemorySettings, wanted: Scenario, on_progress: OnProgress | None = None
     ) -> StateChange:
         """Changes the training state and the allocator to those of another scenario."""
-        stepper, state, allocator = self.stepper, wanted.state, wanted.allocator
-        rebuilt = stepper.backend.kind.rebuilt_by(stepper.scenario, state, allocator)
+        state, allocator = wanted.state, wanted.allocator
+        rebuilt = self.model.backend.kind.rebuilt_by(self.model.scenario, state, allocator)
         if on_progress is not None and rebuilt != "nothing":
             on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
         self._is_steady = False
         try:
-            change = stepper.change_state(state, allocator, settings)
+            change = self._states.change(state, allocator, settings)
         except ModelLost:
             self.worker.end()
             raise
@@ -228,53 +232,53 @@ class OneProcess:
         return change
 
     def _apply_if_changed(self, settings: MemorySettings) -> None:
-        if settings != self.stepper.settings:
-            self.stepper.apply(settings)
+        if settings != self.model.settings:
+            self.model.apply(settings)
             self._is_steady = False
 
     def _take_pass(self, settings: MemorySettings, request: PassRequest) -> StepRecord:
         scenario, warm_up, suspend_offload = request.scenario, request.warm_up, request.suspend_offload
         self._apply_if_changed(settings)
-        is_other = scenario != self.stepper.scenario
-        monitor = StepMonitor(self.stepper.labels, scenario, 2 if warm_up else 1, self._stops, None)
+        is_other = scenario != self.model.scenario
+        monitor = StepMonitor(self.model.labels, scenario, 2 if warm_up else 1, self._stops, None)
         is_steady, self._is_steady = self.is_steady and not is_other, False
-        bytes_before = self.stepper.meter.live_bytes()
+        bytes_before = self.model.meter.live_bytes()
         self._is_next_misled |= not suspend_offload and settings.offload_modules is not None
-        with self.stepper.workload_of_a_pass(scenario):
+        with self.model.workload_of_a_pass(scenario):
             if warm_up:
-                self.stepper.release_garbage()
+                self.model.release_garbage()
                 record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
             if not warm_up or record.status == "ok":
                 record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
         is_ok = record.status == "ok"
         # The pass may have freed what the checkpoints of an MoE model retain.
-        self._is_steady = is_steady and is_ok and self.stepper.meter.live_bytes() == bytes_before
-        record = replace(record, is_steady=warm_up and is_ok and not self.stepper.is_tapped)
+        self._is_steady = is_steady and is_ok and self.model.meter.live_bytes() == bytes_before
+        record = replace(record, is_steady=warm_up and is_ok and not self.model.is_tapped)
         record = name_smaller_loss(record)
         self.records.append(record)
         return record
 
     def _take_step(self, settings: MemorySettings, warm_up: bool, on_progress: OnProgress | None) -> StepRecord:
-        stepper = self.stepper
-        is_collected = stepper.is_collected
+        model, stepper = self.model, self.stepper
+        is_collected = model.is_collected
         self._apply_if_changed(settings)
         warms_up = warm_up and not self.is_steady
         is_repeated = warms_up or (self.is_steady and not self._is_next_misled)
-        monitor = StepMonitor(stepper.labels, stepper.scenario, 2 if warms_up else 1, self._stops, on_progress)
+        monitor = StepMonitor(model.labels, model.scenario, 2 if warms_up else 1, self._stops, on_progress)
         self._is_steady = self._is_next_misled = False
         if warms_up:
-            stepper.release_garbage(is_collected=is_collected)
-        with stepper.garbage.kept_young():
+            model.release_garbage(is_collected=is_collected)
+        with model.garbage.kept_young():
             if warms_up:
                 monitor.prefix = "warm-up "
                 record = stepper.step(monitor)
-                stepper.garbage.collect()  # what the previous settings left in cycles is not memory of these settings
+                model.garbage.collect()  # what the previous settings left in cycles is not memory of these settings
                 monitor.prefix = ""
             if not warms_up or record.status == "ok":
                 record = stepper.step(monitor)
         self._is_steady = record.status == "ok"
-        self._follows_tapped_step = stepper.is_tapped
-        is_repeated &= self._is_steady and not stepper.is_tapped
+        self._follows_tapped_step = model.is_tapped
+        is_repeated &= self._is_steady and not model.is_tapped
         record = judge(replace(record, is_steady=is_repeated), self.records)
         self.records.append(record)
         return record

@@ -71,7 +71,7 @@ class Probes(LabPart):
         Replayed layers have no such graphs: they have what an equal layer keeps.
         """
         session = self._one_process("retained")
-        return session.run_exclusive(session.stepper.retained)
+        return session.run_exclusive(session.model.retained)
 
     @contextmanager
     def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> Iterator[Tap]:
@@ -92,15 +92,15 @@ class Probes(LabPart):
             ValueError: If there is no such layer.
         """
         session = self._one_process("tap")
-        stepper = session.stepper
-        last = stepper.scenario.num_layers_of_stage - 1
+        model = session.model
+        last = model.scenario.num_layers_of_stage - 1
         if not is_whole_number(layer, at_least=0, at_most=last):
             raise ValueError(f"layer is {layer!r}, must be from 0 to {last}: tap another layer")
-        tap = session.run_exclusive(lambda: stepper.tap(layer, guarded=guarded, every=every))
+        tap = session.run_exclusive(lambda: model.tap(layer, guarded=guarded, every=every))
         try:
             yield tap
         finally:
-            session.run_after_step(lambda: stepper.untap(tap))
+            session.run_after_step(lambda: model.untap(tap))
 
     def unmetered_step_seconds(self) -> float:
         """Takes a step without metering it and returns its duration, to compare with a metered one.
@@ -143,7 +143,7 @@ def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
     Of a simulated step that only repeats the last one, no tensor would be seen.
     """
     saved = SavedInRegions()
-    with stepper.replay.suspended(), saved.watching():
+    with stepper.model.replay.suspended(), saved.watching():
         stepper.step()
     return saved
 
@@ -152,21 +152,21 @@ def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, o
     """Repeats `offloaded`, the last step, to look at the model in the middle of it."""
 
     def repeat(num_events: int, look: Callable[[], None]) -> StepRecord:
-        with stepper.meter.at_event(num_events, look):
+        with stepper.model.meter.at_event(num_events, look):
             return stepper.step()
 
-    return audit_offload(stepper.live, stepper.labels.modules, saved, plain, offloaded, repeat)
+    return audit_offload(stepper.model.live, stepper.model.labels.modules, saved, plain, offloaded, repeat)
 
 
 def _unmetered_step_seconds(stepper: Stepper) -> float:
     """Loads and offloads metered as always: the meter would lose track of storages that are resized meanwhile."""
-    load_seconds = stepper.transfers.load()
-    with stepper.labels.detached(), stepper.meter.paused(), stepper.checkpoint_input_remedy():
+    load_seconds = stepper.model.transfers.load()
+    with stepper.model.labels.detached(), stepper.model.meter.paused(), stepper.checkpoint_input_remedy():
         torch.cuda.synchronize()
         started = time.perf_counter()
         with stepper.unrecorded():
-            train_step(stepper.live, stepper.labels)
+            train_step(stepper.model.live, stepper.model.labels)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    _, offload_seconds = stepper.transfers.end_step(stepper.settings)
+    _, offload_seconds = stepper.model.transfers.end_step(stepper.model.settings)
     return load_seconds + seconds + offload_seconds

@@ -69,7 +69,7 @@ class Residency(LabPart):
     def audit_residency(self) -> ResidencyAudit:
         """Finds where parameters, gradients and optimizer state are, and compares it with what was requested."""
         session = self._one_process("audit_residency")
-        return session.run_exclusive(lambda: session.stepper.transfers.audit())  # noqa: PLW0108  # a closed lab has no transfers
+        return session.run_exclusive(lambda: session.model.transfers.audit())  # noqa: PLW0108  # a closed lab has no transfers
 
     @contextmanager
     def residency_fault(self, name: str) -> Iterator[None]:
@@ -84,11 +84,11 @@ class Residency(LabPart):
         session = self._one_process("residency_fault")
         if name not in FAULTS:
             raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
-        session.run_exclusive(lambda: session.stepper.transfers.set_fault(name), disturbs=True)
+        session.run_exclusive(lambda: session.model.transfers.set_fault(name), disturbs=True)
         try:
             yield
         finally:
-            session.run_after_step(lambda: session.stepper.transfers.set_fault(None), disturbs=True)
+            session.run_after_step(lambda: session.model.transfers.set_fault(None), disturbs=True)
 
     def groups_used(self) -> dict[str, tuple[str, ...]]:
         """Takes a step and a weight sync that are not recorded, and finds which groups each phase touches.
@@ -104,11 +104,11 @@ class Residency(LabPart):
 
 
 def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
-    labels, transfers = stepper.labels, stepper.transfers
+    labels, transfers = stepper.model.labels, stepper.model.transfers
     transfers.load()
-    require_resident(stepper.live)
+    require_resident(stepper.model.live)
     with ExitStack() as stack:
-        if stepper.backend.compiles:
+        if stepper.model.backend.compiles:
             # Under a dispatch mode torch.compile gives a function up for good, and later steps round differently.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         step = GroupUse(labels, transfers.residency.tensors())
@@ -116,7 +116,7 @@ def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
         stack.enter_context(labels.phase_of("idle"))
         stack.enter_context(stepper.checkpoint_input_remedy())
         with stepper.unrecorded():
-            train_step(stepper.live, labels)
+            train_step(stepper.model.live, labels)
     sync = GroupUse(labels, transfers.residency.tensors())
     with sync.watching():
         transfers.transfer("hand over", ("parameters",))

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from memlab.atomic_files import written_aside
+from memlab.config.from_json import build, read_json
 from memlab.regression.case_measurements import Measured, RecordMeasured
-from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import tolerance
+from memlab.regression.one_line import one_line
 
 _ON_ONE_LINE = (
     "parameters",
@@ -63,15 +64,15 @@ def read_baseline(path: Path) -> Baseline | None:
     """
     if not path.exists() and not path.is_symlink():
         return None
+    bring_back = f"bring it back with `git checkout -- {path.name}` in its folder"
+    action = f"{bring_back}, or write it again with `memlab baseline update`"
+    values = read_json(path, action)
     try:
-        baseline = build(Baseline, read_json(path))
+        baseline = build(Baseline, values, "it", finite=True)
         baseline.measured.check()
         baseline.check_case(path.stem)
     except ValueError as error:
-        raise ValueError(
-            f"baseline {path} cannot be read ({one_line(error)}): bring it back with `git checkout -- {path.name}` in "
-            "its folder, or write it again with `memlab baseline update`"
-        ) from error
+        raise ValueError(f"baseline {path} cannot be read ({one_line(error)}): {action}") from error
     return baseline
 
 

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 
 from memlab.config.architectures import Architecture
 from memlab.config.backend_kind import KINDS
+from memlab.config.from_json import build, read_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.cpu_info import processor_features, processor_name
 from memlab.record.notebook_result import RECORD_NAME
 from memlab.record.saved_records import load_record
 from memlab.record.step_record import StepRecord
-from memlab.regression.checked_json import build, one_line, read_json
+from memlab.regression.one_line import one_line
 from memlab.regression.suite.parameters import ParameterValue
 
 MetricValue: TypeAlias = int | float | str
@@ -24,6 +25,7 @@ MetricValue: TypeAlias = int | float | str
 CUDA_SLACK_BYTES = 4 * 1024**2
 """The caching allocator leaves remainders of up to 1 MiB unsplit, depending on the blocks that happen to be cached: a
 difference of two large peaks on a GPU is off by a few of them."""
+LEFT_TO_FINISH = "let `finish` alone write it"
 LAB = "(lab)"
 """In the place of a record's name: the metrics that a lab passed to `finish` in addition to its records."""
 
@@ -90,7 +92,7 @@ class Measured:
         Raises:
             ValueError: If a field is missing, unknown, or not of its type, or a number is not finite.
         """
-        measured = build(cls, values)
+        measured = build(cls, values, "it", finite=True)
         measured.check()
         return measured
 
@@ -117,10 +119,11 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         ValueError: If ``metrics.json`` or a record is damaged, or a record was made on another backend.
     """
     path = folder / "metrics.json"
+    values = read_json(path, LEFT_TO_FINISH)
     try:
-        written = build(_Written, read_json(path))
+        written = build(_Written, values, "it", finite=True)
     except ValueError as error:
-        raise ValueError(f"{path.name} cannot be read ({one_line(error)}): let `finish` alone write it") from error
+        raise ValueError(f"{path.name} cannot be read ({one_line(error)}): {LEFT_TO_FINISH}") from error
     records: dict[str, RecordMeasured] = {}
     hardware: dict[str, str] = {}
     for name in written.records:

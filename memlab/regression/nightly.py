@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
 from memlab.regression.case_measurements import read_measured
-from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding
+from memlab.regression.one_line import one_line
 from memlab.regression.report.report import write_reports
 from memlab.regression.run.case_on_engine import run_on_engine
 from memlab.regression.run.kept_runs import (

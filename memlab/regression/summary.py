@@ -9,9 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.from_json import build, read_json
 from memlab.regression.case_measurements import Measured
-from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import MetricChange
+from memlab.regression.one_line import one_line
 from memlab.regression.run.runner import append_to_log
 from memlab.regression.suite.suite import SUMMARY_FILE
 
@@ -137,16 +138,15 @@ def read_summary(folder: Path) -> Summary:
     path = folder / SUMMARY_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {SUMMARY_FILE}: give the folder of a nightly's run")
+    action = "it is damaged or of another version, remove its run"
+    values: Any = read_json(path, action)
+    if isinstance(values, dict):
+        values.pop("status", None)
     try:
-        values: Any = read_json(path)
-        if isinstance(values, dict):
-            values.pop("status", None)
-        summary = build(Summary, values)
+        summary = build(Summary, values, "it", finite=True)
         _check(summary)
     except ValueError as error:
-        raise ValueError(
-            f"{path} cannot be read ({one_line(error)}): it is damaged or of another version, remove its run"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({one_line(error)}): {action}") from error
     return summary
 
 

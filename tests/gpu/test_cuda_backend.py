@@ -46,7 +46,7 @@ def test_at_least_99_percent_of_the_bytes_carry_a_label(family: str, open_gpu_la
     lab = open_gpu_lab(family)
     for settings in settings_of(family):
         lab.step(settings)
-        assert inside(lab).stepper.meter.labelled_share >= 0.99, settings
+        assert inside(lab).model.meter.labelled_share >= 0.99, settings
 
 
 @FAMILIES
@@ -84,7 +84,7 @@ def test_parameters_gradients_and_optimizer_state_are_as_many_bytes_as_they_must
 ) -> None:
     lab = open_gpu_lab(family)
     away = lab.step(ALL_ON_HOST)
-    count = sum(parameter.numel() for parameter in inside(lab).stepper.live.chunk.parameters())
+    count = sum(parameter.numel() for parameter in inside(lab).model.live.chunk.parameters())
     for group, num_bytes in zip(GROUPS, (2 * count, 4 * count, 12 * count), strict=True):
         # DDP pads its buckets.
         assert away.offloaded_bytes_by_group[group] == pytest.approx(num_bytes, rel=1e-3)

@@ -8,7 +8,7 @@ from memlab.lab.one_process import OneProcess
 
 
 def inside(lab: Lab) -> OneProcess:
-    """Returns the session of a model in this process: its `stepper` has the model, its `worker` the thread."""
+    """Returns the session of a model in this process: its `model`, the `stepper` that takes its steps, and the `worker` that is the thread."""
     assert isinstance(lab._session, OneProcess)
     return lab._session
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -46,13 +49,15 @@ _LAYOUTS: list[dict[str, Any]] = [
     {"pipeline_model_parallel_size": 4, "rank": 1},
     {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 ]
+_PATTERNS: list[tuple[int, ...] | None] = [None, None, (0, 1), (0, 0, 0, 1), (0, 1, 1, 1, 1, 1, 1, 1)]
+"""Which layers have experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Steps of one lab."""
 
-    architecture: str
+    architecture: str | Architecture
     arguments: dict[str, Any]
     settings: list[MemorySettings]
     warm_up: tuple[bool, ...] = ()
@@ -82,12 +87,27 @@ def random_case(rng: random.Random) -> Case:
         settings = [random_settings(lab, rng) for _ in range(rng.randint(1, 3))]
         expands = rng.random() < 0.3
         allocator = AllocatorSettings(expandable_segments=expands)
-        return Case(
-            architecture=architecture,
-            arguments=arguments,
-            settings=[*plain, *settings, settings[-1]],
-            allocator=allocator,
-        )
+        settings = [*plain, *settings, settings[-1]]
+        model = _with_dense_layers(architecture, arguments, settings, rng)
+        return Case(architecture=model, arguments=arguments, settings=settings, allocator=allocator)
+
+
+def _with_dense_layers(
+    architecture: str, arguments: dict[str, Any], settings: list[MemorySettings], rng: random.Random
+) -> str | Architecture:
+    """Returns the model, or sometimes one in which dense layers are among the MoE layers, if it takes the settings."""
+    pattern, num_layers = rng.choice(_PATTERNS), arguments["num_layers"]
+    model = find_architecture(architecture)
+    if pattern is None or not model.routes:
+        return architecture
+    freq = tuple(islice(cycle(pattern), num_layers))
+    model = replace(model, num_layers=num_layers, moe_layer_freq=freq)
+    try:
+        for each in settings:
+            check_on_model(each, Scenario.of(model, **arguments))
+    except ValueError:
+        return architecture
+    return model
 
 
 def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
@@ -97,9 +117,9 @@ def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
         lab.device_memory_bytes = case.limit_bytes
         for each, warm_up in zip(case.settings, case.warm_up or (True,) * len(case.settings), strict=True):
             records.append(lab.step(each, warm_up=warm_up))
-            stepper: Any = inside(lab).stepper
-            count += stepper.replay.num_replayed
-        count += stepper.labels.num_repeated
+            model: Any = inside(lab).model
+            count += model.replay.num_replayed
+        count += model.labels.num_repeated
     return records, count
 
 

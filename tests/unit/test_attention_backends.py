@@ -35,6 +35,8 @@ from memlab.units import GIB, MIB
 from memlab.vocabulary import PHASES, POOLS
 from tests.unit.live import recompute
 
+pytestmark = pytest.mark.versions
+
 UNFUSED, FLASH = TrainingState(attention_backend="unfused"), TrainingState(attention_backend="flash")
 FUSED_ROPE = TrainingState(apply_rope_fusion=True)
 TOKENS, BATCH, HEADS, CHANNELS = 24, 2, 4, 8

@@ -18,6 +18,8 @@ from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.test_allocator_replay import history
 
+pytestmark = pytest.mark.versions
+
 MIB = 2**20
 
 

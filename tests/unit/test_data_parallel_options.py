@@ -39,7 +39,7 @@ def lab_of(architecture: str = "qwen3-moe-tiny", **options: Any) -> Lab:
 def communication(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     """Notes in which phase DDP starts each of its collectives: parameters are gathered, gradients reduced."""
     seen: dict[str, list[str]] = {"gather": [], "reduce": []}
-    labels = inside(lab).stepper.labels
+    labels = inside(lab).model.labels
 
     def noting(what: str, collective: Any) -> Any:
         def note(*args: Any, **kwargs: Any) -> Any:
@@ -65,9 +65,7 @@ def test_without_the_distributed_optimizer_every_byte_is_found_and_can_leave(opt
     with lab_of(**options, state=WITHOUT) as lab:
         plain = lab.step(NONE)
         assert plain.loss == expected.loss
-        assert all(
-            inside(lab).stepper.meter.pool_of(each) == "device" for each in inside(lab).stepper.live.parameters()
-        )
+        assert all(inside(lab).model.meter.pool_of(each) == "device" for each in inside(lab).model.live.parameters())
         assert lab.audit_residency().complaints == ()
         opening = plain.timeline.breakdown(plain.timeline.num_opening_events - 1)  # type: ignore[union-attr]
         assert set(GROUPS) <= opening.keys()
@@ -89,7 +87,7 @@ def test_without_the_distributed_optimizer_every_byte_is_found_and_can_leave(opt
 def test_a_parameter_outside_the_buffers_that_lost_its_storage_stops_the_step() -> None:
     with lab_of("phi-4-tiny", num_layers=1, state=WITHOUT) as lab:
         lab.step(NONE)
-        parameter = next(inside(lab).stepper.live.parameters())
+        parameter = next(inside(lab).model.live.parameters())
         inside(lab).worker.submit(lambda: parameter.untyped_storage().resize_(0)).result()
         with pytest.raises(ValueError, match=r"buffers\.params has 0 B of the .* so it did not run"):
             lab.step()
@@ -117,7 +115,7 @@ def test_overlap_moves_communication_into_backward_and_the_next_forward(
             lab.step()
         assert seen == {"gather": ["optimizer"], "reduce": ["backward"]}
     with lab_of(backend=backend, layout=layout, num_microbatches=2, state=OVERLAP) as lab:
-        (chunk,) = inside(lab).stepper.live.chunks
+        (chunk,) = inside(lab).model.live.chunks
         count = len(chunk.bucket_groups)
         assert count > 5
         with communication(lab, monkeypatch) as seen:
@@ -146,7 +144,7 @@ def test_settings_change_in_place_under_overlap(settings: MemorySettings, monkey
             passed = lab.forward_only()
             lab.forward_only()
             # A rank has updated only its own part: each pass gathers all before it, as Megatron does to evaluate.
-            assert seen["gather"] == ["forward"] * 2 * len(inside(lab).stepper.live.chunk.bucket_groups)
+            assert seen["gather"] == ["forward"] * 2 * len(inside(lab).model.live.chunk.bucket_groups)
             again = lab.step()
         assert plain.loss == record.loss == passed.loss == again.loss
         assert record.peak_allocated_bytes == again.peak_allocated_bytes
@@ -185,7 +183,7 @@ def test_stages_gather_at_once_only_where_they_are_interleaved(chunks: int) -> N
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks, data_parallel_size=2, rank=2
     )
     with lab_of(backend="simulated", layout=layout, num_layers=4, num_microbatches=4, state=OVERLAP) as lab:
-        live = inside(lab).stepper.live
+        live = inside(lab).model.live
         assert live.config.param_sync_func is None
         first = lab.step(NONE)
         assert lab.step(FULL).status == lab.forward_only().status == first.status == "ok"
@@ -207,7 +205,7 @@ def test_stages_gather_at_once_only_where_they_are_interleaved(chunks: int) -> N
 def test_buckets_have_megatron_s_size_unless_one_is_given() -> None:
     def sizes(state: TrainingState, **layout: int) -> int | None:
         with lab_of("phi-4-tiny", num_layers=1, backend="simulated", state=state, layout=Layout(**layout)) as lab:
-            return inside(lab).stepper.live.chunk.bucket_size  # type: ignore[no-any-return]
+            return inside(lab).model.live.chunk.bucket_size  # type: ignore[no-any-return]
 
     overlap = TrainingState(overlap_grad_reduce=True)
     assert sizes(overlap, data_parallel_size=2) == 40_000_000
@@ -236,7 +234,7 @@ def test_options_without_effect_are_named() -> None:
 
 def test_nothing_is_connected_without_overlap() -> None:
     with lab_of("phi-4-tiny", num_layers=1) as lab:
-        live = inside(lab).stepper.live
+        live = inside(lab).model.live
         lab.step(NONE)
         assert not data_parallel_overlap.gathers_in_forward(live)
         assert (live.config.no_sync_func, live.config.grad_sync_func, live.config.param_sync_func) == (None,) * 3

@@ -23,6 +23,8 @@ from tests.unit.live import FULL, offload, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 THREE = offload("qkv_linear", "core_attn", "attn_proj")
 RESETS_AFTER_FORWARD_ONLY = not megatron.core.__version__.startswith("0.16")
 """From 0.19 on the schedule resets the manager after every pass (pipeline_parallel/schedules.py)."""
@@ -42,7 +44,7 @@ def test_a_forward_only_pass_has_the_loss_and_keeps_nothing(
     assert record.timeline is not None
     assert {PHASES[phase] for phase in record.timeline.phase} <= {"idle", "load", "forward", "offload"}
     assert lab.records == [trained, record]
-    assert inside(lab).stepper.live.chunk.training
+    assert inside(lab).model.live.chunk.training
     assert "forward only" in str(record)
 
 
@@ -50,7 +52,7 @@ def test_a_pass_under_selective_recompute_leaves_no_random_states_on_the_host(op
     """Backward would have used them up. Each is the 5,056 bytes of ``torch.get_rng_state``; each layer's two norms have one."""
     lab = open_lab("qwen3-moe-tiny", seq_length=64)
     before = lab.step().host_bytes
-    meter = inside(lab).stepper.meter
+    meter = inside(lab).model.meter
     without = meter.live_bytes("host")
     lab.forward_only(recompute("layernorm"))
     assert meter.live_bytes("host") == without + 2 * lab.scenario.num_layers * 5056

@@ -29,6 +29,8 @@ from tests.unit.refusal import refusal
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 GIB, MIB = 2**30, 2**20
 SMALL = {"num_layers": 2, "seq_length": 256, "backend": "simulated"}
 
@@ -78,7 +80,7 @@ def exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _matrices(lab: Lab) -> list[tuple[int, ...]]:
-    layers = inside(lab).stepper.live.layers
+    layers = inside(lab).model.live.layers
     return [
         tuple(weight.shape)
         for layer in layers
@@ -149,7 +151,7 @@ def test_layers_save_for_backward_what_transformer_engine_saves(
 
 def _saved_bytes(lab: Lab, part: str) -> list[int]:
     """Returns the bytes of each tensor that a module of the first layer saves for backward, weights left out."""
-    module = inside(lab).stepper.live.layers[0].get_submodule(part)
+    module = inside(lab).model.live.layers[0].get_submodule(part)
     weights = list(module.parameters())
     saved: list[int] = []
 
@@ -176,8 +178,8 @@ def test_full_recompute_frees_column_wise_weights_only_of_the_blockwise_recipe()
     for recipe in ("tensorwise", "blockwise"):
         with Lab("qwen3-moe-tiny", state=fp8(recipe), num_layers=2, seq_length=64, backend="simulated") as lab:
             lab.step(FULL)
-            weights = inside(lab).stepper.live.layers[0].mlp.experts.linear_fc1
-            inside(lab).stepper.live.chunk.module.set_is_first_microbatch()
+            weights = inside(lab).model.live.layers[0].mlp.experts.linear_fc1
+            inside(lab).model.live.chunk.module.set_is_first_microbatch()
             with torch.no_grad():
                 inside(lab).worker.submit(lambda linear=weights: linear.quantize_weight(columnwise=False)).result()
             freed[recipe] = not weights._fp8_workspaces["weight"].columnwise
@@ -344,7 +346,7 @@ def test_torch_may_keep_what_the_last_gathers_of_blockwise_values_and_scales_sen
     job: dict[str, Any] = {"num_layers": 4, "seq_length": 4096, "layout": over_ranks, "backend": "simulated"}
     with Lab("phi-4", **job, state=fp8("blockwise")) as lab:
         kept_bytes = lab.step().kept_gather_bytes
-        meter: Any = inside(lab).stepper.meter
+        meter: Any = inside(lab).model.meter
         assert sum(num_bytes for _, num_bytes, _ in meter.storages.memory.gathers.kept) == 577.5 * MIB
         assert kept_bytes == 87.5 * MIB, "what the four layers' forward passes gathered"
         monkeypatch.setattr(kept_gathers, "_MOST_KEPT", 4)

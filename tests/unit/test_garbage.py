@@ -16,6 +16,8 @@ from tests.unit.replayed import require_identical
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 _MODEL: dict[str, Any] = {"num_layers": 4, "seq_length": 64}
 _LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
 _STEPS = [MemorySettings(), _LAYERNORM, MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))]
@@ -47,7 +49,7 @@ def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
             allocations = _num_allocations() - of_earlier_tests
         finally:
             gc.enable()
-        storages: Any = inside(lab).stepper.meter.storages
+        storages: Any = inside(lab).model.meter.storages
         assert storages.num_births > 3 * len(storages.live), "most storages of a step are freed in it"
         assert allocations < 1.5 * len(storages.live), "else only a collection frees what the meter knew of them"
 

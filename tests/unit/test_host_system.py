@@ -99,8 +99,8 @@ def test_a_training_state_takes_the_bytes_that_are_compared_with_the_host(
         "phi-4-tiny", num_layers=1, seq_length=16, dtype=dtype, state=TrainingState(**state), backend="cpu"
     ) as lab:
         lab.step()
-        groups = inside(lab).worker.submit(inside(lab).stepper.transfers.residency.tensors).result()
+        groups = inside(lab).worker.submit(inside(lab).model.transfers.residency.tensors).result()
         storages = [tensor.untyped_storage() for group in GROUPS for tensor in groups[group]]
         taken = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        num_parameters = sum(parameter.numel() for parameter in inside(lab).stepper.live.parameters())
+        num_parameters = sum(parameter.numel() for parameter in inside(lab).model.live.parameters())
         assert taken / num_parameters == pytest.approx(bytes_per_parameter(lab.scenario) + copies, rel=0.01)

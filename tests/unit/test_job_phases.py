@@ -133,7 +133,7 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(
     predicted = predict_phases(job, settings, rollout, gpu_memory_bytes)
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
         step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
-        weights = [p.nbytes for p in inside(lab).stepper.live.parameters()]
+        weights = [p.nbytes for p in inside(lab).model.live.parameters()]
         parameters, reference = sum(weights) if settings == AWAY else 0, sum(weights)
         model = lab.scenario.architecture
         largest = 2 * model.vocab_size * model.hidden_size
@@ -296,7 +296,7 @@ def test_predict_shows_the_phases_of_a_job_and_judges_them(
 
     def seen(lab: Lab, request: StepRequest | PassRequest, *rest: Any) -> StepRecord:
         if isinstance(request, PassRequest):
-            replays.append(inside(lab).stepper.replay.is_on)
+            replays.append(inside(lab).model.replay.is_on)
         return take(lab, request, *rest)
 
     monkeypatch.setattr(Lab, "take", seen)

@@ -11,6 +11,8 @@ from memlab.jobs.bounds import BOUNDS, BOUNDS_BY_SETTINGS
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.model import megatron_config
 
+pytestmark = pytest.mark.versions
+
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 MIDDLE = Layout(pipeline_model_parallel_size=4, rank=1)
 EXPERTS = Layout(pipeline_model_parallel_size=4, expert_model_parallel_size=4, data_parallel_size=4, rank=4)

@@ -43,7 +43,7 @@ class ErrorInModelError(Exception):
 @contextmanager
 def broken(lab: Lab, place: str) -> Iterator[None]:
     """Within the block a step raises at a place, from within a call of a layer or of autograd."""
-    live = inside(lab).stepper.live
+    live = inside(lab).model.live
 
     def fail(*arguments: Any) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
@@ -166,7 +166,7 @@ def test_exceptions_that_others_refer_to_are_released_too() -> None:
     assert caught.exceptions[1].args == ("of the model", "<Tensor>")
 
 
-@pytest.mark.parametrize("place", ["memlab.model.build._fuse_adam", "memlab.lab.stepper.Transfers"])
+@pytest.mark.parametrize("place", ["memlab.model.build._fuse_adam", "memlab.lab.lab_model.Transfers"])
 def test_a_failed_build_keeps_nothing_in_its_exception(
     place: str, open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_build_that_ctrl_c_interrupts_leaves_no_model(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_and_interrupt(session: OneProcess) -> None:
-        session.worker.submit(session.stepper.build)
+        session.worker.submit(session.model.build)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

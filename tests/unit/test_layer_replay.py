@@ -163,8 +163,8 @@ def test_layers_that_offload_activations_are_replayed(
         with Lab(architecture, seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
             for each in (one for one in settings for _ in range(2)):
                 records[replay].append(lab.step(each, warm_up=False))
-                stepper: Any = inside(lab).stepper
-                assert bool(stepper.replay.num_replayed) == replay
+                model: Any = inside(lab).model
+                assert bool(model.replay.num_replayed) == replay
     assert any(record.offloaded_bytes_by_module for record in records[True])
     for one, other in zip(records[False], records[True], strict=True):
         require_identical(one, other)
@@ -180,7 +180,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
             lab.step(_ALL_ATTENTION)
             session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
             records[replay] = [lab.step(), lab.step()]
-            assert bool(session.stepper.replay.num_replayed) == replay
+            assert bool(session.model.replay.num_replayed) == replay
     for one, other in zip(records[False], records[True], strict=True):
         require_identical(one, other)
 
@@ -286,10 +286,10 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
     arguments: dict[str, Any] = {"num_layers": num_layers, "num_microbatches": num_microbatches, "layout": layout}
     for replay, taken in records.items():
         with Lab("qwen3-moe-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
-            stepper: Any = inside(lab).stepper
+            model: Any = inside(lab).model
             for each in settings:
                 taken.append(lab.step(each, warm_up=False))
-                assert (stepper.replay.is_on, stepper.replay.num_replayed > 0) == (replay, replay)
+                assert (model.replay.is_on, model.replay.num_replayed > 0) == (replay, replay)
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
 
@@ -309,12 +309,12 @@ def test_the_layers_of_large_checkpoints_are_replayed(
     records: dict[bool, list[StepRecord]] = {False: [], True: []}
     for replay, taken in records.items():
         with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
-            stepper: Any = inside(lab).stepper
-            num_passes = len(stepper.live.layers) * lab.scenario.num_microbatches
+            model: Any = inside(lab).model
+            num_passes = len(model.live.layers) * lab.scenario.num_microbatches
             for size in layers_per_checkpoint:
                 taken.append(lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False))
                 # In its forward pass, and in the recompute of its backward.
-                assert (stepper.replay.num_replayed > num_passes) == replay
+                assert (model.replay.num_replayed > num_passes) == replay
             taken.append(lab.step(_MLP, warm_up=False))
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
@@ -325,14 +325,14 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
     """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""
     num_layers = 4 * len(pattern) + 4
     freq = tuple(islice(cycle(pattern), num_layers))
-    model = replace(find_architecture("qwen3-moe-tiny"), num_layers=num_layers, moe_layer_freq=freq)
+    architecture = replace(find_architecture("qwen3-moe-tiny"), num_layers=num_layers, moe_layer_freq=freq)
     records: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
-        with Lab(model, seq_length=32, backend="simulated", replay=replay) as lab:
-            stepper: Any = inside(lab).stepper
+        with Lab(architecture, seq_length=32, backend="simulated", replay=replay) as lab:
+            model: Any = inside(lab).model
             records[replay] = [lab.step(warm_up=False)]
             if replay:
-                assert stepper.replay.num_replayed >= num_layers - 4 * len(pattern) - 2, "the first and the last layer"
+                assert model.replay.num_replayed >= num_layers - 4 * len(pattern) - 2, "the first and the last layer"
             records[replay].append(lab.step(_LAYERNORM, warm_up=False))
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
@@ -343,8 +343,8 @@ def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_whe
     for replay in (False, True):
         with Lab("qwen3-moe-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
             lab.step(_MOE, warm_up=False)
-            stepper: Any = inside(lab).stepper
-            assert 0 < stepper.replay.num_replayed < 3 if replay else not stepper.replay.num_replayed
+            model: Any = inside(lab).model
+            assert 0 < model.replay.num_replayed < 3 if replay else not model.replay.num_replayed
             records.append(lab.step(replace(_FULL, recompute_num_layers=3), warm_up=False))
     require_identical(*records)
 
@@ -354,14 +354,14 @@ def test_a_step_that_was_stopped_while_it_was_replayed_can_be_taken_again() -> N
     with Lab("qwen3-moe-tiny", num_layers=12, seq_length=64, backend="simulated") as lab:
         lab.step(_ATTENTION)
         lab.apply(MemorySettings())
-        stepper: Any = inside(lab).stepper
+        model: Any = inside(lab).model
 
         def stop() -> None:
-            labels = stepper.labels
+            labels = model.labels
             if PHASES[labels.phase] == "forward" and labels.modules[labels.module].startswith("decoder.layers.6"):
                 raise StepStopped(labels.modules[labels.module])
 
-        stopped: Any = inside(lab).run_exclusive(lambda: stepper.step(stop))
+        stopped: Any = inside(lab).run_exclusive(lambda: inside(lab).stepper.step(stop))
         assert stopped.status == "interrupted"
         assert lab.step(warm_up=False).status == lab.step(warm_up=False).status == "ok"
 
@@ -372,13 +372,13 @@ def test_what_dispatchers_retain_is_found_after_a_replayed_step_too(settings: Me
     for replay in (False, True):
         with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
             lab.step(settings)
-            stepper: Any = inside(lab).stepper
-            assert bool(stepper.replay.num_replayed) == replay
+            model: Any = inside(lab).model
+            assert bool(model.replay.num_replayed) == replay
             lab.offload("parameters", "optimizer state")
             lab.device_memory_bytes = lab.records[-1].peak_allocated_bytes // 2
-            device_bytes = stepper.meter.live_bytes("device")
+            device_bytes = model.meter.live_bytes("device")
             found.append(lab.retained())
-            assert stepper.meter.live_bytes("device") == device_bytes, "each group stays where it was"
+            assert model.meter.live_bytes("device") == device_bytes, "each group stays where it was"
             assert lab.device_memory_bytes == lab.records[-1].peak_allocated_bytes // 2
             lab.device_memory_bytes = None
             found.append(lab.step(warm_up=False).step_index)
@@ -392,7 +392,7 @@ def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copie
     state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
     with Lab("phi-4-tiny", num_layers=2, seq_length=32, state=state, backend="simulated") as lab:
         lab.step()
-        optimizer: Any = inside(lab).stepper.live.optimizer
+        optimizer: Any = inside(lab).model.live.optimizer
         calls = []
         update = optimizer.step
         optimizer.step = lambda: (calls.append(1), update())[1]
@@ -525,8 +525,8 @@ def _steps_of_moe(
     with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
         for each, warms_up in zip(settings, warm_up, strict=True):
             records.append(lab.step(each, warm_up=warms_up))
-            stepper: Any = inside(lab).stepper
-            are_replayed.append(stepper.replay.num_replayed > 0)
+            model: Any = inside(lab).model
+            are_replayed.append(model.replay.num_replayed > 0)
     return records, are_replayed
 
 

@@ -13,6 +13,8 @@ import torch
 
 from memlab.live_objects import count_objects, instances_of, with_subclasses
 
+pytestmark = pytest.mark.versions
+
 
 class _Lazy(types.ModuleType):
     """A module as `transformers` has them: to ask for its class would import it."""

@@ -19,6 +19,8 @@ from memlab.record.step_record import StepRecord
 from tests.unit.live import gradients_of_step
 from tests.unit.ranks import on_ranks
 
+pytestmark = pytest.mark.versions
+
 UNFUSED = TrainingState()
 NATIVE = TrainingState(cross_entropy_loss_fusion=True)
 TE = TrainingState(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")

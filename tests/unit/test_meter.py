@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import memlab.lab.one_process
 from memlab.config.settings import MemorySettings
-from memlab.lab.stepper import Stepper
+from memlab.lab.lab_model import LabModel
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
 from memlab.meter.observe_program import ObserveProgram
 from memlab.meter.observers import ObserveResults
@@ -24,14 +24,16 @@ from tests.unit.live import FULL, offload, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 MOVED = offload("expert_fc1", "qkv_linear")
 
 # A Python number in an operation becomes an 8-byte tensor that lives inside that one operation.
 PYTHON_NUMBER_BYTES = 8
 
 
-class ProfiledStepper(Stepper):
-    """A stepper under torch's allocation profiler from its first byte, with a mark in it after every operation."""
+class ProfiledModel(LabModel):
+    """A model under torch's allocation profiler from its first byte, with a mark in it after every operation."""
 
     def build(self) -> None:
         self.meter_totals: list[int] = []
@@ -82,14 +84,14 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(
         offload_parameters=True,
         offload_optimizer=True,
     )
-    monkeypatch.setattr(memlab.lab.one_process, "Stepper", ProfiledStepper)
+    monkeypatch.setattr(memlab.lab.one_process, "LabModel", ProfiledModel)
     lab = open_lab(family, num_layers=4, seq_length=32)
-    stepper: ProfiledStepper = inside(lab).stepper
-    built = len(stepper.meter_totals)
+    model: Any = inside(lab).model
+    built = len(model.meter_totals)
     for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
         lab.step(settings)
-    assert len(stepper.meter_totals) - built > 10_000
-    assert inside(lab).worker.submit(lambda: stepper.disagreements(from_mark=built)).result() == []
+    assert len(model.meter_totals) - built > 10_000
+    assert inside(lab).worker.submit(lambda: model.disagreements(from_mark=built)).result() == []
 
 
 def metered(labels: Labels, work: Any) -> Timeline:
@@ -228,7 +230,7 @@ def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -
     record = lab.step()
     parameters = lab.scenario.architecture.num_parameters
     opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
-    num_tensors = len(list(inside(lab).stepper.live.chunk.parameters()))
+    num_tensors = len(list(inside(lab).model.live.chunk.parameters()))
     # DDP starts each tensor at a multiple of 64 elements in its buffer, and pads the end to one of 128.
     padded = opening["parameters"] // 2
     assert parameters <= padded <= parameters + 64 * num_tensors + 128

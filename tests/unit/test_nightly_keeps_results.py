@@ -288,7 +288,7 @@ def test_a_damaged_baseline_fails_its_own_case_only(night: Nightly) -> None:
             read_baseline(path)
         except ValueError as error:
             num_refused += 1
-            assert_one_line(error, f"{path.name} cannot be read", "git checkout")
+            assert_one_line(error, path.name, "git checkout")
     assert num_refused > NUM_CORRUPTIONS // 2
     summary, folder = night.run(suite)
     results = by_name(summary)
@@ -333,7 +333,7 @@ def test_a_damaged_summary_of_an_earlier_run_is_named_and_left_out_of_the_trend(
             read_summary(run)
         except ValueError as error:
             num_refused += 1
-            assert_one_line(error, "summary.json cannot be read")
+            assert_one_line(error, "summary.json", "remove its run")
     assert num_refused > NUM_CORRUPTIONS // 2
     night.lines.clear()
     summary, folder = night.run(suite, allow_missing=True, keep=1000)
@@ -351,7 +351,7 @@ def test_a_kept_summary_that_is_not_one_does_not_stop_the_nightly(night: Nightly
     spoiled.write_text(text)
     summary, _ = night.run(night.suite(TWO), allow_missing=True)
     assert summary.headline == "2 cases passed"
-    assert any(line.startswith(f"left out: {spoiled} cannot be read") for line in night.lines)
+    assert any(line.startswith("left out: ") and "summary.json" in line for line in night.lines)
     assert spoiled.read_text() == text
 
 

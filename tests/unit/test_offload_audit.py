@@ -21,6 +21,8 @@ from tests.unit.live import FULL, offload
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 T, LAYERS = 128, 3
 RECOMPUTED = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 
@@ -108,7 +110,7 @@ def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Call
 def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     before = lab.audit_offload(offload("qkv_linear"))
-    linear = inside(lab).stepper.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
+    linear = inside(lab).model.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
 
     def keep(module: Any, inputs: tuple[torch.Tensor]) -> None:
         module.probe = inputs[0].detach()
@@ -122,6 +124,16 @@ def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> 
     ]
     assert after.terms()["still on the device"] == before.terms()["still on the device"] + T * 128 * 2
     assert sum(after.terms().values()) == after.expected_bytes == before.expected_bytes
+
+
+def test_a_view_that_has_no_backward_any_more_does_not_end_an_audit(open_lab: Callable[..., Lab]) -> None:
+    base = torch.ones(4, requires_grad=True) * 1
+    view = base.chunk(2)[0]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        view.grad_fn  # noqa: B018  # torch finds out when it is asked
+    audit = open_lab().audit_offload(offload("core_attn"))
+    assert audit.modules
 
 
 def test_a_peak_that_moved_is_told_from_a_tensor_that_stayed(open_lab: Callable[..., Lab]) -> None:

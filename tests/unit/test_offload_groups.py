@@ -16,6 +16,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 
+pytestmark = pytest.mark.versions
+
 SELECTIVE = {"recompute_granularity": "selective"}
 STAGES = {"layout": Layout(pipeline_model_parallel_size=2)}
 CHUNKS = {"layout": Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)}

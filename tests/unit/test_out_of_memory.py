@@ -471,7 +471,7 @@ def test_the_most_passes_in_flight_are_seen_in_a_step_that_ends_at_its_peak() ->
         with Lab(
             "qwen3-moe-tiny", num_layers=chunks, seq_length=64, num_microbatches=8, layout=layout, backend="simulated"
         ) as lab:
-            labels, most = inside(lab).stepper.labels, 0
+            labels, most = inside(lab).model.labels, 0
 
             def look(_: object, labels: Any = labels) -> None:
                 nonlocal most

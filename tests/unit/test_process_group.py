@@ -12,6 +12,8 @@ from memlab.config.layout import Layout
 from memlab.model.process_group import join_others, require_started_ranks
 from tests.unit.processes import on_processes
 
+pytestmark = pytest.mark.versions
+
 
 def join_three_times() -> None:
     """Runs on every rank."""

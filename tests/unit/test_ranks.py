@@ -32,7 +32,7 @@ from memlab.config.scenario import Scenario
 from memlab.lab import many_ranks
 from memlab.lab.many_ranks import ManyRanks
 from memlab.lab.rank import Rank
-from memlab.lab.stepper import ModelLost
+from memlab.lab.state_changes import ModelLost
 from memlab.ranks import engine, group, messages
 from memlab.ranks.fork_server import _ForkServer
 from memlab.ranks.forked_process import ADDRESS_VARIABLE, NUMBER

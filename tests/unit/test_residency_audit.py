@@ -24,6 +24,8 @@ from tests.unit.live import FULL
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 NONE = MemorySettings()
 BELOW = MemorySettings(offload_parameters=True, offload_optimizer=True)
 SAME = ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes")
@@ -63,7 +65,7 @@ def test_the_audit_is_silent_through_any_moves_and_agrees_with_the_meter(
         assert 0 <= audit.device_bytes(group) - num_bytes * parameters < 4096, group
     lab.step(NONE)
     named = sum(audit.device_bytes(group) for group in GROUPS)
-    assert 0 <= inside(lab).stepper.meter.live_bytes() - named < 128 * 1024, "the rest is workspace"
+    assert 0 <= inside(lab).model.meter.live_bytes() - named < 128 * 1024, "the rest is workspace"
 
 
 def test_forward_and_backward_need_no_optimizer_state_and_a_sync_only_parameters(open_lab: Callable[..., Any]) -> None:
@@ -139,8 +141,8 @@ def test_every_fault_has_its_symptom_here() -> None:
 def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=2, expert_buffers=True)
     plain = lab.step(NONE)
-    before = inside(lab).stepper.meter.live_bytes("host")
-    chunk = inside(lab).stepper.live.chunk
+    before = inside(lab).model.meter.live_bytes("host")
+    chunk = inside(lab).model.live.chunk
     dense, experts = (sum(buffer.numel for buffer in each) for each in (chunk.buffers, chunk.expert_parallel_buffers))
     own = [buffer.numel * 2 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = replace(lab.scenario.architecture, num_layers=2).num_parameters
@@ -165,7 +167,7 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
     assert not lab.audit_residency().complaints, "the block is left"
     after = lab.step(NONE, warm_up=False)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
-    assert type(inside(lab).stepper.transfers.residency) is Residency
+    assert type(inside(lab).model.transfers.residency) is Residency
     show_symptom(lab)
     assert not lab.audit_residency().complaints, "the same moves without the fault"
 
@@ -222,7 +224,7 @@ def test_a_fault_is_refused_in_one_line_and_changes_nothing_then(open_lab: Calla
             lab.residency_fault("size_not_saved"),
         ):
             pass
-        assert type(inside(lab).stepper.transfers.residency) is FAULTS["pinned_again"]
+        assert type(inside(lab).model.transfers.residency) is FAULTS["pinned_again"]
     assert not lab.audit_residency().complaints
     assert lab.step(NONE).static_bytes == plain.static_bytes
 
@@ -236,7 +238,7 @@ def test_an_error_or_a_close_inside_the_block_ends_the_fault(open_lab: Callable[
     with lab.residency_fault("gradients_held_by_main_parameters"):
         lab.step()
         lab.close()
-    assert inside(lab).stepper.meter.live_bytes() < plain.static_bytes / 100
+    assert inside(lab).model.meter.live_bytes() < plain.static_bytes / 100
 
 
 def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., Any]) -> None:
@@ -248,7 +250,7 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
         inside(lab).worker.submit(change).result()
         return lab.audit_residency().complaints
 
-    buffer = stepper.live.chunk.buffers[0]
+    buffer = stepper.model.live.chunk.buffers[0]
     assert spoil(lambda: kept.append(buffer.grad_data.clone())) == (
         f"{format_bytes(4 * buffer.numel)} on the device, neither in a group nor workspace",
     )
@@ -258,14 +260,14 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
     )
     assert "buffers.param_data has 0 B of the" in str(lab.submit().exception()), "and the next step is refused"
     spoil(lambda: buffer.param_data.untyped_storage().resize_(2 * buffer.numel))
-    parameter = next(iter(stepper.live.chunk.parameters()))
+    parameter = next(iter(stepper.model.live.chunk.parameters()))
     size = parameter.numel() * 2
     assert spoil(lambda: setattr(parameter, "grad", torch.zeros_like(parameter))) == (
         f"gradients: {format_bytes(size)} on the device where 0 B should be, held by the parameters' .grad",
     )
     parameter.grad = None
     lab.offload("optimizer state")
-    buffers = stepper.transfers.residency._host_buffers["optimizer state"]
+    buffers = stepper.model.transfers.residency._host_buffers["optimizer state"]
     lost = buffers.pop()
     [complaint] = lab.audit_residency().complaints
     assert "optimizer state" in complaint

@@ -20,6 +20,8 @@ from memlab.views.panel.panel import panel
 from tests.unit.fake_lab import FakeLab
 from tests.unit.live import offload
 
+pytestmark = pytest.mark.versions
+
 OFFLOAD = offload("qkv_linear", "expert_fc1", "moe_act")
 HALF = replace(OFFLOAD, activation_offload_fraction=0.5)
 needs_0_19 = pytest.mark.skipif(MINOR < 19, reason="needs megatron-core 0.19")

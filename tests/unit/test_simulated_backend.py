@@ -27,6 +27,8 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbatches": 2}
 
 
@@ -46,7 +48,7 @@ def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, i
     with Lab(request.param, backend="cpu", **SMALL) as lab:
         drawn.append(random_settings(lab, random.Random(3)))
         real = [lab.step(each) for each in drawn]
-        num_weights = sum(1 for _ in inside(lab).stepper.live.chunk.parameters())
+        num_weights = sum(1 for _ in inside(lab).model.live.chunk.parameters())
     with Lab(request.param, backend=of_the_cpu_backend(), **SMALL) as lab:
         fake = [lab.step(each) for each in drawn]
     # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
@@ -154,9 +156,9 @@ def test_a_limit_is_the_allocator_s() -> None:
 def test_it_takes_no_memory_and_gives_everything_back() -> None:
     with Lab("qwen3-moe-tiny", backend="simulated", **SMALL) as lab:
         lab.step()
-        assert all(parameter.is_meta for parameter in inside(lab).stepper.live.chunk.parameters())
+        assert all(parameter.is_meta for parameter in inside(lab).model.live.chunk.parameters())
         left = lab.drop()
-        assert inside(lab).stepper.meter.live_bytes() == 0, left
+        assert inside(lab).model.meter.live_bytes() == 0, left
     assert torch.zeros(2, device="cpu").tolist() == [0.0, 0.0]
 
 

@@ -188,7 +188,7 @@ def test_split_linears_compute_what_whole_ones_do() -> None:
     def gradients(inputs: torch.Tensor, first: torch.Tensor, second: torch.Tensor, grad: Any, group: Any) -> Any:
         leaves = [tensor.clone().requires_grad_() for tensor in (inputs, first, second)]
         ways = (Split("column", group), Split("row", group)) if group else (Split(), Split())
-        hidden = NormLinear.apply(leaves[0], norm, leaves[1], 1e-6, ways[0])
+        hidden = NormLinear.apply(leaves[0], norm, leaves[1], None, 1e-6, ways[0])
         output = Linear.apply(hidden, leaves[2], ways[1])
         return output.detach(), *torch.autograd.grad(output, leaves, grad)
 

@@ -151,31 +151,31 @@ def test_real_tensors_do_not_start_over() -> None:
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=5, seq_length=32, backend="simulated") as lab:
-        stepper: Any = inside(lab).stepper
+        model: Any = inside(lab).model
         expected = lab.step()
-        assert stepper.replay.num_replayed
+        assert model.replay.num_replayed
         assert lab.start_over()
         with monkeypatch.context() as patch:
             patch.setattr(Replayer, "gradient_of", _is_not_known)
             lab.step(FULL)
         lab.step(PLAIN)
-        assert not stepper.replay.num_replayed, "what replay knows is wrong somewhere"
+        assert not model.replay.num_replayed, "what replay knows is wrong somewhere"
         assert lab.start_over()
         require_identical(expected, lab.step())
-        assert stepper.replay.num_replayed
+        assert model.replay.num_replayed
 
 
 def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with Lab("phi-4-tiny", num_layers=6, seq_length=32, backend="simulated") as lab:
-        stepper: Any = inside(lab).stepper
+        model: Any = inside(lab).model
         lab.step()
         with monkeypatch.context() as patch:
             patch.setattr(Replayer, "gradient_of", _is_not_known)
             lab.step(FULL)
-        assert not stepper.replay.is_on
+        assert not model.replay.is_on
         assert lab.set_state(TrainingState(grad_reduce_in_bf16=True)).rebuilt == "model"
         lab.step()
-        assert stepper.replay.num_replayed
+        assert model.replay.num_replayed
 
 
 def _is_not_known(*_: Any) -> Any:

@@ -28,6 +28,8 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 
 from .inside import inside
 
+pytestmark = pytest.mark.versions
+
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
@@ -49,7 +51,7 @@ def same(one: StepRecord, two: StepRecord) -> dict[str, tuple[Any, Any]]:
 
 def kept_bytes(lab: Lab) -> tuple[int, int]:
     gc.collect()
-    return inside(lab).stepper.meter.live_bytes(), inside(lab).stepper.meter.live_bytes("host")
+    return inside(lab).model.meter.live_bytes(), inside(lab).model.meter.live_bytes("host")
 
 
 def test_every_field_says_what_it_rebuilds() -> None:
@@ -85,7 +87,7 @@ def test_a_changed_state_equals_a_fresh_lab_s_to_the_byte(backend: str, states: 
 def test_only_what_reads_the_state_when_it_is_built_is_replaced(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny", **TINY)
     plain = lab.step(offload("core_attn"))
-    live = inside(lab).stepper.live
+    live = inside(lab).model.live
     weights, optimizer = id(next(live.parameters())), live.optimizer
     change = lab.set_state(FUSED_LOSS)
     assert live.optimizer is optimizer and live.config.cross_entropy_loss_fusion
@@ -95,7 +97,7 @@ def test_only_what_reads_the_state_when_it_is_built_is_replaced(open_lab: Callab
     assert live.optimizer is not optimizer and id(next(live.parameters())) == weights
     assert str(change).startswith("use_precision_aware_optimizer, exp_avg_dtype bf16, exp_avg_sq_dtype fp8, cross_")
     lab.set_state(BF16_GRADIENTS)
-    assert inside(lab).stepper.live is not live
+    assert inside(lab).model.live is not live
     lab.set_state(PLAIN)
     assert lab.settings == offload("core_attn"), "settings hold for the new model"
     assert not same(lab.step(), plain)
@@ -179,7 +181,7 @@ def test_a_rebuilt_lab_equals_a_new_one_whatever_was_done_before(seed: int) -> N
         doings = [
             lambda: lab.step(random_settings(lab, rng)),
             lambda: lab.forward_only(recompute("layernorm")),
-            lambda: _fail_in(rng.choice(inside(lab).stepper.live.modules()), lab, random_settings(lab, rng)),
+            lambda: _fail_in(rng.choice(inside(lab).model.live.modules()), lab, random_settings(lab, rng)),
             lambda: lab.set_workload(seq_length=96),
         ]
         for do in rng.choices(doings, k=3):
@@ -226,7 +228,7 @@ def test_a_refused_state_leaves_everything_as_it_was(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = open_lab("phi-4-tiny", **TINY)
-    plain, live = lab.step(), inside(lab).stepper.live
+    plain, live = lab.step(), inside(lab).model.live
     with pytest.raises(ValueError, match=r"state is 'bf16', must be TrainingState"):
         lab.set_state("bf16")
     with lab.tap(0), pytest.raises(ValueError, match=r"a tap or a residency fault is on.*leave the with block"):
@@ -234,7 +236,7 @@ def test_a_refused_state_leaves_everything_as_it_was(
     monkeypatch.setattr(change_state, "optimizer_config", lambda scenario: _refuse())
     with pytest.raises(ValueError, match=r"^Megatron refuses .* 'grad_reduce_in_bf16' \(no, not so\): choose another$"):
         lab.set_state(BF16_GRADIENTS)
-    assert inside(lab).stepper.live is live and lab.scenario.state == PLAIN and not lab.state_changes
+    assert inside(lab).model.live is live and lab.scenario.state == PLAIN and not lab.state_changes
     assert not same(lab.step(), plain)
 
 

@@ -14,6 +14,8 @@ from memlab.model.layers.torch_moe import permute_with_probs, sort_chunks_by_ind
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
+pytestmark = pytest.mark.versions
+
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -49,11 +51,16 @@ def test_the_linears_are_torch_s_linear() -> None:
     inputs, norm, weight = values(5, 3, 8), values(8, seed=1), values(6, 8, seed=2)
     assert_same_function(Linear.apply, F.linear, inputs, weight)
     assert_same_function(
-        lambda inputs, norm, weight: NormLinear.apply(inputs, norm, weight, 1e-6),
+        lambda inputs, norm, weight: NormLinear.apply(inputs, norm, weight, None, 1e-6),
         lambda inputs, norm, weight: F.linear(F.rms_norm(inputs, (8,), norm, 1e-6), weight),
         inputs,
         norm,
         weight,
+    )
+    assert_same_function(
+        lambda inputs, norm, weight, bias: NormLinear.apply(inputs, norm, weight, bias, 1e-6),
+        lambda inputs, norm, weight, bias: F.linear(F.rms_norm(inputs, (8,), norm, 1e-6), weight, bias),
+        *(inputs, norm, weight, values(6, seed=3)),
     )
 
 

@@ -25,6 +25,8 @@ from memlab.upstream import patching
 from memlab.upstream.patching import in_this_version, patched
 from memlab.upstream.private_names import INTERNALS, Internal, replaceable
 
+pytestmark = pytest.mark.versions
+
 ROOT = Path(memlab.__file__).parent
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 EACH_NAME = [

@@ -41,9 +41,9 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_DDP,
     MISSING_OPTIMIZER,
     OPTIMIZER,
-    QKV_BIAS,
     SIZES,
     TRANSFORMER,
+    fields_of,
 )
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import LORA
@@ -271,13 +271,9 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    architecture = scenario.architecture
-    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
-    if not architecture.routes:
-        sizes |= dict.fromkeys(name for name in sizes if "moe" in name)
     return (
         common(scenario, settings)
-        | sizes
+        | fields_of(scenario.architecture)
         | {
             "num_layers": scenario.num_layers,
             "is_bf16": scenario.dtype == "bf16",

@@ -106,6 +106,13 @@ LAYERS = (
 )
 """What a job may say about the layers of a model of any name."""
 
+
+def fields_of(architecture: Architecture) -> dict[str, Any]:
+    """Returns the values of `ARCHITECTURE` and of the biases; None for what no part of the model has."""
+    values = {key.field: getattr(architecture, key.field) for key in (*ARCHITECTURE, QKV_BIAS)}
+    return values if architecture.routes else values | dict.fromkeys(name for name in values if "moe" in name)
+
+
 UNUSED_GRADIENTS = (
     "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
     "(get_dummy_wgrad), and in backward it does not make the gradients of all the rank's experts at once"

@@ -39,10 +39,10 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING_OPTIMIZER,
     OFFLOAD,
     OPTIMIZER,
-    QKV_BIAS,
     RECOMPUTE,
     SIZES,
     UNUSED_GRADIENTS,
+    fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model import published_architecture
@@ -57,8 +57,10 @@ FLAGS_OF_THE_OPTIMIZER = tuple(
 
 _FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """What Megatron-LM's arguments call a field of its TransformerConfig."""
-_OF_AN_ARGUMENT = {"rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
-             "moe_aux_loss_coeff": 0.0}  # fmt: skip
+_ARGUMENT_DEFAULTS = {
+    "rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
 _BESIDE = {
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),
     "vocab_size": (
@@ -78,7 +80,7 @@ def _argument(key: Key) -> Key:
         return Key("untie_embeddings_and_output_weights", key.field, NOT, True)
     if key.field == "moe_layer_freq":
         return replace(key, conversion=Conversion(key.conversion.read, _as_text))
-    default = _OF_AN_ARGUMENT.get(key.field, False if key.conversion is SWITCH else ABSENT)
+    default = _ARGUMENT_DEFAULTS.get(key.field, False if key.conversion is SWITCH else ABSENT)
     return replace(key, name=_FLAGS.get(key.name, key.name), default=default)
 
 
@@ -490,11 +492,8 @@ def _world_size_of_launcher(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     architecture, layout = scenario.architecture, scenario.layout
-    sizes = {key.field: getattr(architecture, key.field, None) for key in (*ARCHITECTURE, QKV_BIAS)}
     padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
-    values = common(scenario, settings) | sizes
-    if not architecture.routes:
-        values |= dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff"))
+    values = common(scenario, settings) | fields_of(architecture)
     return values | {
         "num_layers": scenario.num_layers,
         "group_query_attention": architecture.num_query_groups != architecture.num_attention_heads,

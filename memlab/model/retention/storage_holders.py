@@ -39,7 +39,7 @@ def find_holders(live: LiveModel, modules: list[str], storages: Collection[int])
 
 def _autograd_nodes(modules: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     # Every node that backward has yet to run is reached from a tensor in Python: the output that backward starts from.
-    waiting = [tensor.grad_fn for tensor in instances_of(with_subclasses(torch.Tensor))]
+    waiting = [_node_of(tensor) for tensor in instances_of(with_subclasses(torch.Tensor))]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -49,6 +49,13 @@ def _autograd_nodes(modules: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting.extend(next_node for next_node, _ in node.next_functions)
         for tensor in _saved_tensors(node):
             yield f"{type(node).__name__} of {modules[module_of(node)] or 'no module'}", tensor
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # one of several views that a function gave, whose base changed in place: it has no backward
+        return None
 
 
 def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:

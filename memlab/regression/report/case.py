@@ -11,8 +11,8 @@ from urllib.parse import quote
 from memlab.record.saved_records import load_record
 from memlab.record.timeline import Timeline
 from memlab.regression.case_measurements import LAB, Measured, MetricValue
-from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding, tolerance
+from memlab.regression.one_line import one_line
 from memlab.regression.report.drawings import step_outline, trend
 from memlab.regression.report.summary_text import changes, value_text
 from memlab.regression.run.kept_runs import History

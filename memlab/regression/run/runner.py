@@ -19,8 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from memlab.config.from_json import read_json
 from memlab.record.notebook_result import METRICS_MIMETYPE
-from memlab.regression.checked_json import one_line, read_json
+from memlab.regression.case_measurements import LEFT_TO_FINISH
+from memlab.regression.one_line import one_line
 from memlab.regression.run.notebook_page import write_page
 from memlab.regression.run.process import execute
 from memlab.regression.suite.notebooks import cells_that_run, check_record_cell, read_notebook
@@ -110,7 +112,7 @@ class PreparedLab:
             if failure:
                 return failure, "", {}
             write_page(staging / _NOTEBOOK, staging / _PAGE, plotly_js=self.plotly_js)
-            return "", "", read_json(staging / "metrics.json")
+            return "", "", read_json(staging / "metrics.json", LEFT_TO_FINISH)
         except Exception as error:  # noqa: BLE001 - a notebook is any code, and may leave its folder in any state
             return f"outside of its cells: {type(error).__name__}: {one_line(error)}", traceback.format_exc(), {}
 

@@ -1,0 +1,314 @@
+"""The live model of a lab: how it is built, set, made as it was when it was built, and freed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from memlab.backends import Backend
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.lab.garbage import Garbage
+from memlab.meter.labels import Labels, labelled_by, require_free
+from memlab.meter.protocol import Meter
+from memlab.model import apply_settings, data_parallel_overlap
+from memlab.model.activation_offload.transfer_watch import OffloadWatch
+from memlab.model.as_built import AsBuilt
+from memlab.model.attention_environment import attention_backend_chosen
+from memlab.model.build import LiveModel, build
+from memlab.model.recover_failed_step import forget_discarded_outputs, release_tensors
+from memlab.model.residency.transfers import Transfers
+from memlab.model.retention import megatron_globals
+from memlab.model.retention.activation_tap import Tap
+from memlab.model.retention.recipe_release import Held, objects_held, release_recipe
+from memlab.model.retention.remedies import CheckpointRemedy
+from memlab.model.retention.retained_leaves import Retained, find_retained
+from memlab.model.silence_warnings import silence_megatron
+from memlab.record.device_bytes import DeviceBytes
+from memlab.replay.no_replay import NoReplay
+from memlab.replay.steps import replay_of
+
+
+class LabModel:
+    """One live model, its current settings and its meter.
+
+    Args:
+        scenario: What a step runs.
+        backend: Where the model lives.
+        replays: Whether a simulated step repeats what earlier events have shown.
+    """
+
+    live: LiveModel
+    transfers: Transfers
+
+    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = False) -> None:
+        self.scenario = scenario
+        self.settings = MemorySettings()
+        """The current settings: the next step runs under them."""
+        self.num_steps = 0
+        """Steps taken so far."""
+        self.labels = Labels()
+        self.meter: Meter = backend.meter(self.labels)
+        self.meter.use_allocator(scenario.allocator)
+        self.garbage = Garbage(self.meter)
+        self.backend = backend
+        self.offload_watch = OffloadWatch()
+        self.remedy = CheckpointRemedy()
+        self.has_discarded_outputs = False
+        """Whether modules may keep checkpoints of a forward-only pass, after which no backward has used them up."""
+        self.replay = NoReplay()
+        """What repeats parts of the model's steps."""
+        self._replays = replays
+        self._taps: dict[Tap, bool] = {}
+        """Whether each is guarded."""
+        self._as_built: AsBuilt | None = None
+        self.is_as_built = False
+        """Whether the model has taken no step since `start_over`."""
+        self._pinned_host_memory = True
+
+    @contextmanager
+    def job_context(self) -> Iterator[None]:
+        """Every other method must run inside this context."""
+        silence_megatron()
+        with ExitStack() as stack:
+            stack.enter_context(labelled_by(self.labels, whole_process=self._is_on_gpu))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(attention_backend_chosen(self.scenario.state.attention_backend))
+            stack.enter_context(self.backend.active())
+            stack.enter_context(self.meter.watching())
+            yield
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.backend.kind.on_gpu
+
+    def require_free(self) -> None:
+        """Checks that `job_context` can be entered now; a running job of this lab is none of the others.
+
+        Raises:
+            ValueError: If a block is watched, and it or this lab is on a GPU.
+        """
+        require_free(self.labels, whole_process=self._is_on_gpu)
+
+    def build(self) -> None:
+        """Builds the model."""
+        try:
+            live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
+            self.adopt(live, self.settings)
+            # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
+            if self.backend.kind.is_prediction and not self.scenario.state.optimizer_cpu_offload:
+                self._as_built = AsBuilt(live, self.meter.remember())
+        except BaseException as error:
+            release_tensors(error)
+            raise
+
+    def adopt(self, live: LiveModel, settings: MemorySettings) -> None:
+        """Makes a new model the lab's, under these settings."""
+        self.live = live
+        self.is_as_built = False
+        data_parallel_overlap.connect(live)
+        self.labels.attach(live.working_modules())
+        self.make_transfers()
+        with self.labels.category("workspace"):
+            self.backend.fill_workspaces(self.scenario.architecture.routes)
+        self.apply(settings)
+        self.replay = replay_of(live, self.labels, self.meter, is_wanted=self._replays)
+
+    def make_transfers(self) -> None:
+        """Drops earlier host copies: the model, or its optimizer, is another one; it cannot start over."""
+        self._as_built = None
+        self.transfers = Transfers(self.live, self.meter)
+        self.transfers.residency.pinned = self._pinned_host_memory
+
+    @property
+    def pinned_host_memory(self) -> bool:
+        """As `Lab.pinned_host_memory`; a rebuilt model keeps it."""
+        return self._pinned_host_memory
+
+    @pinned_host_memory.setter
+    def pinned_host_memory(self, pinned: bool) -> None:
+        self._pinned_host_memory = self.transfers.residency.pinned = pinned
+
+    def apply(self, settings: MemorySettings) -> None:
+        """Makes these the current settings; Megatron's offload manager starts over."""
+        if self.has_discarded_outputs:  # only the next checkpoint of the same module would replace them
+            for module in self.live.modules():
+                forget_discarded_outputs(module)
+            self.has_discarded_outputs = False
+        apply_settings.apply(self.live, settings)
+        self.replay.forget_passes(self.scenario, self.settings, settings)
+        self.settings = settings
+        self.offload_watch.misled = False
+
+    def set_workload(self, scenario: Scenario) -> None:
+        """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
+
+        Megatron's offload manager has learned its groups for the passes of a step, and has host buffers of their
+        shapes. It starts over, and its buffers are freed.
+        """
+        if scenario == self.scenario:
+            return
+        self.replay.forget_passes(self.scenario, self.settings)
+        self.scenario = self.live.scenario = scenario
+        self.apply(self.settings)
+        self.meter.free_cached_pinned_memory()
+
+    @contextmanager
+    def workload_of_a_pass(self, scenario: Scenario) -> Iterator[None]:
+        """Uses another workload for the block. Megatron's offload manager goes on with the groups that it knows."""
+        of_training = self.scenario
+        self.scenario = self.live.scenario = scenario
+        try:
+            yield
+        finally:
+            self.scenario = self.live.scenario = of_training
+
+    def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
+        """Taps a layer's output, until `untap`.
+
+        While any tap is unguarded, ``release_storage`` empties what every tap keeps.
+        """
+        tap = Tap(self.live, layer, every=every)
+        self._taps[tap] = guarded
+        self.remedy.spares_shared = all(self._taps.values())
+        return tap
+
+    def untap(self, tap: Tap) -> None:
+        """Ends a tap."""
+        tap.take_off()
+        del self._taps[tap]
+        self.remedy.spares_shared = all(self._taps.values())
+
+    @property
+    def is_tapped(self) -> bool:
+        """Whether a tap is on."""
+        return bool(self._taps)
+
+    def categories(self) -> dict[str, list[torch.Tensor]]:
+        """Returns what may lack its category: nothing, if all that is allocated has been asked for before."""
+        return self.transfers.categories() if self.replay.has_new else {}
+
+    def retained(self) -> list[Retained]:
+        """Returns the leaves that modules keep through graphs."""
+        return find_retained(self.live, self.replay.kept_in_graphs())
+
+    def start_over(self) -> bool:
+        """Makes a simulated model as it was when it was built; returns whether that was possible."""
+        meter, as_built = self.meter, self._as_built
+        if as_built is None or self.is_tapped or self.transfers.has_fault:
+            return False
+        limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
+        try:
+            self.transfers.load()
+            self.transfers.end_step(MemorySettings())
+            self.replay.free_state()
+            self.apply(MemorySettings())
+            as_built.restore()
+            if not self.garbage.collect_until(partial(self._restored, as_built)):
+                return False
+        finally:
+            if limit_bytes is not None:
+                meter.device_memory_bytes = limit_bytes
+        self.replay.start_over()
+        self.num_steps = 0
+        self.is_as_built = True
+        return True
+
+    def _restored(self, as_built: AsBuilt) -> bool:
+        """Returns whether the meter is as it was when the model was built: not if something else is allocated now."""
+        torch.cuda.empty_cache()
+        self.meter.free_cached_pinned_memory()
+        return as_built.restore_memory()
+
+    def release_garbage(self, *, is_collected: bool = False) -> None:
+        """Frees what the previous settings left in reference cycles and in the allocator's cache.
+
+        Args:
+            is_collected: Whether there is nothing in cycles, as it is known from `is_collected` before the settings.
+        """
+        if not is_collected:
+            self.garbage.collect()
+        torch.cuda.empty_cache()
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether the last collection of garbage was after all steps that were not repeated, so that there is none."""
+        return (self.replay.is_unchanged or self.is_as_built) and self.garbage.is_collected
+
+    def free(self) -> None:
+        """Frees the model; another one can be built in the same process group."""
+        vars(self).pop("transfers", None)  # they keep main parameters, and with these the gradient buffer
+        if hasattr(self, "live"):
+            megatron_globals.release(self.live, leave=False)
+            del self.live
+            self._drop_replay()
+        else:  # its build has failed
+            megatron_globals.forget_model()
+        self.labels.release()
+        self.release_garbage()
+        self.meter.free_cached_pinned_memory()
+
+    def drop(self) -> dict[str, int]:
+        """Drops every name of the model, as a notebook does with ``del``, and finds what still holds it.
+
+        Returns:
+            Device bytes by holder: what was freed when the holder let go, in this order. Nothing is allocated then.
+        """
+        self._drop_own_names()
+        del self.live
+        gc.collect()
+        return self._left_by_holder()
+
+    def release_recipe(self, held: Held, *, clears: bool) -> dict[str, DeviceBytes]:
+        """Drops the model by a recipe; returns the device's bytes before it, and after each of its lines."""
+        self._drop_own_names()
+        kept = objects_held(self.live, held)
+        found = {"before": self.meter.device_bytes()}
+        for line in release_recipe(self.live, clears=clears):
+            found[line] = self.meter.device_bytes()
+        del self.live
+        kept.clear()
+        gc.collect()
+        self._left_by_holder()
+        return found
+
+    def _drop_own_names(self) -> None:
+        del self.transfers
+        self._drop_replay()
+        self.labels.release()
+
+    def _left_by_holder(self) -> dict[str, int]:
+        left: dict[str, int] = {}
+        for holder, let_go in megatron_globals.process_wide_holders():
+            before = self.meter.live_bytes()
+            let_go()
+            gc.collect()
+            left[holder] = before - self.meter.live_bytes()
+        megatron_globals.forget()
+        self.meter.free_cached_pinned_memory()
+        self.meter.close()
+        return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
+
+    def release(self) -> None:
+        """Frees the model, or what is left where its build has failed, and leaves the process group."""
+        try:
+            if hasattr(self, "live"):
+                megatron_globals.release(self.live)
+            else:
+                megatron_globals.forget()
+        finally:
+            for name in ("live", "transfers"):
+                vars(self).pop(name, None)
+            self._drop_replay()
+            self.labels.release()
+            self.meter.free_cached_pinned_memory()
+            self.meter.close()
+
+    def _drop_replay(self) -> None:
+        """Drops what keeps tensors of the model to replay parts of its steps, or to start over."""
+        self.replay.release()
+        self.replay, self._as_built = NoReplay(), None

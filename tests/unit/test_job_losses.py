@@ -1,0 +1,112 @@
+"""Which loss a job computes, from logits of which type, and which rows of tokens it computes it for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.job import Job
+
+_VERL = (
+    "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-0.6B "
+    "data.max_prompt_length=512 data.max_response_length=512"
+)
+_ACTOR = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+_VERL_SFT = "python3 -m verl.trainer.sft_trainer engine=megatron model.path=Qwen/Qwen3-0.6B data.max_length=1024"
+_SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-0.6B "
+    "trainer.max_prompt_length=512 generator.sampling_params.max_generate_length=512"
+)
+_SKYRL_SFT = (
+    "python -m skyrl.train.main_sft model.path=Qwen/Qwen3-0.6B max_length=4096 megatron_config.context_parallel_size=1"
+)
+_SLIME = (
+    "python3 train.py --hf-checkpoint Qwen/Qwen3-0.6B --actor-num-nodes 1 --rollout-max-context-len 1024 "
+    "--global-batch-size 64 --colocate"
+)
+_SWIFT = "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-0.6B --max_length 512 --max_completion_length 512"
+_NEMO = """policy:
+  model_name: Qwen/Qwen3-0.6B
+  max_total_sequence_length: 1024
+  train_micro_batch_size: 4
+  megatron_cfg: {enabled: true, defer_fp32_logits: DEFERRED}
+  sequence_packing: {enabled: PACKED, fuse_loss: FUSED}
+  logprob_chunk_size: CHUNK
+cluster: {gpus_per_node: 8}
+"""
+
+
+def _nemo(section: str = "grpo", deferred: str = "false", packed: str = "true", fused: str = "false") -> str:
+    values = {"DEFERRED": deferred, "PACKED": packed, "FUSED": fused, "CHUNK": "512" if deferred == "true" else "null"}
+    text = _NEMO + f"{section}: {{max_num_steps: 1}}\n"
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
+
+
+_WHOLE, _BY_SEQUENCE = "logprobs_one_hot", "logprobs_by_sequence"
+_OF_VERL = "vocab_parallel_cross_entropy"
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "chunk", "row"),
+    [
+        (f"{_VERL} {_ACTOR}=1", _OF_VERL, None, (1024, 1, None)),
+        (f"{_VERL} {_ACTOR}=4", _OF_VERL, None, (4096, 1, 4)),
+        (f"{_VERL} {_ACTOR}=4 actor_rollout_ref.model.use_remove_padding=False", _OF_VERL, None, (1024, 4, None)),
+        (f"{_VERL} {_ACTOR}=4 actor_rollout_ref.actor.megatron.use_remove_padding=False", _OF_VERL, None, (4096, 1, 4)),
+        (f"{_VERL_SFT} data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", _OF_VERL, None, (2048, 1, 2)),
+        (f"{_SKYRL} trainer.micro_train_batch_size_per_gpu=1", "logprobs", None, (1024, 1, None)),
+        (f"{_SKYRL} trainer.logprobs_chunk_size=512", "logprobs", 512, (1024, 1, None)),
+        (f"{_SKYRL} trainer.micro_train_batch_size_per_gpu=4", "logprobs", 1024, (4096, 1, 4)),
+        (
+            f"{_SKYRL} trainer.micro_train_batch_size_per_gpu=4 trainer.use_sample_packing=false",
+            "logprobs", None, (1024, 4, None),
+        ),
+        (f"{_SKYRL_SFT} micro_train_batch_size_per_gpu=6 batch_size=24", "logprobs", 1024, (24576, 1, 6)),
+        (f"{_SLIME} --micro-batch-size 2", "softmax", None, (2048, 1, 2)),
+        (f"{_SLIME} --micro-batch-size 2 --qkv-format bshd", "softmax", None, (1024, 2, None)),
+        (f"{_SLIME} --rollout-temperature 0.8 --log-probs-chunk-size 256", "scaled_softmax", 256, (1024, 1, None)),
+        (f"{_SLIME} --rollout-temperature 1.0", "softmax", None, (1024, 1, None)),
+        (f"{_SWIFT} --rlhf_type grpo --micro_batch_size 2", "log_softmax", None, (2048, 1, 2)),
+        (f"{_SWIFT} --rlhf_type grpo --micro_batch_size 2 --padding_free false", "log_softmax", None, (1024, 2, None)),
+        (f"{_SWIFT} --rlhf_type gkd --micro_batch_size 1 --teacher_model x", "log_softmax", None, (1024, 1, None)),
+        (f"{_SWIFT} --rlhf_type dpo --micro_batch_size 2", "cross_entropy", None, (512, 2, None)),
+        (f"{_SWIFT} --rlhf_type kto --micro_batch_size 2", "cross_entropy", None, (512, 2, None)),
+        (_nemo(), _BY_SEQUENCE, None, (4096, 1, 4)),
+        (_nemo(fused="true"), _WHOLE, None, (4096, 1, 4)),
+        (_nemo(deferred="true"), _BY_SEQUENCE, 512, (4096, 1, 4)),
+        (_nemo(packed="false"), _WHOLE, None, (1024, 4, None)),
+        (_nemo("sft"), _BY_SEQUENCE, None, (4096, 1, 4)),
+        (_nemo("dpo"), _BY_SEQUENCE, None, (8192, 1, 8)),
+        (_nemo("distillation", deferred="true"), "topk_logits", None, (4096, 1, 4)),
+    ],
+)  # fmt: skip
+def test_a_job_computes_the_loss_of_its_framework(
+    text: str, loss: str, chunk: int | None, row: tuple[int, int, int | None], tmp_path: Path
+) -> None:
+    path = tmp_path / ("config.yaml" if text.startswith("policy") else "run.sh")
+    path.write_text(text)
+    job = Job.read(path, version="0.9.1" if "verl" in text else None)
+    scenario, _ = job.required()
+    assert (scenario.state.loss, scenario.state.logprobs_chunk_size) == (loss, chunk)
+    # Only NeMo-RL keeps logits in bf16, and Megatron's own loss returns none.
+    assert scenario.state.fp32_output == (loss != "cross_entropy" and "defer_fp32_logits: true" not in text)
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.packed_sequences) == row
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (f"{_SLIME} --rollout-top-p 0.9", "rollout_top_p"),
+        (f"{_SLIME} --use-dynamic-batch-size --max-tokens-per-gpu 4096 --qkv-format bshd", "qkv_format"),
+        (f"{_SKYRL} trainer.max_tokens_per_microbatch=4096 trainer.use_sample_packing=false", "trainer.use_sample_packing"),
+        (_nemo("distillation") + "loss_fn: {zero_outside_topk: true}\n", "loss_fn.zero_outside_topk"),
+        (_nemo("distillation").replace("max_num_steps: 1", "topk_logits_k: 512"), "distillation.topk_logits_k"),
+    ],
+)  # fmt: skip
+def test_what_of_a_loss_is_not_modelled_is_named(text: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / ("config.yaml" if text.startswith("policy") else "run.sh")
+    path.write_text(text)
+    assert {one.key: one.effect for one in Job.read(path).not_modelled}[key] == "more"
