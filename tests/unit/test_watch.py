@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import memlab
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES
+from memlab.watching.framework_buffers import rank_maps
 from tests.unit.builders import record_of, training_step
 
 WIDTH, NUM_BLOCKS, BATCH = 64, 4, 256
@@ -72,10 +73,11 @@ def bytes_of(tensors: Any) -> int:
 
 def live_storages() -> dict[int, int]:
     gc.collect()
-    # Wrappers that other tests have left, such as a `DTensor`, have a storage without memory.
+    # Other tests leave wrappers, such as a `DTensor`, whose storages have no memory, and ranks of a `DeviceMesh`.
     plain = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
     found = (each.untyped_storage() for each in plain if each.device.type == "cpu")
-    return {storage._cdata: storage.nbytes() for storage in found}
+    ranks = {each.untyped_storage()._cdata for each in rank_maps()}
+    return {storage._cdata: storage.nbytes() for storage in found if storage._cdata not in ranks}
 
 
 def bytes_by_torch(recorded: profile, name: str) -> int:
