@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.rebuilds import Rebuilt, what_rebuilds
-from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+
+if TYPE_CHECKING:  # `memlab doctor` asks for backends where numpy is missing, which scenarios need
+    from memlab.config.scenario import Scenario
 
 BackendName = Literal["cpu", "cuda", "simulated"]
 

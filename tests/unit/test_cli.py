@@ -24,7 +24,7 @@ from memlab.cli import main, one_line
 from memlab.commands import doctor
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
@@ -194,19 +194,18 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab], monkeypatch:
         offload_gradients=False,
         offload_optimizer=True,
     )
-    assert fake_lab.arguments == {
-        "architecture": "qwen3-moe-tiny",
-        "num_layers": 3,
-        "seq_length": 64,
-        "micro_batch_size": 2,
-        "num_microbatches": 4,
-        "seed": 7,
-        "dtype": "fp32",
-        "layout": Layout(),
-        "state": TrainingState(grad_reduce_in_bf16=True, attention_backend="unfused", use_distributed_optimizer=False),
-        "allocator": AllocatorSettings(expandable_segments=True),
-        "backend": "auto",
-    }
+    scenario = Scenario.of(
+        "qwen3-moe-tiny",
+        num_layers=3,
+        seq_length=64,
+        micro_batch_size=2,
+        num_microbatches=4,
+        seed=7,
+        dtype="fp32",
+        state=TrainingState(grad_reduce_in_bf16=True, attention_backend="unfused", use_distributed_optimizer=False),
+        allocator=AllocatorSettings(expandable_segments=True),
+    )
+    assert fake_lab.arguments == {"architecture": scenario, "backend": "auto"}
 
 
 def test_every_memory_setting_and_every_option_of_the_training_state_has_a_flag(
