@@ -38,6 +38,13 @@ class Rollout:
     """How much of the weights is gathered and sent at a time; None where the framework decides by the GPU's memory."""
     bucket_share: float | None = None
     """Then the share of the GPU's free memory that it takes for that; None where this is not known."""
+    bucket_copies: int = 1
+    """How often the weights of a bucket are on the device: gathered, and copied into one tensor to send."""
+    bucket_overflows: bool = False
+    """Whether a bucket is sent only once it is larger than its size, by at most one weight."""
+    kept_buffer_bytes: int = 0
+    """Of the weight sync's buffers that stay on the device in all phases. Where only one rank of each engine has them,
+    every rank counts them, as the phases of one rank are judged."""
 
     has_reference_model: bool = False
     """Whether a frozen copy of the model in bf16 is on the device too, and leaves it where the parameters do."""

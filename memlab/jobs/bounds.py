@@ -74,6 +74,16 @@ def _entropy_bytes(scenario: Scenario) -> int:
     return 4 * 4 * _logits(scenario)
 
 
+def _padded_logits_bytes(scenario: Scenario) -> int:
+    """Returns what four tensors like the logits take in fp32.
+
+    Where SkyRL copies them sequence by sequence, forward has two more at most, the copy and a sequence on its way. In
+    backward these are the gradients of both, a copy of one and that sequence's (``recover_left_padding``, 0.3.0): no
+    more were alive at once for 1, 2 and 4 sequences.
+    """
+    return 4 * 4 * _logits(scenario)
+
+
 def _replayed_routing_bytes(scenario: Scenario) -> int:
     """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
     model = scenario.architecture
@@ -270,6 +280,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay", "use_routing_replay"),
         _replayed_routing_bytes,
     ),
+    **dict.fromkeys(("remove_microbatch_padding", "use_sample_packing"), _padded_logits_bytes),
     "sequence_packing.enabled": _causal_mask_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(LANGUAGE_MODEL, _trained_bytes),

@@ -15,6 +15,7 @@ from memlab.config.validation import shortened
 _VARIANTS = re.compile(
     r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron|fp8|int4|int8))+$"
 )
+_QUANTIZED = re.compile(r"[-_.](fp8|int4|int8|awq|gptq|nvfp4|mxfp[48]|w4a16|w8a8|w8a16)(?=[-_.]|$)", re.IGNORECASE)
 _OUTSIDE_LAYERS = ("vocab_size", "share_embeddings_and_output_weights")
 _ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
 """What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
@@ -42,6 +43,11 @@ def architecture_named(name: str, folder: Path) -> Architecture:
         f"the model is {shortened(name)}, a name that memlab does not know: it models {', '.join(ARCHITECTURES)}; give "
         "--architecture with one of these, or with the path of the model's config.json"
     )
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a checkpoint's name says that its weights have fewer than 2 bytes, as ``Qwen/Qwen3-4B-FP8`` does."""
+    return _QUANTIZED.search(model_name(name)) is not None
 
 
 def published_architecture(name: str) -> Architecture | None:

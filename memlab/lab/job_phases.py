@@ -69,19 +69,21 @@ def predict_phases(
     of_sync = weights if rollout.engine_sleeps else engine
     gathered = _gathered_bytes(scenario, rollout)
     generating = between + reference_between
+    synced += reference_between if rollout.syncs_from_host else reference
     if rollout.is_colocated and not rollout.engine_has_own_weights:
         generating += parameters
     if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
         gathered = 0
+    kept = rollout.kept_buffer_bytes
     freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
-        free = gpu_memory_bytes - outside - between - synced - reference - of_sync
+        free = gpu_memory_bytes - outside - between - synced - kept - of_sync
         gathered = int(max(0, free) * rollout.bucket_share)
     training = (
         ("generation", generating, engine),
         ("log-probabilities", _held_bytes(passed) + loaded - parameters + reference - freed, asleep),
         ("training step", _held_bytes(trained) + reference, asleep),
-        ("weight sync", between + synced + reference + (gathered or 0), of_sync),
+        ("weight sync", between + synced + (gathered or 0), of_sync),
     )
     return JobPhases(
         rank=scenario.layout.rank,
@@ -92,15 +94,18 @@ def predict_phases(
         phases=tuple(
             JobPhase(
                 name=name,
-                training_bytes=num_bytes,
+                training_bytes=num_bytes + kept,
                 engine_bytes=engine_bytes,
-                left_for_engine_bytes=None if gpu_memory_bytes is None else gpu_memory_bytes - outside - num_bytes,
+                left_for_engine_bytes=None
+                if gpu_memory_bytes is None
+                else gpu_memory_bytes - outside - num_bytes - kept,
             )
             for name, num_bytes, engine_bytes in training
         ),
         host_bytes_of_rank=max(trained.host_bytes, trained.host_reserved_bytes or 0) + reference - reference_between,
         ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
         reference_bytes=reference,
+        kept_buffer_bytes=kept,
     )
 
 
@@ -119,10 +124,12 @@ def _engine_bytes(rollout: Rollout, weights_bytes: int, gpu_memory_bytes: int | 
 
 
 def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
-    """Returns what one bucket takes: what its key says, but at least the largest weight as a whole."""
+    """Returns what one bucket takes with its copies: what its key says, but at least the largest weight as a whole."""
     if rollout.bucket_bytes is None:
         return None
     model = scenario.architecture
     weights = model.weights_of(range(scenario.num_layers))
     largest = max(model.vocab_size * model.hidden_size, *(prod(weight.shape) for weight in weights))
-    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * largest)
+    of_weight = _BYTES_OF_A_WEIGHT * largest
+    bucket = rollout.bucket_bytes + of_weight if rollout.bucket_overflows else max(rollout.bucket_bytes, of_weight)
+    return rollout.bucket_copies * bucket

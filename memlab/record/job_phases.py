@@ -52,6 +52,8 @@ class JobPhases:
     ranks_per_node: int
     reference_bytes: int = 0
     """Of a reference model, which every phase counts in which it is on the device."""
+    kept_buffer_bytes: int = 0
+    """Of the weight sync's buffers that every phase counts."""
 
     @property
     def host_bytes_of_node(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
-from memlab.units import GIB
+from memlab.units import GIB, MIB
+from memlab.views.text.job_phases import phases_table
 
 NEMO = """policy:
   model_name: {model}
@@ -338,6 +340,83 @@ def test_ms_swift_frees_gradients_where_it_offloads_parameters(
 
 
 @pytest.mark.parametrize(
+    ("flags", "is_offloaded"),
+    [
+        ("--rlhf_type grpo --vllm_mode colocate", True),
+        ("--rlhf_type grpo --vllm_mode server", False),
+        ("--rlhf_type gkd --vllm_mode colocate", True),
+        ("--rlhf_type gkd --vllm_mode server", False),
+        ("--rlhf_type gkd --lmbda 0", False),
+        ("--rlhf_type dpo", False),
+    ],
+)
+def test_ms_swift_offloads_only_around_generation_on_the_same_gpus(
+    flags: str, is_offloaded: bool, tmp_path: Path
+) -> None:
+    """``enable_offload`` in swift/megatron/trainers/rollout_mixin.py, 4.6.0."""
+    job = script(tmp_path, f"{SWIFT} {flags} --offload_model true --offload_optimizer true")
+    _, settings = job.required()
+    found = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
+    assert found == {is_offloaded}
+    said = [line for line in job.warnings if "offload" in line and "has no effect" in line]
+    assert len(said) == (0 if is_offloaded else 2)
+
+
+UNDER_RAY = (
+    "rlhf_type: grpo\nmodel: Qwen/Qwen3-8B\nmax_length: 2048\nmax_completion_length: 1024\n"
+    "train: {gpus: 4, tensor_model_parallel_size: 2}\nrollout: {gpus: 4, vllm_tensor_parallel_size: 1}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept", "from_host"),
+    [
+        ("colocate_groups: [[train, rollout]]\n", 2 * GIB, True),
+        ("colocate_groups: [[train, rollout]]\nENV: {SWIFT_RAY_WEIGHT_BUCKET_MB: 512}\n", GIB // 2, True),
+        ("", 6 * GIB, False),
+    ],
+)
+def test_ms_swift_keeps_the_buffers_of_its_weight_sync_under_ray(
+    lines: str, kept: int, from_host: bool, tmp_path: Path
+) -> None:
+    """``update_weights`` in swift/ray/megatron/rollout/adapter.py and ``prepare`` in checkpoint_engine/nccl.py."""
+    (tmp_path / "job.yaml").write_text(lines + UNDER_RAY)
+    rollout = Job.read(tmp_path / "job.yaml", format_name="ms-swift").rollout
+    assert rollout is not None
+    assert (rollout.kept_buffer_bytes, rollout.syncs_from_host, rollout.bucket_bytes) == (kept, from_host, 0)
+
+
+@pytest.mark.parametrize(("variable", "mib"), [("", 512), ("export SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE=64\n", 64)])
+def test_ms_swift_sends_weights_to_a_server_in_buckets(variable: str, mib: int, tmp_path: Path) -> None:
+    """``_load_weights_to_server_in_buckets`` in swift/megatron/trainers/rollout_mixin.py, 4.6.0."""
+    rollouts = [script(tmp_path, f"{variable}{SWIFT} --rlhf_type grpo --vllm_mode {mode}").rollout
+                for mode in ("server", "colocate")]  # fmt: skip
+    found = [(one.bucket_bytes, one.bucket_copies, one.bucket_overflows) for one in rollouts if one is not None]
+    assert found == [(mib * MIB, 2, True), (0, 1, False)]
+
+
+def test_what_the_weight_sync_keeps_is_in_every_phase_and_its_copies_in_the_sync_alone() -> None:
+    job = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
+    away = MemorySettings(offload_parameters=True)
+    usual = Rollout(is_colocated=False, ranks_per_node=1, seq_length=32, bucket_bytes=GIB, has_reference_model=True)
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"kept_buffer_bytes": 3 * GIB},
+        {"bucket_copies": 2, "bucket_overflows": True},
+        {"syncs_from_host": True},
+    )
+    found = [predict_phases(job, away, replace(usual, **change)) for change in changes]
+    bytes_of = [[phase.training_bytes for phase in one.phases] for one in found]
+    more = [[after - before for before, after in zip(bytes_of[0], one, strict=True)] for one in bytes_of[1:]]
+    model = job.architecture
+    largest = 2 * model.hidden_size * max(model.vocab_size, 2 * model.ffn_hidden_size)  # 2 bytes per element
+    assert more[:2] == [[3 * GIB] * 4, [0, 0, 0, GIB + 2 * largest]]
+    # The weights and those of the reference model are on the host.
+    assert more[2] == pytest.approx([0, 0, 0, -2 * found[0].reference_bytes], abs=512)
+    assert "keeps" in phases_table(found[1])
+
+
+@pytest.mark.parametrize(
     ("lines", "offloaded", "tokens"),
     [
         ("colocate_groups: [[train, rollout]]\n", (True, True, False), 3072),
@@ -351,9 +430,7 @@ def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
     lines: str, offloaded: tuple[bool, bool, bool], tokens: int, tmp_path: Path
 ) -> None:
     """``_generation_context`` in swift/ray/megatron/base_trainer.py, 4.6.0."""
-    text = "rlhf_type: grpo\nmodel: Qwen/Qwen3-8B\nmax_length: 2048\nmax_completion_length: 1024\n"
-    groups = "train: {gpus: 4, tensor_model_parallel_size: 2}\nrollout: {gpus: 4, vllm_tensor_parallel_size: 1}\n"
-    (tmp_path / "job.yaml").write_text(text + lines + groups)
+    (tmp_path / "job.yaml").write_text(lines + UNDER_RAY)
     job = Job.read(tmp_path / "job.yaml", format_name="ms-swift")
     scenario, settings = job.required()
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
@@ -509,3 +586,36 @@ def test_a_teacher_s_engine_of_ms_swift_may_have_the_training_s_gpus(
     assert ("colocate_groups" in effects(job)) == is_beside
     assert job.rollout is not None
     assert job.rollout.is_colocated
+
+
+_CHECKPOINTS_OF_ENGINES = [
+    ("slime", "Qwen/Qwen3-4B-FP8", "sglang_quantization"),
+    ("ms-swift", "Qwen/Qwen3-8B-AWQ", "vllm_engine_kwargs"),
+    ("skyrl", "/models/Qwen3-8B-GPTQ-Int4", "generator.inference_engine.engine_init_kwargs.quantization"),
+    ("verl", "Qwen/Qwen3-30B-A3B-FP8", "actor_rollout_ref.rollout.quantization"),
+    ("nemo-rl", "nvidia/Qwen3-8B-NVFP4", "policy.generation.vllm_kwargs.quantization"),
+]
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+@pytest.mark.parametrize(("framework", "model", "key"), _CHECKPOINTS_OF_ENGINES)
+def test_an_engine_has_the_quantized_weights_of_its_checkpoint(
+    framework: str, model: str, key: str, is_quantized: bool, tmp_path: Path
+) -> None:
+    """Engines read how weights are quantized from the checkpoint's config.json, of which only the name is here."""
+    name = model if is_quantized else "Qwen/Qwen3-8B"
+    texts = {
+        "slime": f"{SLIME} --seq-length 4096 --colocate --hf-checkpoint {name}",
+        "ms-swift": f"{SWIFT} --rlhf_type grpo --model {name}",
+        "skyrl": f"{SKYRL} trainer.policy.model.path={name}",
+    }
+    if framework == "verl":
+        job = verl(tmp_path, f"actor_rollout_ref.model.path={name}")
+    elif framework == "nemo-rl":
+        job = nemo(tmp_path, f"policy.model_name={name}", backend="vllm", colocated=True)
+    else:
+        job = script(tmp_path, texts[framework])
+    found = effects(job)
+    assert (key in found) == is_quantized
+    if is_quantized:
+        assert (found[key].effect, model in found[key].reason) == ("less", True)

@@ -101,7 +101,7 @@ def test_a_job_computes_the_loss_of_its_framework(
     [
         (f"{_SLIME} --rollout-top-p 0.9", "rollout_top_p"),
         (f"{_SLIME} --use-dynamic-batch-size --max-tokens-per-gpu 4096 --qkv-format bshd", "qkv_format"),
-        (f"{_SKYRL} trainer.max_tokens_per_microbatch=4096 trainer.use_sample_packing=false", "trainer.use_sample_packing"),
+        (f"{_SKYRL} trainer.max_tokens_per_microbatch=4096 trainer.use_sample_packing=false", "trainer.max_tokens_per_microbatch"),
         (_nemo("distillation") + "loss_fn: {zero_outside_topk: true}\n", "loss_fn.zero_outside_topk"),
         (_nemo("distillation").replace("max_num_steps: 1", "topk_logits_k: 512"), "distillation.topk_logits_k"),
     ],
@@ -110,3 +110,24 @@ def test_what_of_a_loss_is_not_modelled_is_named(text: str, key: str, tmp_path: 
     path = tmp_path / ("config.yaml" if text.startswith("policy") else "run.sh")
     path.write_text(text)
     assert {one.key: one.effect for one in Job.read(path).not_modelled}[key] == "more"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "tokens"),
+    [
+        (f"{_SKYRL} trainer.remove_microbatch_padding=false", "trainer.remove_microbatch_padding", 1024),
+        (f"{_SKYRL} trainer.use_sample_packing=false", "trainer.use_sample_packing", 1024),
+        (f"{_SKYRL} trainer.use_sample_packing=false trainer.max_tokens_per_microbatch=4096", "trainer.use_sample_packing", 4096),
+        (f"{_SKYRL_SFT} remove_microbatch_padding=false", "remove_microbatch_padding", 2 * 4096),
+        (_SKYRL, None, 0),
+        (_SKYRL_SFT, None, 0),
+    ],
+)  # fmt: skip
+def test_skyrl_copies_the_logits_of_rows_with_padding(text: str, key: str | None, tokens: int, tmp_path: Path) -> None:
+    """``recover_left_padding``, which both directions of SkyRL's Megatron wrapper call where padding stays (0.3.0)."""
+    (tmp_path / "run.sh").write_text(text)
+    job = Job.read(tmp_path / "run.sh")
+    scenario, _ = job.required()
+    found = [(one.key, one.effect, one.bound_bytes) for one in job.not_modelled if "copy of the logits" in one.reason]
+    elements = tokens * scenario.architecture.vocab_size // scenario.layout.tensor_model_parallel_size
+    assert found == ([] if key is None else [(key, "more", 4 * 4 * elements)])

@@ -187,6 +187,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
             kept["offload_optimizer"] = moved and not (name == "nemo-rl" and state["optimizer_cpu_offload"])
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if name == "ms-swift" and state["loss"] == "cross_entropy":
+        kept |= dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), False)
     kept["checkpoint_input_remedy"] = FRAMEWORKS[name].fixed.get("checkpoint_input_remedy")
     passes = scenario.num_microbatches
     if packed is not None:  # with more rows, a step needs no more memory

@@ -155,6 +155,8 @@ def _of_ms_swift(row: Missing) -> Missing:
     return replace(row, default=_DEFAULTS.get(row.name, ABSENT))
 
 
+_OF_ENGINE = ("speculative_config", "quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "dtype")
+"""vLLM's arguments that change how much memory the engine takes apart from its share of the GPU."""
 FRAMEWORK_MISSING = (
     *(_of_ms_swift(row) for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"]) if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
@@ -167,6 +169,12 @@ FRAMEWORK_MISSING = (
     *(
         Missing(name, "less", "quantized weights: 1 byte per parameter or less", is_given)
         for name in ("quant_method", "quant_bits")
+    ),
+    Missing(
+        "vllm_engine_kwargs",
+        "either",
+        "memlab does not read the inference engine's own arguments",
+        lambda value: any(word in str(value) for word in _OF_ENGINE),
     ),
     *frozen_parts(""),
     Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
@@ -290,7 +298,6 @@ def complete(reading: Reading) -> None:
         values["architecture"] = loaded
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
     values["grad_reduce_in_bf16"] = values.get("main_grads_dtype") == "bf16"
-    _complete_offload(reading)
     per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
@@ -308,6 +315,7 @@ def complete(reading: Reading) -> None:
     # (``_determine_data_source`` in swift/megatron/trainers/gkd_trainer.py).
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
     generates = kind == "grpo" or (kind == "gkd" and is_on_policy)
+    _complete_offload(reading, is_generating=generates)
     if length and generates:
         length = _length_with_answers(reading, length, generated)
     values["seq_length"] = length
@@ -329,16 +337,28 @@ def complete(reading: Reading) -> None:
     _note_fusion(reading)
 
 
-def _complete_offload(reading: Reading) -> None:
+def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
     """Takes what leaves the device: gradients with the parameters (``offload_megatron_model_to_cpu``).
 
-    Under Ray, parameters leave it too where anything else does, and for an engine on the same GPUs in any case
-    (``_generation_context`` in swift/ray/megatron/base_trainer.py).
+    Nothing does without an engine, nor for one with a server of its own (``_init_rollout_engine`` in
+    swift/megatron/trainers/rollout_mixin.py). Under Ray a server changes nothing; parameters leave the device too where
+    anything else does, and for an engine on the same GPUs in any case (``_generation_context`` in
+    swift/ray/megatron/base_trainer.py).
     """
     values = reading.values
+    is_under_ray = "train.gpus" in reading.entries.by_key
     is_colocated = "rollout.gpus" in reading.entries.by_key and values.get("vllm_mode") == "colocate"
-    if values.get("ranks_of_training") and (is_colocated or values.get("offload_optimizer")):
+    if is_under_ray and (is_colocated or values.get("offload_optimizer")):
         values["offload_parameters"] = True
+    if not is_under_ray and not (is_generating and values.get("vllm_mode") != "server"):
+        for key in ("offload_model", "offload_optimizer"):
+            name = "offload_parameters" if key == "offload_model" else key
+            if values.get(name):
+                reading.take(key, name, value=False)
+                reading.warnings.append(
+                    f"{key} has no effect: ms-swift offloads only around generation on the training's own GPUs "
+                    "(vllm_mode colocate)"
+                )
     values["offload_gradients"] = values.get("offload_parameters")
 
 
@@ -392,27 +412,66 @@ def _drop_teacher(reading: Reading, kind: str | None) -> None:
 
 
 def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, has_reference_model: bool) -> None:
-    """Takes what GRPO and GKD do between training steps. Its weights go to the engine one by one.
+    """Takes what GRPO and GKD do between training steps.
 
     Parameters, gradients and optimizer state are offloaded around generation alone, after the weights went to the
-    engine (``_generate_completions`` and ``offload_context`` in swift/megatron/trainers/rollout_mixin.py).
+    engine (``_generate_completions`` and ``offload_context`` in swift/megatron/trainers/rollout_mixin.py); under Ray,
+    with an engine on the same GPUs, while the weights are sent too (``_sync_weights_naive`` in
+    swift/ray/megatron/checkpoint_engine/manager.py, main of August 2026).
     """
     values = reading.values
     mode, sleep_level = values.pop("vllm_mode"), values.pop("sleep_level")
     if not is_generating:
         del values["engine_share"], values["engine_ranks"]
         return
+    is_colocated, is_under_ray = mode != "server", "rollout.gpus" in reading.entries.by_key
+    kept, bucket = 0, 0  # an engine in the training's own process takes the weights one by one
+    if is_under_ray:
+        kept = _variable(reading, "SWIFT_RAY_WEIGHT_BUCKET_MB", 2048) * 2**20 if is_colocated else _BUFFERS_OF_NCCL
+    elif not is_colocated:
+        bucket = _variable(reading, "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE", 512) * 2**20
     values["engine_sleeps"] = bool(sleep_level)
     take_rollout(
         reading,
-        is_colocated=mode != "server",
+        is_colocated=is_colocated,
         ranks_per_node=per_node,
         seq_length=values["seq_length"],
         micro_batch_size=values.get("micro_batch_size"),
-        bucket_bytes=0,
+        bucket_bytes=bucket,
+        # ``_load_weights_to_server_in_buckets`` collects more than the size and makes one tensor of it.
+        bucket_copies=2 if bucket else 1,
+        bucket_overflows=bucket > 0,
+        kept_buffer_bytes=kept,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=True,
+        syncs_from_host=is_under_ray and is_colocated,
+        quantization="vllm_engine_kwargs",
     )
+
+
+_BUFFERS_OF_NCCL = 2 * 3072 * 2**20
+"""To an engine on other GPUs, every rank sends with two buffers that it never frees (``prepare`` and ``finalize`` in
+swift/ray/megatron/checkpoint_engine/nccl.py, main of August 2026; the size is that of ``CheckpointEngineMixin``)."""
+
+
+def _variable(reading: Reading, name: str, default: int) -> int:
+    """Returns a number of MiB from the environment of the launch.
+
+    Raises:
+        ValueError: If it is no whole number of at least 1.
+    """
+    text = reading.entries.environment.get(name, "")
+    if not text:
+        return default
+    if UNKNOWN in text:
+        reading.warnings.append(
+            f"{name} is known only when the job runs, so memlab takes {default}: replace it in the file by its value"
+        )
+        return default
+    try:
+        return int(COUNT.read(parse_scalar(text)))
+    except ValueError as error:
+        raise refusal("environment", name, text, error) from error
 
 
 def _complete_ranks(reading: Reading) -> int:
@@ -507,6 +566,9 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "ms-swift frees the gradients where it offloads the parameters"
+    if scenario.state.loss != "log_softmax":
+        offloaded = [name for name in ("offload_parameters", "offload_optimizer") if getattr(settings, name)]
+        reasons |= dict.fromkeys(offloaded, "ms-swift offloads only around the generation of answers")
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):

@@ -264,6 +264,7 @@ def _take_rollout(
         bucket_share=_REFIT_SHARE if is_colocated else None,
         freed_for_log_probabilities=tuple(freed),
         engine=engine,
+        quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
     )
 
 

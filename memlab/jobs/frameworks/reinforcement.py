@@ -14,7 +14,7 @@ from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
 from memlab.jobs.frameworks.megatron_lm import common, named
-from memlab.jobs.model import published_architecture
+from memlab.jobs.model import is_quantized, published_architecture
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
@@ -185,11 +185,15 @@ def take_rollout(
     micro_batch_size: int | None = 1,
     bucket_bytes: int | None = None,
     bucket_share: float | None = None,
+    bucket_copies: int = 1,
+    bucket_overflows: bool = False,
+    kept_buffer_bytes: int = 0,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
     syncs_from_host: bool = False,
     freed_for_log_probabilities: tuple[str, ...] = (),
     engine: tuple[str, str] = ("", "vllm"),
+    quantization: str,
 ) -> None:
     """Takes what the job does between training steps.
 
@@ -201,13 +205,24 @@ def take_rollout(
         micro_batch_size: Rows of such a pass; None takes 1.
         bucket_bytes: Of the weight sync, where a key says it.
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
+        bucket_copies: As in `Rollout`.
+        bucket_overflows: As in `Rollout`.
+        kept_buffer_bytes: As in `Rollout`.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
         syncs_from_host: As in `Rollout`.
         freed_for_log_probabilities: As in `Rollout`.
         engine: The key that chooses the inference engine, and the engine.
+        quantization: The key that quantizes the engine's weights; without it, the checkpoint decides.
     """
     values = reading.values
+    name, said = str(values.get("architecture")), {one.key for one in reading.not_modelled}
+    if is_quantized(name) and engine[1] != "megatron" and quantization not in said:
+        reading.miss(
+            quantization,
+            "less",
+            f"the inference engine's weights are quantized, as in the checkpoint {shortened(name)}",
+        )
     if is_colocated:
         _note_engine(reading, *engine)
     share = values.pop("engine_share", None)
@@ -230,6 +245,9 @@ def take_rollout(
         engine_data_ranks=_count(values, "engine_data_ranks"),
         bucket_bytes=bucket_bytes,
         bucket_share=bucket_share if bucket_bytes is None else None,
+        bucket_copies=bucket_copies,
+        bucket_overflows=bucket_overflows,
+        kept_buffer_bytes=kept_buffer_bytes,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
         syncs_from_host=syncs_from_host,

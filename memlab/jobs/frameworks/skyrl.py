@@ -32,6 +32,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
+    padding_missing,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -81,6 +82,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
     *vllm_arguments(f"{_ENGINE}.engine_init_kwargs"),
     *megatron_missing(_MEGATRON),
+    *padding_missing("trainer."),
 )  # fmt: skip
 
 
@@ -115,12 +117,15 @@ def complete(reading: Reading) -> None:
         seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else of_log_probs,
         micro_batch_size=1 if tokens > 0 else rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
+        # ``_send_chunks_vllm_native`` in weight_sync/cuda_ipc_strategy.py packs them into one tensor.
+        bucket_copies=2 if is_colocated else 1,
         freed_for_log_probabilities=() if is_colocated else _freed_by_reference_model(reading),
         engine=_engine(reading),
+        quantization=f"{_ENGINE}.engine_init_kwargs.quantization",
     )
     if tokens > 0:
         if not removes_padding:
-            note_padded_rows(reading, "trainer.remove_microbatch_padding", "trainer.use_sample_packing")
+            note_padded_rows(reading, "trainer.max_tokens_per_microbatch")
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None

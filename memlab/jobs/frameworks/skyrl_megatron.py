@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
-from memlab.jobs.frameworks.keys import WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.frameworks.keys import WHOLE, Key, Missing, is_false, missing_under, under
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
@@ -87,6 +87,17 @@ def drop_single_chunk(values: dict[str, Any]) -> None:
     tokens = (values.get("seq_length") or 0) // (values.get("context_parallel_size") or 1)
     if values.get("logprobs_chunk_size") and tokens and values["logprobs_chunk_size"] >= tokens:
         values["logprobs_chunk_size"] = None
+
+
+def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
+    """Returns the rows of both names of the key that leaves sequences padded, below a program's prefix.
+
+    Their logits are copied to the places of the tokens, with autograd (``recover_left_padding`` in
+    skyrl/backends/skyrl_train/distributed/megatron/megatron_utils.py, 0.3.0).
+    """
+    reason = "rows with padding have one more copy of the logits in fp32, and its gradients"
+    names = "remove_microbatch_padding", "use_sample_packing"
+    return tuple(Missing(f"{prefix}{name}", "more", reason, is_false) for name in names)
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}

@@ -29,6 +29,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
+    padding_missing,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -53,6 +54,7 @@ FRAMEWORK_MISSING = (
     Missing("model.lora.rank", "less", LORA),
     Missing("model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
     *megatron_missing(_MEGATRON),
+    *padding_missing(),
 )
 
 
@@ -76,7 +78,7 @@ def complete(reading: Reading) -> None:
     removes_padding = values.pop("removes_padding")
     if values.pop("is_packed") and longest:
         if not removes_padding:
-            note_padded_rows(reading, "remove_microbatch_padding", "use_sample_packing")
+            note_padded_rows(reading, "max_tokens_per_microbatch", "use_sequence_packing")
         key = "max_tokens_per_microbatch" if tokens else "max_length"
         take_rows(reading, key, (tokens or longest) // (values.get("context_parallel_size") or 1), longest, sequences)
     else:

@@ -143,12 +143,15 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs * context if is_dynamic and of_log_probs else of_rows,
         micro_batch_size=1 if is_dynamic else rows,
         bucket_bytes=values.pop("bucket"),
+        # ``_build_flattened_tensor_data`` in update_weight_from_tensor.py makes one tensor of them.
+        bucket_copies=2 if is_colocated else 1,
         # ``wake_up`` brings everything back before log-probabilities, and ``update_weights`` reads the host's copy,
         # unless a critic has the actor's GPUs and the engine others (slime/backends/megatron_utils/actor.py).
         offloads_for_generation_only=True,
         syncs_from_host=bool(values["offload_parameters"])
         and (is_colocated or reading.get("advantage_estimator") != "ppo"),
         engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
+        quantization="sglang_quantization",
     )
     if is_dynamic and tokens:
         if not removes_padding:

@@ -136,6 +136,7 @@ def complete(reading: Reading) -> None:
         bucket_bytes=(values.pop("bucket") or 0) * 2**20,
         has_reference_model=_keeps_reference_model(reading),
         engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
+        quantization=f"{_ROLLOUT}.quantization",
     )
     if is_dynamic:
         if not removes_padding:

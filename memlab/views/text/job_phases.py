@@ -33,6 +33,8 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
     if job.reference_bytes:
         lines.append(f"the reference model takes {format_bytes(job.reference_bytes)}, which is counted above")
+    if job.kept_buffer_bytes:
+        lines.append(f"every phase counts {format_bytes(job.kept_buffer_bytes)} that the weight sync keeps")
     for phase in job.phases:
         short = _short(phase)
         is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)
