@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 from memlab.config.architectures import Architecture
-from memlab.config.parts.part import SharedSize
+from memlab.config.parts.part import SharedSize, Weight
 from memlab.config.validation import RuleError, check_whole_number, is_whole_number
 
 MOST_RANKS = 2**17
@@ -216,6 +216,15 @@ class Layout:
         """Returns how many ranks share a size of a part."""
         is_of_experts = size.ranks == "expert_tensor_parallel_size"
         return self.expert_tensor_size if is_of_experts else int(getattr(self, size.ranks))
+
+    def shape_of(self, weight: Weight) -> tuple[int, ...]:
+        """Returns the shape of a rank's part of a weight."""
+        ranks = self.expert_tensor_size if weight.num_experts else self.tensor_model_parallel_size
+        return tuple(size // ranks if place == weight.split else size for place, size in enumerate(weight.shape))
+
+    def elements_of(self, weight: Weight) -> int:
+        """Returns how many elements of a weight a rank has; of all its experts together."""
+        return math.prod(self.shape_of(weight)) * max(1, weight.num_experts // self.expert_model_parallel_size)
 
     def _check_unshared(self, architecture: Architecture) -> None:
         """Refuses to divide what no part of the model has."""

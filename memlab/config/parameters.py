@@ -28,7 +28,7 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     model, layout = scenario.architecture, scenario.layout
     weights = model.weights_of(scenario.layers_of_rank).items()
     inside, outside = (
-        sum(count * weight.elements_on(layout) for weight, count in weights if bool(weight.num_experts) is is_expert)
+        sum(count * layout.elements_of(weight) for weight, count in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)
     )
     has_embedding = layout.pipeline_stage == 0

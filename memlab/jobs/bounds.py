@@ -28,7 +28,7 @@ def _fused_accumulation_bytes(scenario: Scenario) -> int:
     """
     kept, layout = unused_gradient_bytes(scenario), scenario.layout
     grouped = (weight for weight in _weights(scenario) if weight.num_experts)
-    return max(kept, 2 * max((weight.elements_on(layout) for weight in grouped), default=0) - kept)
+    return max(kept, 2 * max((layout.elements_of(weight) for weight in grouped), default=0) - kept)
 
 
 def unused_gradient_bytes(scenario: Scenario) -> int:
@@ -40,7 +40,7 @@ def unused_gradient_bytes(scenario: Scenario) -> int:
     """
     model, layout = scenario.architecture, scenario.layout
     vocabulary = model.vocab_size // layout.tensor_model_parallel_size, model.hidden_size
-    shapes = {weight.shape_on(layout) for weight in _weights(scenario) if weight.is_matrix and not _is_router(weight)}
+    shapes = {layout.shape_of(weight) for weight in _weights(scenario) if weight.is_matrix and not _is_router(weight)}
     return sum(2 * prod(shape) for shape in {*shapes, vocabulary})
 
 

@@ -48,7 +48,7 @@ def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, lay
                 numbers[kind] += parameter.numel()
     ranks = layout.expert_model_parallel_size
     assert live == {
-        (weight.name, weight.shape_on(layout)): count * max(1, weight.num_experts // ranks)
+        (weight.name, layout.shape_of(weight)): count * max(1, weight.num_experts // ranks)
         for weight, count in model.weights_of(scenario.layers_of_rank).items()
     }
     assert parameters_of_rank(scenario)._asdict() == {"experts": 0} | numbers

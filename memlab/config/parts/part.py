@@ -6,13 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.validation import check_number, check_whole_number
-
-if TYPE_CHECKING:
-    from memlab.config.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +34,6 @@ class Weight:
     def num_elements(self) -> int:
         """Elements of the whole parameter; of all experts together."""
         return prod(self.shape) * (self.num_experts or 1)
-
-    def shape_on(self, layout: Layout) -> tuple[int, ...]:
-        """Returns the shape of a rank's part."""
-        ranks = layout.expert_tensor_size if self.num_experts else layout.tensor_model_parallel_size
-        return tuple(size // ranks if place == self.split else size for place, size in enumerate(self.shape))
-
-    def elements_on(self, layout: Layout) -> int:
-        """Returns how many elements a rank has; of all its experts together."""
-        return prod(self.shape_on(layout)) * max(1, self.num_experts // layout.expert_model_parallel_size)
 
 
 class SharedSize(NamedTuple):
