@@ -19,6 +19,8 @@ class Rollout:
     """Tokens of a row in a forward-only pass, which computes log-probabilities."""
     micro_batch_size: int = 1
     """Rows of such a pass."""
+    computes_log_probabilities: bool = True
+    """False if neither the policy nor a reference model has such a pass between generation and training."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that the inference engine takes; None where only the engine knows."""
     engine_bytes: int | None = None

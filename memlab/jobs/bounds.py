@@ -396,6 +396,8 @@ def categories_it_can_take(key: str) -> tuple[str, ...] | None:
 
 def is_of_inference_engine(key: str) -> bool:
     """Whether a key concerns the engine that generates, and not the training step."""
+    if key.endswith(_OF_TRAINING_TOO):
+        return False
     return (
         key.startswith(_OF_ENGINE)
         or key.endswith("mtp.enable_rollout")
@@ -403,6 +405,9 @@ def is_of_inference_engine(key: str) -> bool:
     )
 
 
+_OF_TRAINING_TOO = ("routing_replay", "generation.top_k", "generation.top_p")
+"""How the keys of engines end that change the training step: it keeps the experts that the engine chose, and leaves out
+of the logits what the engine could not sample."""
 _OF_ENGINE = ("sglang_", "vllm_", "generator.")
 """How the keys of engines begin where no section of the configuration has that name."""
 

@@ -300,6 +300,8 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
     """Returns what the job does between training steps, if memlab can predict its log-probabilities."""
     if reading.rollout is None or scenario is None:
         return None
+    if not reading.rollout.computes_log_probabilities:
+        return reading.rollout
     try:
         reading.rollout.of_log_probabilities(scenario)
     except ValueError as error:
@@ -323,8 +325,6 @@ def _drop_engine(reading: Reading) -> None:
     if reading.rollout is None or reading.rollout.is_colocated:
         return
     for one in [one for one in reading.not_modelled if is_of_inference_engine(one.key)]:
-        if one.key.endswith("routing_replay"):  # the training keeps what the engine chose
-            continue
         reading.not_modelled.remove(one)
         if one.place != "default":
             reading.without_effect[one.key] = "the inference engine has other GPUs than the training"

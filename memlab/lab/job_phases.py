@@ -30,7 +30,7 @@ def predict_phases(
     replay: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> JobPhases:
-    """Predicts a training step and a forward-only pass on the same model, and adds up the phases between them.
+    """Predicts a training step, and a forward-only pass on the same model if the job has one, and adds up the phases.
 
     A training step begins with loading what is on the host, and ends with offloading it again.
 
@@ -47,10 +47,12 @@ def predict_phases(
     """
     from memlab.lab.lab import Lab
 
-    of_pass = rollout.of_log_probabilities(scenario)
+    computes = rollout.computes_log_probabilities
     with Lab(scenario, backend="simulated", replay=replay) as lab:
         trained = lab.step(settings, on_progress=on_progress)
-        passed = lab.take(PassRequest(scenario=of_pass, warm_up=True))
+        passed = (
+            lab.take(PassRequest(scenario=rollout.of_log_probabilities(scenario), warm_up=True)) if computes else None
+        )
     between = trained.static_bytes
     away = trained.offloaded_bytes_by_group
     parameters = away.get("parameters", 0)
@@ -75,13 +77,17 @@ def predict_phases(
     if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
         gathered = 0
     kept = rollout.kept_buffer_bytes
-    freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - synced - kept - of_sync
         gathered = int(max(0, free) * rollout.bucket_share)
+    log_probabilities = []
+    if passed is not None:
+        freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
+        held = _held_bytes(passed) + loaded - parameters + reference - freed
+        log_probabilities = [("log-probabilities", held, asleep)]
     training = (
         ("generation", generating, engine),
-        ("log-probabilities", _held_bytes(passed) + loaded - parameters + reference - freed, asleep),
+        *log_probabilities,
         ("training step", _held_bytes(trained) + reference, asleep),
         ("weight sync", between + synced + (gathered or 0), of_sync),
     )

@@ -14,6 +14,7 @@ import pytest
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.bounds import is_of_inference_engine
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
@@ -619,3 +620,109 @@ def test_an_engine_has_the_quantized_weights_of_its_checkpoint(
     assert (key in found) == is_quantized
     if is_quantized:
         assert (found[key].effect, model in found[key].reason) == ("less", True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_named"),
+    [
+        (["policy.generation.top_p=0.9"], True),
+        (["policy.generation.top_k=50"], True),
+        (["policy.generation.top_p=1.0", "policy.generation.top_k=null"], False),
+        (["policy.generation.top_k=-1"], False),
+    ],
+)
+@pytest.mark.parametrize("colocated", [True, False])
+def test_nemo_rl_s_loss_filters_the_logits_as_its_engine_does(
+    overrides: list[str], is_named: bool, colocated: bool, tmp_path: Path
+) -> None:
+    """``TrainingSamplingParams`` in nemo_rl/models/megatron/setup.py, wherever the engine is (August 2026)."""
+    job = nemo(tmp_path, *overrides, backend="vllm", colocated=colocated)
+    found = [one for one in job.not_modelled if one.key.endswith(("top_k", "top_p"))]
+    assert [one.effect for one in found] == ["either"] * is_named
+    assert not [one.key for one in found if is_of_inference_engine(one.key)]
+
+
+@pytest.mark.parametrize(("colocated", "size"), [(True, GIB), (False, None)])
+def test_the_size_of_nemo_rl_s_refit_buffer_is_that_of_an_engine_on_the_same_gpus(
+    colocated: bool, size: int | None, tmp_path: Path
+) -> None:
+    """``refit_policy_generation`` in nemo_rl/algorithms/grpo.py reads it where ``colocated_inference`` (August 2026)."""
+    key = "policy.refit_buffer_size_gb"
+    job = nemo(tmp_path, f"{key}=1", backend="vllm", colocated=colocated)
+    assert job.rollout is not None
+    assert job.rollout.bucket_bytes == size
+    assert (key in job.without_effect) == (not colocated)
+
+
+_NO_PENALTY = "trainer.algorithm.use_kl_loss=false"
+_ON_POLICY = "loss_fn.force_on_policy_ratio=true"
+_STEPS = "--rollout-batch-size 8 --n-samples-per-prompt 8"
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "computes"),
+    [
+        ("nemo-rl", "", True),
+        ("nemo-rl", f"{_ON_POLICY}", True),  # the reference model's is in its place
+        ("nemo-rl", f"{_ON_POLICY} loss_fn.reference_policy_kl_penalty=0", False),
+        ("nemo-rl", f"{_ON_POLICY} grpo.skip_reference_policy_logprobs_calculation=true", False),
+        (
+            "nemo-rl",
+            f"{_ON_POLICY} loss_fn.reference_policy_kl_penalty=0 grpo.seq_logprob_error_threshold=2",
+            True,
+        ),
+        ("nemo-rl", "distillation.max_num_steps=1", False),
+        ("verl", "", True),
+        ("verl", "algorithm.rollout_correction.bypass_mode=True", False),
+        ("verl", "algorithm.rollout_correction.bypass_mode=True algorithm.use_kl_in_reward=True", True),
+        ("skyrl", _NO_PENALTY, True),
+        ("skyrl", f"{_NO_PENALTY} trainer.algorithm.policy_loss_type=rollout_is", False),
+        ("skyrl", "trainer.algorithm.policy_loss_type=rollout_is", True),
+        ("skyrl", f"{_NO_PENALTY} trainer.algorithm.policy_loss_type=cispo", True),
+        (
+            "skyrl",
+            f"{_NO_PENALTY} trainer.algorithm.policy_loss_type=cispo trainer.algorithm.cispo.cispo_anchor=rollout",
+            False,
+        ),
+        ("ms-swift", "--rlhf_type grpo", True),
+        ("ms-swift", "--rlhf_type gkd", False),
+        ("slime", "", True),
+        ("slime", "--use-rollout-logprobs", False),
+        ("slime", "--use-rollout-logprobs --get-mismatch-metrics", True),
+        ("slime", "--use-rollout-logprobs --use-kl-loss", True),
+        ("slime", f"{_STEPS} --global-batch-size 64", False),
+        ("slime", f"{_STEPS} --num-steps-per-rollout 1", False),
+        ("slime", f"{_STEPS} --global-batch-size 32", True),
+        ("slime", f"{_STEPS} --global-batch-size 64 --kl-coef 0.1", True),
+        ("slime", f"{_STEPS} --global-batch-size 64 --advantage-estimator gspo", True),
+        ("slime", "--loss-type sft_loss --disable-compute-advantages-and-returns", False),
+    ],
+)
+def test_some_jobs_have_no_pass_for_log_probabilities(
+    framework: str, text: str, computes: bool, tmp_path: Path
+) -> None:
+    """``_resolve_logprob_skip_flags`` of NeMo-RL, ``apply_bypass_mode`` of verl, ``_skip_policy_forward`` of SkyRL,
+    ``_maybe_compute_logps`` of ms-swift and ``train_actor`` of slime, all as of August 2026."""
+    if framework == "nemo-rl":
+        rollout = nemo(tmp_path, *text.split(), backend="vllm").rollout
+    elif framework == "verl":
+        rollout = verl(tmp_path, text).rollout
+    else:
+        starts = {"skyrl": SKYRL, "ms-swift": SWIFT, "slime": f"{SLIME} --seq-length 4096 "}
+        rollout = script(tmp_path, starts[framework] + text).rollout
+    assert rollout is not None
+    assert rollout.computes_log_probabilities == computes
+
+
+def test_a_pass_that_a_job_does_not_have_is_no_phase() -> None:
+    job = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
+    rollout = Rollout(is_colocated=False, ranks_per_node=1, seq_length=32, computes_log_probabilities=False)
+    found = predict_phases(job, MemorySettings(), rollout)
+    assert [phase.name for phase in found.phases] == ["generation", "training step", "weight sync"]
+
+
+@pytest.mark.parametrize(("backend", "times"), [("naive", 1), ("nccl", 2)])
+def test_verl_sends_weights_to_other_gpus_with_two_buffers(backend: str, times: int, tmp_path: Path) -> None:
+    rollout = verl(tmp_path, f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}").rollout
+    assert rollout is not None
+    assert rollout.bucket_copies == times

@@ -377,3 +377,24 @@ def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:
     (warning,) = (line for line in job.warnings if "the recipe '" in line)
     assert "does not know the recipe 'gpt_oss_20b_pretrain_config'" in warning
     assert "give the run_config.yaml of a checkpoint" in warning
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_bf16", "said"),
+    [
+        ("ddp.grad_reduce_in_fp32=false", False, {"ddp.grad_reduce_in_fp32"}),
+        ("ddp.grad_reduce_in_fp32=false mixed_precision.grad_reduce_in_fp32=false", True, set()),
+        ("ddp.grad_reduce_in_fp32=false mixed_precision=bf16_mixed", False, set()),
+        ("ddp.grad_reduce_in_fp32=true model.seq_length=16384", False, {"model.seq_length"}),
+        ("ddp.grad_reduce_in_fp32=true model.seq_length=16384 dataset.seq_length=4096", False, set()),
+    ],
+)
+def test_what_an_unknown_recipe_replaces_of_a_command_is_named(
+    overrides: str, in_bf16: bool, said: set[str], tmp_path: Path
+) -> None:
+    """``mixed_precision.setup`` and ``sync_model_dataset_sequence_length`` of Megatron-Bridge (August 2026)."""
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    job = sft(tmp_path, f"{command} model.hf_model_id=Qwen/Qwen3-30B-A3B {overrides}")
+    scenario, _ = job.required()
+    assert scenario.state.grad_reduce_in_bf16 == in_bf16
+    assert {line.partition(":")[0] for line in job.warnings if "replaces it" in line} == said

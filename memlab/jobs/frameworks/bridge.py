@@ -193,6 +193,7 @@ def complete(reading: Reading) -> None:
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
+    _note_replaced_by_recipe(reading)
     for packed in _PACKED:
         tokens = reading.get(packed)
         if isinstance(tokens, int) and tokens > 0:
@@ -218,6 +219,29 @@ def _note_other_models(reading: Reading) -> None:
         if given and row.name not in {one.key for one in reading.not_modelled}:
             entry = reading.entries.by_key[given[0]]
             reading.not_modelled.append(NotModelled(row.name, entry.value, row.effect, row.reason, entry.place))
+
+
+def _note_replaced_by_recipe(reading: Reading) -> None:
+    """Says which values of a command another value replaces, which a recipe that memlab does not know may set.
+
+    See ``mixed_precision.setup`` in src/megatron/bridge/training/config.py, and ``sync_model_dataset_sequence_length``
+    in scripts/training/recipe_runner.py (main of August 2026).
+    """
+    entries, given = reading.entries, reading.entries.by_key.keys()
+    if not reading.unread:
+        return
+    key, own = "ddp.grad_reduce_in_fp32", "mixed_precision.grad_reduce_in_fp32"
+    if entries.get(key) is False and given.isdisjoint(("mixed_precision", own)):
+        reading.take(key, "grad_reduce_in_bf16", value=False)
+        reading.warnings.append(
+            f"{key}: the recipe's mixed_precision replaces it when the job starts, so memlab takes true, as bf16_mixed "
+            f"does: give --set {own}=false if the recipe has no mixed_precision, or one with this value"
+        )
+    if "model.seq_length" in given and given.isdisjoint(("dataset.seq_length", "dataset.sequence_length")):
+        reading.warnings.append(
+            "model.seq_length: run_recipe.py replaces it by the length of the recipe's dataset, which memlab does not "
+            "know: give --set dataset.seq_length=TOKENS"
+        )
 
 
 def _complete_gradients(reading: Reading) -> None:

@@ -323,7 +323,7 @@ def complete(reading: Reading) -> None:
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
         reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
-    _complete_rollout(reading, per_node, is_generating=generates, has_reference_model=has_reference_model)
+    _complete_rollout(reading, per_node, kind, is_generating=generates, has_reference_model=has_reference_model)
     rows = values["micro_batch_size"]
     # The language model's loss needs the same memory either way: it is computed in the layout of its logits.
     if kind in _LIKELIHOOD and length and values["removes_padding"] and values["global_batch_size"] % rows == 0:
@@ -411,7 +411,9 @@ def _drop_teacher(reading: Reading, kind: str | None) -> None:
         reading.without_effect[key] = reason
 
 
-def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, has_reference_model: bool) -> None:
+def _complete_rollout(
+    reading: Reading, per_node: int, kind: str | None, *, is_generating: bool, has_reference_model: bool
+) -> None:
     """Takes what GRPO and GKD do between training steps.
 
     Parameters, gradients and optimizer state are offloaded around generation alone, after the weights went to the
@@ -431,6 +433,7 @@ def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, h
     elif not is_colocated:
         bucket = _variable(reading, "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE", 512) * 2**20
     values["engine_sleeps"] = bool(sleep_level)
+    values["computes_log_probabilities"] = kind == "grpo"  # GKD has the teacher's pass alone
     take_rollout(
         reading,
         is_colocated=is_colocated,

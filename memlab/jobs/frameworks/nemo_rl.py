@@ -65,6 +65,8 @@ from memlab.jobs.frameworks.without_effect import keys_without_effect
 _MEGATRON = "policy.megatron_cfg"
 _GENERATION = "policy.generation"
 _QUANTIZED_ENGINE = "the engine's weights have fewer bytes than in bf16"
+_FILTERED_LOGITS = "the loss filters the logits of the whole vocabulary too, without chunks"
+"""``DistributedLogprobWithSampling`` in nemo_rl/distributed/model_utils.py (main of August 2026)."""
 _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
@@ -185,6 +187,8 @@ FRAMEWORK_MISSING = (
     *sglang_arguments(f"{_GENERATION}.sglang_kwargs."),
     Missing("policy.quant_cfg", "either", "ModelOpt's fake quantization adds tensors to each matrix", is_given),
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    Missing(f"{_GENERATION}.top_k", "either", _FILTERED_LOGITS, lambda value: value not in (None, -1, 0)),
+    Missing(f"{_GENERATION}.top_p", "either", _FILTERED_LOGITS, lambda value: value not in (None, 1)),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
     Missing("teacher.model_name", "either", "the teacher's forward passes are not predicted", is_given),
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
@@ -244,10 +248,14 @@ def _take_rollout(
 ) -> None:
     values = reading.values
     bucket = values.pop("bucket", None)
+    if bucket and not is_colocated:
+        reading.taken = [one for one in reading.taken if one.field != "bucket"]
+        reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
     if not generates:
         del values["engine_share"], values["engine_ranks"], values["frees_optimizer"]
         return
     engine = _take_engine(reading)
+    _note_skipped_passes(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
     on_device = {"gradients": not values["offload_gradients"], "optimizer state": not values["offload_optimizer"]}
@@ -260,12 +268,28 @@ def _take_rollout(
         seq_length=seq_length,
         micro_batch_size=rows,
         # Megatron copies weights from tensor to tensor.
-        bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket else None,
+        bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket and is_colocated else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
         freed_for_log_probabilities=tuple(freed),
         engine=engine,
         quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
     )
+
+
+def _note_skipped_passes(reading: Reading) -> None:
+    """Notes where a job trains without a pass for log-probabilities before.
+
+    Distillation has only the teacher's (``distillation_train`` in nemo_rl/algorithms/distillation.py). A step that is
+    on-policy takes its own in place of the policy's, and without a penalty there is no reference model
+    (``_resolve_logprob_skip_flags`` in nemo_rl/algorithms/grpo.py, main of August 2026).
+    """
+    entries, key = reading.entries, "loss_fn.force_on_policy_ratio"
+    if any(name.startswith("distillation.") for name in entries.by_key):
+        reading.values["computes_log_probabilities"] = False
+    compares = entries.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+    skips_reference = entries.get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares
+    if entries.get(key) is True and entries.get("grpo.seq_logprob_error_threshold") is None and skips_reference:
+        reading.take(key, "computes_log_probabilities", value=False)
 
 
 def _take_offload(reading: Reading, *, is_colocated: bool, generates: bool) -> None:

@@ -237,6 +237,7 @@ def take_rollout(
         ranks_per_node=max(1, ranks_per_node),
         seq_length=max(1, seq_length or values.get("seq_length") or 1),
         micro_batch_size=max(1, micro_batch_size or 1),
+        computes_log_probabilities=values.pop("computes_log_probabilities", True),
         gpu_memory_utilization=share,
         engine_bytes=values.pop("engine_bytes", None),
         engine_has_own_weights=values.pop("engine_has_own_weights", True),

@@ -109,6 +109,7 @@ def complete(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
+    _note_skipped_passes(reading)
     of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,
@@ -133,6 +134,29 @@ def complete(reading: Reading) -> None:
     drop_single_chunk(values)
 
 
+def _compares(reading: Reading) -> bool:
+    """Whether a penalty compares the policy with a reference model."""
+    algorithm = "trainer.algorithm"
+    compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
+    return any(compares)
+
+
+def _note_skipped_passes(reading: Reading) -> None:
+    """Notes where a loss reads the engine's log-probabilities alone, so that there is no pass for the policy's own.
+
+    See ``_skip_policy_forward`` in skyrl/train/trainer.py (main of August 2026). A correction for other policies needs
+    them in any case.
+    """
+    entries, algorithm = reading.entries, "trainer.algorithm"
+    key = f"{algorithm}.policy_loss_type"
+    reads_none = entries.get(key) in ("rollout_is", "dppo") or (
+        entries.get(key) == "cispo" and entries.get(f"{algorithm}.cispo.cispo_anchor") == "rollout"
+    )
+    corrects = any(name.startswith(f"{algorithm}.off_policy_correction.") for name in entries.by_key)
+    if reads_none and not corrects and not _compares(reading):
+        reading.take(key, "computes_log_probabilities", value=False)
+
+
 def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
     """Returns what is off the device in a pass for log-probabilities, although it is on it for generation.
 
@@ -140,10 +164,8 @@ def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
     then leaves the device, and for its own pass the parameters alone return (``_ensure_on_gpu`` in
     skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0).
     """
-    algorithm = "trainer.algorithm"
-    compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
     is_together = reading.get("trainer.placement.colocate_policy_ref", default=True)
-    return ("gradients", "optimizer state") if any(compares) and is_together else ()
+    return ("gradients", "optimizer state") if _compares(reading) and is_together else ()
 
 
 def _engine(reading: Reading) -> tuple[str, str]:

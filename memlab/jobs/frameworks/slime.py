@@ -125,6 +125,7 @@ def complete(reading: Reading) -> None:
     values["loss"] = "softmax" if values.pop("temperature") == 1 else "scaled_softmax"
     is_colocated = values.pop("is_colocated")
     _complete_offload(reading, is_colocated=is_colocated)
+    _note_skipped_passes(reading)
     longest = _longest_sequence(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
     tokens = _padded(reading, values.pop("tokens_per_rank"))
@@ -160,6 +161,34 @@ def complete(reading: Reading) -> None:
         return
     key = "micro_batch_size" if removes_padding else None
     take_sequences(reading, longest or values.get("seq_length"), sequences, packed_by=key)
+
+
+def _note_skipped_passes(reading: Reading) -> None:
+    """Notes where a job trains without a pass for log-probabilities before (``train_actor`` in actor.py, 624b824a).
+
+    A reference model and a teacher need one in any case. The policy's own is left out where the engine's are taken, or
+    where a rollout is one step, whose loss computes them anyway.
+    """
+    entries = reading.entries
+    compares = entries.get("kl_coef", 0) != 0 or entries.get("use_kl_loss") is True or entries.get("use_opd") is True
+    is_measured = entries.get("get_mismatch_metrics") is True
+    keys = ("global_batch_size", "num_steps_per_rollout", "rollout_batch_size", "n_samples_per_prompt")
+    given, steps, prompts, responses = (entries.get(key) for key in keys)
+    is_one_step = steps == 1 or (steps is None and bool(prompts) and given == prompts * (responses or 1))
+    is_reused = (
+        is_one_step
+        and entries.get("loss_type", "policy_loss") == "policy_loss"
+        and entries.get("advantage_estimator") not in ("ppo", "gspo")
+        and not any(entries.get(key) for key in ("keep_old_actor", "use_critic"))
+        and (not entries.get("use_routing_replay") or entries.get("use_rollout_routing_replay") is True)
+    )
+    skipped_by = {
+        "disable_compute_advantages_and_returns": entries.get("disable_compute_advantages_and_returns") is True,
+        "use_rollout_logprobs": entries.get("use_rollout_logprobs") is True and not is_measured and not compares,
+        "num_steps_per_rollout": is_reused and not is_measured and not compares,
+    }
+    for key in [key for key, holds in skipped_by.items() if holds][:1]:
+        reading.take(key, "computes_log_probabilities", value=False)
 
 
 def _padded(reading: Reading, tokens: int | None) -> int | None:

@@ -127,6 +127,10 @@ def complete(reading: Reading) -> None:
     is_colocated = values.pop("is_colocated")
     if is_colocated:
         _take_allocator(reading)
+    # ``apply_bypass_mode`` in verl/trainer/ppo/rollout_corr_helper.py takes the engine's log-probabilities (0.9.1).
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    if reading.entries.get(bypass) is True and not _compares(reading):
+        reading.take(bypass, "computes_log_probabilities", value=False)
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -134,6 +138,8 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs,
         micro_batch_size=rows,
         bucket_bytes=(values.pop("bucket") or 0) * 2**20,
+        # To other GPUs, two buffers take turns (``NCCLCheckpointEngine`` in verl/checkpoint_engine, August 2026).
+        bucket_copies=1 if reading.get(f"{_ROLLOUT}.checkpoint_engine.backend") in (None, "naive") else 2,
         has_reference_model=_keeps_reference_model(reading),
         engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
         quantization=f"{_ROLLOUT}.quantization",
