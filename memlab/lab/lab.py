@@ -18,7 +18,7 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.config.validation import is_whole_number
+from memlab.config.validation import is_whole_number, shortened
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
 from memlab.lab.lab_part import OF_ONE_PROCESS
@@ -306,7 +306,16 @@ class Lab(Residency, Probes):
         return self.take(request, on_progress)
 
     def take(self, request: StepRequest | PassRequest, on_progress: OnProgress | None = None) -> StepRecord:
-        """Takes the step or the pass of a request, and waits for it, as `step` and `forward_only` do."""
+        """Takes the step or the pass of a request, and waits for it, as `step` and `forward_only` do.
+
+        Raises:
+            ValueError: If the request is none, or breaks a rule.
+        """
+        if not isinstance(request, (StepRequest, PassRequest)):
+            raise ValueError(
+                f"request is {shortened(request)}, must be StepRequest(...) or PassRequest(...): name its fields, or "
+                "call step with settings"
+            )
         return self._session.take(request, on_progress)
 
     def submit(
@@ -324,6 +333,8 @@ class Lab(Residency, Probes):
         Raises:
             ValueError: If the request breaks a rule; nothing has run then.
         """
+        if isinstance(request, PassRequest):
+            raise ValueError("request is a PassRequest, and submit takes only training steps: give it to take")
         asked = request if isinstance(request, StepRequest) else StepRequest(settings=request)
         return self._session.submit(asked, on_progress)
 

@@ -114,7 +114,8 @@ class LabModel:
         self.labels.attach(live.working_modules())
         self.make_transfers()
         with self.labels.category("workspace"):
-            self.backend.fill_workspaces(self.scenario.architecture.routes)
+            routes = any(map(self.scenario.architecture.layer_routes, self.scenario.layers_of_rank))
+            self.backend.fill_workspaces(routes)
         self.apply(settings)
         self.replay = replay_of(live, self.labels, self.meter, is_wanted=self._replays)
 

@@ -8,6 +8,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import WORKLOAD, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import shortened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ class PassRequest:
     """A pass without gradients, backward and optimizer; `Lab.forward_only` explains the fields.
 
     Raises:
-        ValueError: If the settings are not of their type.
+        ValueError: If a value is not of its type.
     """
 
     scenario: Scenario
@@ -59,6 +60,7 @@ class PassRequest:
     warm_up: bool = False
 
     def __post_init__(self) -> None:
+        check_kind("scenario", self.scenario, Scenario)
         if self.settings is not None:
             check_kind("settings", self.settings, MemorySettings)
 
@@ -84,4 +86,4 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         verb = "are" if name == "settings" else "is"
-        raise ValueError(f"{name} {verb} {value!r}, must be {kind.__name__}(...): name its fields")
+        raise ValueError(f"{name} {verb} {shortened(value)}, must be {kind.__name__}(...): name its fields")

@@ -324,6 +324,23 @@ def other_spellings(name: str, lines: list[str]) -> list[str]:
     return text.split("\n")
 
 
+@pytest.mark.parametrize("loss", CHOICES["loss"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_loss_is_written_or_said_to_be_another(name: str, loss: Any, tmp_path: Path) -> None:
+    for fp32_output in (False, True):
+        if fp32_output and loss == "cross_entropy":
+            continue
+        state = TrainingState(loss=loss, fp32_output=fp32_output)
+        scenario = Scenario.of("phi-4", num_layers=2, seq_length=1024, state=state)
+        said = written(name, scenario, MemorySettings())
+        if {"loss", "fp32_output"} & said.unsaid.keys():
+            continue
+        path = tmp_path / str(fp32_output) / FILES.get(name, "run.sh")
+        job = read_lines(name, list(said.lines), 1, path)
+        assert job.scenario is not None, job.cannot_start
+        assert (job.scenario.state.loss, job.scenario.state.fp32_output) == (loss, fp32_output)
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Path) -> None:
     dice = random.Random(f"changes {name}")

@@ -1000,6 +1000,16 @@ def test_a_command_takes_the_job_and_flags_replace_parts_of_it(
     assert other == MemorySettings(recompute_granularity="selective", recompute_modules=["moe_act"])
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", "log_softmax"])
+def test_a_loss_that_is_given_replaces_all_options_of_the_job_s_loss(loss: Any, tmp_path: Path) -> None:
+    path = next(write(tmp_path, job[1], job[2]) for job in JOBS if job[0] == "skyrl")
+    job = Job.read(path).required()[0].state
+    assert (job.fp32_output, job.logprobs_chunk_size) == (True, 1024)
+    arguments = build_parser(["predict"]).parse_args(["predict", "--job", str(path), "--loss", loss])
+    plain = {"loss": loss, "fp32_output": False, "logprobs_chunk_size": None}
+    assert asked_step(arguments).scenario.state == replace(job, **plain)
+
+
 def test_one_measured_rank_takes_the_model_and_not_the_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -660,3 +660,15 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_it_is_built(o
     ):
         open_lab("phi-4", num_layers=None)
     assert not open_one.closed
+
+
+@pytest.mark.parametrize("given", [None, MemorySettings(), "x"])
+def test_only_requests_are_taken(open_lab: Callable[..., Lab], given: Any) -> None:
+    lab = open_lab()
+    with pytest.raises(ValueError, match=r"must be StepRequest\(...\) or PassRequest\(...\)"):
+        lab.take(given)
+    with pytest.raises(ValueError, match="submit takes only training steps"):
+        lab.submit(PassRequest(scenario=lab.scenario))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scenario is 'x', must be Scenario"):
+        PassRequest(scenario="x")  # type: ignore[arg-type]
+    assert not lab.records

@@ -52,3 +52,16 @@ def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, lay
         for weight, count in model.weights_of(scenario.layers_of_rank).items()
     }
     assert parameters_of_rank(scenario)._asdict() == {"experts": 0} | numbers
+
+
+def test_a_rank_without_experts_has_the_workspaces_of_a_dense_model() -> None:
+    mixed = replace(ARCHITECTURES["qwen3-moe-tiny"], moe_layer_freq=(0, 0, 1, 1))
+    found = {}
+    for rank in (0, 1):
+        layout = Layout(pipeline_model_parallel_size=2, rank=rank)
+        with Lab(mixed, num_layers=4, seq_length=64, layout=layout, backend="simulated") as lab:
+            found[rank] = lab.step(warm_up=False).peak_by_category["workspace"]
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        dense = lab.step(warm_up=False).peak_by_category["workspace"]
+    assert found[1] - found[0] >= 128 * 2**20
+    assert found[0] < dense + 2**20

@@ -13,7 +13,7 @@ from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import check_whole_number
 from memlab.jobs.job import Job
 
@@ -83,6 +83,8 @@ def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
 def _overlaid(of_job: _Options, arguments: argparse.Namespace) -> _Options:
     given = _given(arguments, type(of_job))
     replaced = tuple(group for group in _TOGETHER if any(name.startswith(group) for name in given))
+    if "loss" in given:  # other losses read other options
+        replaced += LOSS_OPTIONS
     kept = {name: value for name, value in of_job.changed().items() if not name.startswith(replaced)}
     return type(of_job)(**kept | given)
 

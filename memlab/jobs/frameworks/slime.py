@@ -313,7 +313,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     reasons = refused_overlap(scenario)
     if len(moved) > 1:
         reasons["offload_parameters"] = "slime offloads parameters, gradients and optimizer together, or nothing"
-    if not scenario.state.loss.endswith("softmax"):
+    if scenario.state.loss not in ("softmax", "scaled_softmax"):
         reasons["loss"] = "slime computes the losses softmax and scaled_softmax"
     return reasons
 
