@@ -629,6 +629,7 @@ def test_an_engine_has_the_quantized_weights_of_its_checkpoint(
         (["policy.generation.top_k=50"], True),
         (["policy.generation.top_p=1.0", "policy.generation.top_k=null"], False),
         (["policy.generation.top_k=-1"], False),
+        (["policy.generation.top_p=0.9", "distillation.max_num_steps=1"], False),
     ],
 )
 @pytest.mark.parametrize("colocated", [True, False])
@@ -693,6 +694,7 @@ _STEPS = "--rollout-batch-size 8 --n-samples-per-prompt 8"
         ("slime", f"{_STEPS} --global-batch-size 64", False),
         ("slime", f"{_STEPS} --num-steps-per-rollout 1", False),
         ("slime", f"{_STEPS} --global-batch-size 32", True),
+        ("slime", f"{_STEPS} --global-batch-size $(cat batch)", True),
         ("slime", f"{_STEPS} --global-batch-size 64 --kl-coef 0.1", True),
         ("slime", f"{_STEPS} --global-batch-size 64 --advantage-estimator gspo", True),
         ("slime", "--loss-type sft_loss --disable-compute-advantages-and-returns", False),

@@ -145,7 +145,7 @@ KEYS = (
 )
 _OWN_ARGUMENTS = (
     "bias_activation_fusion", "cuda_graph_impl", "gradient_accumulation_fusion", "moe_enable_deepep",
-    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias",
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype",
     "moe_router_group_topk", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip
@@ -225,6 +225,7 @@ def complete(reading: Reading) -> None:
     values["loss"] = "logprobs_one_hot" if is_fused else "logprobs_by_sequence"
     if "distillation" in sections:
         values["loss"], values["logprobs_chunk_size"] = "topk_logits", None
+        _drop_filters(reading)
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
@@ -274,6 +275,13 @@ def _take_rollout(
         engine=engine,
         quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
     )
+
+
+def _drop_filters(reading: Reading) -> None:
+    """Moves what filters the logits of a policy gradient to what has no effect, for a loss that reads others."""
+    for one in [one for one in reading.not_modelled if one.reason == _FILTERED_LOGITS]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the loss of distillation reads the logits as they are"
 
 
 def _note_skipped_passes(reading: Reading) -> None:

@@ -172,9 +172,9 @@ def _note_skipped_passes(reading: Reading) -> None:
     entries = reading.entries
     compares = entries.get("kl_coef", 0) != 0 or entries.get("use_kl_loss") is True or entries.get("use_opd") is True
     is_measured = entries.get("get_mismatch_metrics") is True
-    keys = ("global_batch_size", "num_steps_per_rollout", "rollout_batch_size", "n_samples_per_prompt")
-    given, steps, prompts, responses = (entries.get(key) for key in keys)
-    is_one_step = steps == 1 or (steps is None and bool(prompts) and given == prompts * (responses or 1))
+    names = ("sequences", "steps_per_rollout", "prompts", "responses_per_prompt")
+    given, steps, prompts, responses = (reading.values[name] for name in names)
+    is_one_step = steps == 1 or (steps is None and bool(prompts) and given == prompts * responses)
     is_reused = (
         is_one_step
         and entries.get("loss_type", "policy_loss") == "policy_loss"
