@@ -175,6 +175,20 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     return reasons | {name: reason for name, reason in architecture.without_effect.items() if name in named}
 
 
+def without_layers_on_rank(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
+    """Names the modules that other layers of the model have, and no layer of this rank."""
+    kinds = scenario.architecture.kinds_of(scenario.layers_of_rank)
+    present = {name for kind, count in kinds.items() if count for field in _MODULES for name in getattr(kind, field)}
+    reason = "no layer of this rank has this module: layers of other ranks do"
+    return {
+        f"{field}:{name}": reason
+        for kind, count in kinds.items()
+        if not count
+        for field in _MODULES
+        for name in set(getattr(kind, field)) & set(getattr(settings, field) or ()) - present
+    }
+
+
 def without_optimizer_on_device(settings: MemorySettings, state: TrainingState) -> dict[str, str]:
     """Names what does nothing where the CPU optimizer already keeps the whole state on the host."""
     names = ("offload_optimizer", "offload_optimizer_except_update") if state.keeps_optimizer_on_host else ()

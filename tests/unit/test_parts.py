@@ -11,6 +11,7 @@ import pytest
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parameters import parameters_of_rank
+from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
 
@@ -54,13 +55,17 @@ def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, lay
     assert parameters_of_rank(scenario)._asdict() == {"experts": 0} | numbers
 
 
-def test_a_rank_without_experts_has_the_workspaces_of_a_dense_model() -> None:
+def test_a_rank_without_experts_has_a_dense_model_s_workspaces_and_says_which_settings_are_idle() -> None:
     mixed = replace(ARCHITECTURES["qwen3-moe-tiny"], moe_layer_freq=(0, 0, 1, 1))
     found = {}
     for rank in (0, 1):
         layout = Layout(pipeline_model_parallel_size=2, rank=rank)
         with Lab(mixed, num_layers=4, seq_length=64, layout=layout, backend="simulated") as lab:
-            found[rank] = lab.step(warm_up=False).peak_by_category["workspace"]
+            record = lab.step(
+                MemorySettings(recompute_granularity="selective", recompute_modules=("moe_act",)), warm_up=False
+            )
+        found[rank] = record.peak_by_category["workspace"]
+        assert ("recompute_modules:moe_act" in record.without_effect) == (rank == 0)
     with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
         dense = lab.step(warm_up=False).peak_by_category["workspace"]
     assert found[1] - found[0] >= 128 * 2**20
