@@ -244,8 +244,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen2.5-1.5b", 28, 1536, 8960, 12, tied=True, **_SMALL_QWEN2_5),
         _row("qwen2.5-3b", 36, 2048, 11008, 16, tied=True, **_SMALL_QWEN2_5),
         _row("qwen2.5-7b", 28, 3584, 18944, 28, **(_QWEN2_5 | {"num_query_groups": 4})),
-        _row("qwen2.5-14b", 48, 5120, 13824, 40, **_QWEN2_5),
-        _row("qwen2.5-32b", 64, 5120, 27648, 40, **_QWEN2_5),
+        _row("qwen2.5-14b", 48, 5120, 13824, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
+        _row("qwen2.5-32b", 64, 5120, 27648, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
         _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
         _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
@@ -261,8 +261,9 @@ HUGGING_FACE_NAMES = {
     **{f"qwen2.5-{size}b": f"Qwen/Qwen2.5-{size}B" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")},
     **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
 }
-# Their config.json files differ in the base of the rotary embedding, the width of a dense MLP, which neither model has,
-# and the coefficient of the auxiliary loss, which Megatron-Bridge's provider replaces by the same number for both.
+# Their config.json files differ in the base of the rotary embedding or the epsilon of norms. Qwen3-Coder's also has
+# another width of a dense MLP, which neither model has, and another coefficient of the auxiliary loss, which
+# Megatron-Bridge's provider replaces by the same number for both.
 SAME_SIZES = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
     "llama-3.3-70b": "llama-3.1-70b",

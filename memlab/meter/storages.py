@@ -212,13 +212,11 @@ class Storages:
         allocation.reference = self.frees.watch(storage, self._report, allocation)
         self.live[allocation.key] = allocation
 
-    def hand_over(self, allocation: StorageAllocation) -> weakref.ref[Any] | None:
-        """Stops following an allocation's storage, because a replay will free it; returns the storage, if it exists."""
+    def hand_over(self, allocation: StorageAllocation) -> None:
+        """Stops following an allocation's storage, because a replay will free it."""
         if self.live.get(allocation.key) is allocation:
             del self.live[allocation.key]
-        storage = None if allocation.reference is None else allocation.reference()
         allocation.reference = None
-        return None if storage is None else weakref.ref(storage)
 
     def keep(self, allocation: StorageAllocation) -> None:
         """Keeps an allocation without a storage, until `let_go` or a replay frees it."""

@@ -179,7 +179,7 @@ def log_probabilities(
 def entropy(logits: torch.Tensor, group: Any, chunk_size: int | None = None) -> torch.Tensor:
     """Returns each token's entropy, fp32 [sequences, tokens], without a gradient.
 
-    The exponentials have the logits' type, as verl's have. Chunks are slime's (``--log-probs-chunk-size``).
+    The exponentials have the logits' type, as verl's have. Chunks are SkyRL's (``trainer.logprobs_chunk_size``).
 
     Args:
         logits: [sequences, tokens, vocabulary of this rank].

@@ -75,7 +75,7 @@ class Dispatchers:
             setattr(dispatchers[number], name, self.meter.stand_in(*spec))
 
     def read_what_refers(self, one: Pass) -> None:
-        """Notes which tensors refer to what a stepped backward pass has left, and what is freed with its graph."""
+        """Notes which tensors refer to what a stepped backward pass has left."""
         left, places = one.left, _places_of(one.left)
         for reference, tensor in self._tensors(one.unit):
             place = places.get(id(self.meter.storages.allocation_of(tensor)))

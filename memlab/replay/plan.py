@@ -51,14 +51,14 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     layout, is_moe = scenario.layout, scenario.architecture.routes
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates.
-    has_real_tensors = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
+    must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
     # Data-parallel communication then begins in forward or backward, of the first and the last micro-batch: each of
     # their passes must start its own. The micro-batches between run under DDP's ``no_sync``, and only gather parameters
     # that have been gathered already.
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
-    # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
+    # What a remedy frees, and when, is not known to repeat.
     has_remedy = is_moe and settings.checkpoint_input_remedy is not None
-    are_equal = not (step.forward_only or has_remedy or scenario.rows_vary or step.is_tapped or has_real_tensors)
+    are_equal = not (step.forward_only or has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     passes = are_equal and not overlaps
     if is_moe:
@@ -76,7 +76,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     return Plan(
         passes=passes,
         microbatches=are_equal and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
-        update=not (has_real_tensors or overlaps),
+        update=not (must_be_stepped or overlaps),
         whole_step=are_equal and not overlaps and not offloads,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,

@@ -716,6 +716,24 @@ def test_some_jobs_have_no_pass_for_log_probabilities(
     assert rollout.computes_log_probabilities == computes
 
 
+@pytest.mark.parametrize(
+    ("framework", "key", "value"),
+    [
+        ("slime", "kl_coef", f"{_STEPS} --global-batch-size 64 --kl-coef $(choose)"),
+        ("verl", "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.bypass_mode=$(choose)"),
+        ("skyrl", "trainer.algorithm.policy_loss_type", "trainer.algorithm.policy_loss_type=$(choose)"),
+    ],
+)
+def test_what_decides_over_a_pass_and_is_known_only_when_the_job_runs_is_said(
+    framework: str, key: str, value: str, tmp_path: Path
+) -> None:
+    if framework == "verl":
+        job = verl(tmp_path, value)
+    else:
+        job = script(tmp_path, {"skyrl": SKYRL, "slime": f"{SLIME} --seq-length 4096 "}[framework] + value)
+    assert [one for one in job.warnings if f"{key} is known only when the job runs" in one]
+
+
 def test_a_pass_that_a_job_does_not_have_is_no_phase() -> None:
     job = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
     rollout = Rollout(is_colocated=False, ranks_per_node=1, seq_length=32, computes_log_probabilities=False)

@@ -1001,12 +1001,14 @@ def test_a_command_takes_the_job_and_flags_replace_parts_of_it(
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "log_softmax"])
-def test_a_loss_that_is_given_replaces_all_options_of_the_job_s_loss(loss: Any, tmp_path: Path) -> None:
+def test_a_loss_that_is_given_replaces_the_options_of_the_job_s_loss_and_not_the_model_s_fp32_logits(
+    loss: Any, tmp_path: Path
+) -> None:
     path = next(write(tmp_path, job[1], job[2]) for job in JOBS if job[0] == "skyrl")
     job = Job.read(path).required()[0].state
     assert (job.fp32_output, job.logprobs_chunk_size) == (True, 1024)
     arguments = build_parser(["predict"]).parse_args(["predict", "--job", str(path), "--loss", loss])
-    plain = {"loss": loss, "fp32_output": False, "logprobs_chunk_size": None}
+    plain = {"loss": loss, "fp32_output": loss != "cross_entropy", "logprobs_chunk_size": None}
     assert asked_step(arguments).scenario.state == replace(job, **plain)
 
 

@@ -83,8 +83,9 @@ def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
 def _overlaid(of_job: _Options, arguments: argparse.Namespace) -> _Options:
     given = _given(arguments, type(of_job))
     replaced = tuple(group for group in _TOGETHER if any(name.startswith(group) for name in given))
-    if "loss" in given:  # other losses read other options
-        replaced += LOSS_OPTIONS
+    if "loss" in given:  # other losses read other options; whether logits are in fp32 is the model's, if it returns any
+        is_inside = given["loss"] == "cross_entropy"
+        replaced += tuple(name for name in LOSS_OPTIONS if is_inside or name != "fp32_output")
     kept = {name: value for name, value in of_job.changed().items() if not name.startswith(replaced)}
     return type(of_job)(**kept | given)
 

@@ -291,12 +291,12 @@ def _note_skipped_passes(reading: Reading) -> None:
     on-policy takes its own in place of the policy's, and without a penalty there is no reference model
     (``_resolve_logprob_skip_flags`` in nemo_rl/algorithms/grpo.py, main of August 2026).
     """
-    entries, key = reading.entries, "loss_fn.force_on_policy_ratio"
-    if any(name.startswith("distillation.") for name in entries.by_key):
+    get, key = reading.get, "loss_fn.force_on_policy_ratio"
+    if any(name.startswith("distillation.") for name in reading.entries.by_key):
         reading.values["computes_log_probabilities"] = False
-    compares = entries.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
-    skips_reference = entries.get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares
-    if entries.get(key) is True and entries.get("grpo.seq_logprob_error_threshold") is None and skips_reference:
+    compares = get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+    skips_reference = get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares
+    if get(key) is True and get("grpo.seq_logprob_error_threshold") is None and skips_reference:
         reading.take(key, "computes_log_probabilities", value=False)
 
 

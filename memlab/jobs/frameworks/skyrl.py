@@ -147,12 +147,11 @@ def _note_skipped_passes(reading: Reading) -> None:
     See ``_skip_policy_forward`` in skyrl/train/trainer.py (main of August 2026). A correction for other policies needs
     them in any case.
     """
-    entries, algorithm = reading.entries, "trainer.algorithm"
+    algorithm = "trainer.algorithm"
     key = f"{algorithm}.policy_loss_type"
-    reads_none = entries.get(key) in ("rollout_is", "dppo") or (
-        entries.get(key) == "cispo" and entries.get(f"{algorithm}.cispo.cispo_anchor") == "rollout"
-    )
-    corrects = any(name.startswith(f"{algorithm}.off_policy_correction.") for name in entries.by_key)
+    kind, anchor = reading.get(key), reading.get(f"{algorithm}.cispo.cispo_anchor")
+    reads_none = kind in ("rollout_is", "dppo") or (kind == "cispo" and anchor == "rollout")
+    corrects = any(name.startswith(f"{algorithm}.off_policy_correction.") for name in reading.entries.by_key)
     if reads_none and not corrects and not _compares(reading):
         reading.take(key, "computes_log_probabilities", value=False)
 

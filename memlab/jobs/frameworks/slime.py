@@ -169,22 +169,22 @@ def _note_skipped_passes(reading: Reading) -> None:
     A reference model and a teacher need one in any case. The policy's own is left out where the engine's are taken, or
     where a rollout is one step, whose loss computes them anyway.
     """
-    entries = reading.entries
-    compares = entries.get("kl_coef", 0) != 0 or entries.get("use_kl_loss") is True or entries.get("use_opd") is True
-    is_measured = entries.get("get_mismatch_metrics") is True
+    get = reading.get
+    compares = get("kl_coef", 0) != 0 or get("use_kl_loss") is True or get("use_opd") is True
+    is_measured = get("get_mismatch_metrics") is True
     names = ("sequences", "steps_per_rollout", "prompts", "responses_per_prompt")
     given, steps, prompts, responses = (reading.values[name] for name in names)
     is_one_step = steps == 1 or (steps is None and bool(prompts) and given == prompts * responses)
     is_reused = (
         is_one_step
-        and entries.get("loss_type", "policy_loss") == "policy_loss"
-        and entries.get("advantage_estimator") not in ("ppo", "gspo")
-        and not any(entries.get(key) for key in ("keep_old_actor", "use_critic"))
-        and (not entries.get("use_routing_replay") or entries.get("use_rollout_routing_replay") is True)
+        and get("loss_type", "policy_loss") == "policy_loss"
+        and get("advantage_estimator") not in ("ppo", "gspo")
+        and not any(get(key) for key in ("keep_old_actor", "use_critic"))
+        and (not get("use_routing_replay") or get("use_rollout_routing_replay") is True)
     )
     skipped_by = {
-        "disable_compute_advantages_and_returns": entries.get("disable_compute_advantages_and_returns") is True,
-        "use_rollout_logprobs": entries.get("use_rollout_logprobs") is True and not is_measured and not compares,
+        "disable_compute_advantages_and_returns": get("disable_compute_advantages_and_returns") is True,
+        "use_rollout_logprobs": get("use_rollout_logprobs") is True and not is_measured and not compares,
         "num_steps_per_rollout": is_reused and not is_measured and not compares,
     }
     for key in [key for key, holds in skipped_by.items() if holds][:1]:

@@ -129,7 +129,7 @@ def complete(reading: Reading) -> None:
         _take_allocator(reading)
     # ``apply_bypass_mode`` in verl/trainer/ppo/rollout_corr_helper.py takes the engine's log-probabilities (0.9.1).
     bypass = "algorithm.rollout_correction.bypass_mode"
-    if reading.entries.get(bypass) is True and not _compares(reading):
+    if reading.get(bypass) is True and not _compares(reading):
         reading.take(bypass, "computes_log_probabilities", value=False)
     take_rollout(
         reading,

@@ -31,7 +31,7 @@ _KEPT = (
 
 
 class SearchState(traitlets.HasTraits):
-    """A search next to a lab: it steps a simulated lab of the same scenario, in a process of its own.
+    """A search next to a lab: it steps simulated labs of the same scenario, in processes of their own.
 
     Args:
         state: The panel's state; settings taken from the front go into its form.
