@@ -426,9 +426,9 @@ def _complete_rollout(
     if not is_generating:
         del values["engine_share"], values["engine_ranks"]
         return
-    is_colocated, is_under_ray = mode != "server", "rollout.gpus" in reading.entries.by_key
+    is_colocated, engine_is_under_ray = mode != "server", "rollout.gpus" in reading.entries.by_key
     kept, bucket = 0, 0  # an engine in the training's own process takes the weights one by one
-    if is_under_ray:
+    if engine_is_under_ray:
         kept = _variable(reading, "SWIFT_RAY_WEIGHT_BUCKET_MB", 2048) * 2**20 if is_colocated else _BUFFERS_OF_NCCL
     elif not is_colocated:
         bucket = _variable(reading, "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE", 512) * 2**20
@@ -447,7 +447,7 @@ def _complete_rollout(
         kept_buffer_bytes=kept,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=True,
-        syncs_from_host=is_under_ray and is_colocated,
+        syncs_from_host=engine_is_under_ray and is_colocated,
         quantization="vllm_engine_kwargs",
     )
 

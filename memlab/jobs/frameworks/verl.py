@@ -192,8 +192,11 @@ def check(reading: Reading) -> None:
     """
     key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
     is_dynamic = reading.get(own) or False
-    if reading.version != BEFORE and (reading.get(key, is_dynamic) or False) != is_dynamic:
-        raise CannotStartError(f"{key} is another value than {own}, which verl refuses: set both to the same")
+    of_passes = reading.get(key, is_dynamic) or False
+    if reading.version != BEFORE and of_passes != is_dynamic:
+        raise CannotStartError(
+            f"{key} is {of_passes} with {own} {is_dynamic}, which verl refuses: set both to the same"
+        )
     key = f"{_ROLLOUT}.expert_parallel_size"
     experts, name = reading.get(key), reading.get(f"{_ROLLOUT}.name")
     sizes = [
