@@ -469,13 +469,15 @@ def test_a_mode_that_the_program_enters_in_the_block_may_be_left_after_it() -> N
         with memlab.watch(mlp()) as run:
             yield run
 
+    # torch has one such flag for all threads, which modes of two threads that overlapped before have left as it is.
+    was_in_mode = is_in_torch_dispatch_mode()
     generator = steps()
     next(generator)
     with FlopCounterMode(display=False) as flops:
         generator.close()
         torch.ones(4, 4) @ torch.ones(4, 4)
     assert flops.get_total_flops() == 2 * 4**3
-    assert not _len_torch_dispatch_stack() and not is_in_torch_dispatch_mode()
+    assert not _len_torch_dispatch_stack() and is_in_torch_dispatch_mode() == was_in_mode
 
 
 def test_one_block_at_a_time_on_any_thread() -> None:
