@@ -428,6 +428,7 @@ def test_a_program_works_as_without_a_meter_and_its_bytes_are_those_of_its_stora
 
 @pytest.fixture(autouse=True)
 def _no_other_programs() -> Iterator[None]:
+    gc.collect()  # tests of other files, which a process may have run before, leave cycles too
     yield
     gc.collect()
 
