@@ -35,6 +35,7 @@ class StepRequest:
         for name, kind in (("settings", MemorySettings), ("state", TrainingState), ("allocator", AllocatorSettings)):
             if (value := getattr(self, name)) is not None:
                 check_kind(name, value, kind)
+        _check_flags(self, "warm_up")
 
     def scenario_after(self, current: Scenario) -> Scenario:
         """Returns what the step runs on a model that now has another scenario."""
@@ -63,6 +64,7 @@ class PassRequest:
         check_kind("scenario", self.scenario, Scenario)
         if self.settings is not None:
             check_kind("settings", self.settings, MemorySettings)
+        _check_flags(self, "suspend_offload", "warm_up")
 
     def check_workload_of(self, current: Scenario) -> None:
         """Checks that only the workload differs from the training step's.
@@ -87,3 +89,9 @@ def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         verb = "are" if name == "settings" else "is"
         raise ValueError(f"{name} {verb} {shortened(value)}, must be {kind.__name__}(...): name its fields")
+
+
+def _check_flags(request: StepRequest | PassRequest, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(request, name), bool):
+            raise ValueError(f"{name} is {shortened(value)}, must be True or False: give one of them")

@@ -15,8 +15,7 @@ from memlab.config.settings import (
     MemorySettings,
 )
 from memlab.lab.lab import Lab
-
-from .inside import inside
+from tests.unit.inside import inside
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 

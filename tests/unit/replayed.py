@@ -19,9 +19,8 @@ from memlab.config.scenario import Scenario
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import POOLS
+from tests.unit.inside import inside
 from tests.unit.live import random_settings
-
-from .inside import inside
 
 _COLUMNS = ("delta_bytes", "pool", "category", "phase", "module", "storage", "rounding_bytes")
 _FIGURES = ("status", "host_bytes", "host_reserved_bytes", "residual_bytes", "without_effect")

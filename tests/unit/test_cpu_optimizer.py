@@ -22,9 +22,8 @@ from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import simulated_meter
+from tests.unit.inside import inside
 from tests.unit.live import random_settings
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

@@ -26,11 +26,10 @@ from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.model import training_step
 from memlab.record.step_record import StepRecord
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
-
-from .inside import inside
 
 QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 

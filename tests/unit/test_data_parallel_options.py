@@ -19,10 +19,9 @@ from memlab.lab.progress import Progress
 from memlab.model import data_parallel_overlap
 from memlab.record.transfer import GROUPS
 from memlab.vocabulary import PHASES
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.replayed import Case, require_identical, take
-
-from .inside import inside
 
 WITHOUT = TrainingState(use_distributed_optimizer=False)
 OVERLAP = TrainingState(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20_000)

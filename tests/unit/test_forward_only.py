@@ -19,9 +19,8 @@ from memlab.lab import stepper
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
 from memlab.vocabulary import PHASES
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

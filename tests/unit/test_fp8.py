@@ -24,10 +24,9 @@ from memlab.model.layers.fake_fp8 import Fp8Padding
 from memlab.model.training_step import _labels_in_engine_checkpoints
 from memlab.upstream.private_names import replaceable
 from memlab.views.text.record import record_table
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.refusal import refusal
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

@@ -12,9 +12,8 @@ import torch
 from memlab import Lab, MemorySettings
 from memlab.backends.fake_cuda import FAKE
 from memlab.meter.allocations import StorageAllocation
+from tests.unit.inside import inside
 from tests.unit.replayed import require_identical
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

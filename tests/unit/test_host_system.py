@@ -20,8 +20,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.record.transfer import GROUPS
-
-from .inside import inside
+from tests.unit.inside import inside
 
 
 def test_the_processors_are_those_of_the_device_s_node(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES, POOLS
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload
-
-from .inside import inside
 
 LAYERS, MICROBATCHES = 8, 4
 

@@ -22,8 +22,7 @@ from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from memlab.views.text.job_phases import phases_table
-
-from .inside import inside
+from tests.unit.inside import inside
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VERL = (

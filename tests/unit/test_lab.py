@@ -23,9 +23,8 @@ from memlab.lab.progress import Progress
 from memlab.lab.request import PassRequest
 from memlab.record.step_record import StepRecord
 from memlab.views.display import show
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload
-
-from .inside import inside
 
 
 def test_closing_gives_every_byte_back(open_lab: Callable[..., Any]) -> None:
@@ -671,4 +670,8 @@ def test_only_requests_are_taken(open_lab: Callable[..., Lab], given: Any) -> No
         lab.submit(PassRequest(scenario=lab.scenario))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scenario is 'x', must be Scenario"):
         PassRequest(scenario="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="warm_up is 'no', must be True or False"):
+        lab.step(warm_up="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="suspend_offload is 0, must be True or False"):
+        lab.forward_only(suspend_offload=0)  # type: ignore[arg-type]
     assert not lab.records

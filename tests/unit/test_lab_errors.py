@@ -17,9 +17,8 @@ from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
 from memlab.model.recover_failed_step import release_tensors
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
-
-from .inside import inside
 
 PLAIN = MemorySettings()
 SETTINGS = {

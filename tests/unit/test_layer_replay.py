@@ -18,9 +18,8 @@ from memlab.record.transfer import GROUPS
 from memlab.replay.passes import NotReplayableError
 from memlab.replay.replayer import Replayer
 from memlab.vocabulary import PHASES
+from tests.unit.inside import inside
 from tests.unit.replayed import Case, random_case, require_identical, take
-
-from .inside import inside
 
 _MLP = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
 _MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))

@@ -38,8 +38,7 @@ from memlab.lab.communication import communicated_bytes
 from memlab.lab.search_steps import stepping
 from memlab.lab.search_workers import Workers
 from memlab.units import GIB, MIB
-
-from .inside import inside
+from tests.unit.inside import inside
 
 PLAIN = MemorySettings()
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

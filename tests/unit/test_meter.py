@@ -20,9 +20,8 @@ from memlab.model.layers.torch_functions import RmsNorm
 from memlab.record.timeline import Timeline
 from memlab.units import MIB
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

@@ -17,9 +17,8 @@ from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.record.offload_audit import ModuleAccount, OffloadAudit
 from tests.unit.builders import record_of
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

@@ -25,10 +25,10 @@ from memlab.record.step_record import StepRecord
 from memlab.units import GIB, KIB
 from memlab.views.text.record import record_table
 from memlab.vocabulary import CATEGORIES
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 
 from .builders import TimelineBuilder, record_of, scenario
-from .inside import inside
 
 LAYER = "decoder.layers.1.mlp.experts.linear_fc1"
 STATIC = {"optimizer state": 32 * GIB, "gradients": 12 * GIB, "parameters": 6 * GIB}

@@ -18,9 +18,8 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.record.transfer import GROUPS
+from tests.unit.inside import inside
 from tests.unit.live import random_settings
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

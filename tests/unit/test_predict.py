@@ -32,10 +32,10 @@ from memlab.lab.progress import Progress
 from memlab.lab.search_steps import stepping
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
+from tests.unit.inside import inside
 from tests.unit.live import FULL
 
 from .builders import AnsweredSteps, record_of
-from .inside import inside
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 

@@ -40,8 +40,8 @@ from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.guard import PROFILE
 from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.ranks import NO_ENGINE, Engine, _lacks_memory, _require_equal_versions, why_lost
+from tests.unit.inside import ranks_of
 
-from .inside import ranks_of
 from .served import number_of_process, use_fork_server, without_memory
 
 SERVED = "tests.unit.served:Served"

@@ -14,9 +14,8 @@ from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES
+from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, recompute
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

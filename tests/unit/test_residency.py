@@ -10,8 +10,7 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from memlab.record.transfer import GROUPS
-
-from .inside import inside
+from tests.unit.inside import inside
 
 NONE = MemorySettings()
 SETTINGS = {

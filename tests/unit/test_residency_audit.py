@@ -20,9 +20,8 @@ from memlab.units import format_bytes
 from memlab.views.display import show
 from memlab.views.text.audits import groups_used_blocks, residency_blocks
 from memlab.views.text.columns import LINE_WIDTH, as_text
+from tests.unit.inside import inside
 from tests.unit.live import FULL
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

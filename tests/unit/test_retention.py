@@ -9,9 +9,8 @@ import pytest
 
 from memlab.config.settings import MemorySettings
 from memlab.model.retention.retained_leaves import find_retained
+from tests.unit.inside import inside
 from tests.unit.live import FULL, recompute
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
+from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, offload, recompute, settings_with_all_pairs
-
-from .inside import inside
 
 NONE = MemorySettings()
 FAMILIES = ["qwen3-moe-tiny", "phi-4-tiny"]

@@ -23,9 +23,8 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import simulated_meter
 from memlab.record.step_record import StepRecord
 from tests.unit import caching_allocator as reference
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, random_settings, recompute
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

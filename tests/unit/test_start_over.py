@@ -14,10 +14,9 @@ from memlab.lab import search_steps
 from memlab.lab.search_steps import stepping
 from memlab.replay.passes import NotReplayableError
 from memlab.replay.replayer import Replayer
+from tests.unit.inside import inside
 from tests.unit.live import FULL
 from tests.unit.replayed import Case, require_identical, take_anew
-
-from .inside import inside
 
 PLAIN = MemorySettings()
 

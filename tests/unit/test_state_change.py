@@ -24,9 +24,8 @@ from memlab.model import build, change_state
 from memlab.record.step_record import StepRecord
 from memlab.views.text.compare import common_scenario, record_names
 from tests.unit.builders import record_of, training_step
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, random_settings, recompute
-
-from .inside import inside
 
 pytestmark = pytest.mark.versions
 

@@ -13,8 +13,7 @@ from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import simulated_meter
 from memlab.units import MIB
-
-from .inside import inside
+from tests.unit.inside import inside
 
 pytestmark = pytest.mark.versions
 
