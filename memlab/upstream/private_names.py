@@ -357,7 +357,7 @@ _TORCH = (
         owner="torch.testing._internal.distributed",
         names=("fake_pg",),
         use="used",
-        where="engines/megatron/process_group.py",
+        where="engines/process_group.py",
         why="Importing the module registers the `fake` process group, which allocates nothing.",
     ),
     Internal(
@@ -985,7 +985,7 @@ _MEGATRON = (
         owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
         names=("_copy_model_grads_to_main_grads",),
         use="used",
-        where="engines/residency/injected_faults.py",
+        where="engines/megatron/residency_faults.py",
         why="The fault of verl #5105 copies each gradient there.",
     ),
     Internal(
