@@ -87,7 +87,7 @@ class HeldTensor:
 
 
 class Groups(Protocol):
-    """What one model keeps from step to step, as `Residency` transfers it: a tensor per storage, however it is shared.
+    """What one model keeps from step to step, as `Residency` transfers it: tensors that cover their whole storages.
 
     A storage that is in two groups belongs to the first one. What an optimizer keeps on the host is not ``is_cuda``.
     """
