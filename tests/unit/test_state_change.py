@@ -17,10 +17,10 @@ from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.rebuilds import REBUILDS, what_rebuilds
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import build, change_state
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
 from memlab.lab.request import StepRequest
-from memlab.model import build, change_state
 from memlab.record.step_record import StepRecord
 from memlab.views.text.compare import common_scenario, record_names
 from tests.unit.builders import record_of, training_step
