@@ -1,4 +1,4 @@
-"""Jobs of one, two and four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
+"""Jobs of one to four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
 
 Each job steps the first layers of a published model, on one sequence of 4,096 tokens per micro-batch.
 Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
@@ -120,7 +120,7 @@ class Job:
     model: str
     num_layers: int
     layout: str
-    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out, all of ``one rank``."""
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``)."""
     num_microbatches: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""

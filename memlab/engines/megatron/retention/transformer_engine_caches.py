@@ -1,8 +1,8 @@
 """What Transformer Engine and cuBLAS keep on the device for the whole process, and how it is freed.
 
-Read in ``transformer_engine/pytorch``, 2.12.0 and 2.16.1: ``cpp_extensions/gemm.py``, ``module/base.py``, ``quantization.py``, and
-``utils.py``, ``context_parallel.py`` and ``softmax.py`` of ``attention/dot_product_attention``. Without TE nothing is
-kept.
+Read in ``transformer_engine/pytorch``, 2.12.0 and 2.16.1: ``cpp_extensions/gemm.py``, ``module/base.py``,
+``quantization.py``, and ``utils.py``, ``context_parallel.py`` and ``softmax.py`` of
+``attention/dot_product_attention``. Without TE nothing is kept.
 """
 
 from __future__ import annotations
