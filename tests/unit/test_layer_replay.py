@@ -309,7 +309,7 @@ def test_the_layers_of_large_checkpoints_are_replayed(
     for replay, taken in records.items():
         with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
             model: Any = inside(lab).model
-            num_passes = len(model.live.layers) * lab.scenario.num_microbatches
+            num_passes = len(model.engine.layers) * lab.scenario.num_microbatches
             for size in layers_per_checkpoint:
                 taken.append(lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False))
                 # In its forward pass, and in the recompute of its backward.
