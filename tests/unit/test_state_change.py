@@ -30,13 +30,19 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 pytestmark = pytest.mark.versions
 
 PLAIN = TrainingState()
-BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
+BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
-IN_PLACE = TrainingState(attention_backend="unfused", apply_rope_fusion=True, loss="logprobs", logprobs_chunk_size=16)
+IN_PLACE = TrainingState(
+    attention_backend="unfused",
+    apply_rope_fusion=True,
+    bias_activation_fusion=False,
+    loss="logprobs",
+    logprobs_chunk_size=16,
+)
 OTHER_OPTIMIZER = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
 CPU_OPTIMIZER = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed")
+FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed", gradient_accumulation_fusion=True)
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 
 
