@@ -36,14 +36,14 @@ REBUILDS: dict[str, Rebuilt] = {
     "pin_cpu_params": "optimizer",
     "manual_gc": "optimizer",
     # Only the optimizer reads it too. But for it a simulated model has as many parameters as a real one
-    # (memlab/model/layers/fake_layers.py).
+    # (memlab/engines/megatron/layers/fake_layers.py).
     "optimizer_cpu_offload": "model",
     # Only the optimizer reads it too. But each step writes the main parameters into the parameters, and in fp16 they
     # lose bits: a model that is built again has the weights of the seed.
     "main_params_dtype": "model",
     # Each forward reads these from the config (models/common/language_module/language_module.py,
     # models/common/embeddings/rope_utils.py, transformer/mlp.py, transformer/moe/experts.py), or from the scenario
-    # (memlab/model/training_step.py).
+    # (memlab/engines/megatron/training_step.py).
     "loss": "nothing",
     "fp32_output": "nothing",
     "logprobs_chunk_size": "nothing",
@@ -53,8 +53,8 @@ REBUILDS: dict[str, Rebuilt] = {
     "bias_activation_fusion": "nothing",
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     "deallocate_pipeline_outputs": "nothing",
-    # Transformer Engine reads it at each forward from the environment (memlab/model/attention_environment.py), where a
-    # language model writes it when it is built.
+    # Transformer Engine reads it at each forward from the environment (attention_environment.py), where a language
+    # model writes it when it is built.
     "attention_backend": "nothing",
     # Layers make their FP8 parameters, scales and paddings when they are built (extensions/transformer_engine.py).
     "fp8_format": "model",

@@ -56,7 +56,7 @@ class MemorySettings:
     """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is only ``core_attn``."""
     checkpoint_input_remedy: CheckpointInputRemedy | None = None
     """Remedy for the input and gradient that a checkpoint of an MoE layer keeps alive after its backward: ``detach``,
-    ``clear_gradient`` or ``release_storage``, which `memlab.model.retention.remedies` explains."""
+    ``clear_gradient`` or ``release_storage``, which `memlab.engines.megatron.retention.remedies` explains."""
     offload_modules: tuple[str, ...] | None = None
     """Modules whose saved tensors go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
     min_offloaded_tensor_size: int = 1024 * 1024

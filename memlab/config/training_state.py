@@ -111,11 +111,13 @@ class TrainingState:
     """Under `optimizer_cpu_offload`, page-lock the parameters on the host."""
     manual_gc: bool = False
     """Collect Python's garbage before the first step, as Megatron's ``--manual-gc`` does. Without it, the fp32 copies
-    that Megatron makes for its CPU optimizer and then discards stay allocated (`memlab.model.cpu_optimizer`)."""
+    that Megatron makes for its CPU optimizer and then discards stay allocated
+    (`memlab.engines.megatron.cpu_optimizer`)."""
 
     loss: Loss = "cross_entropy"
     """``cross_entropy`` is Megatron's language-model loss, which the model computes. The others are computed from the
-    logits that the model returns: what each has in memory, and whose it is, says `memlab.model.losses.LOSSES`."""
+    logits that the model returns: what each has in memory, and whose it is, says
+    `memlab.engines.megatron.losses.LOSSES`."""
     fp32_output: bool = False
     """Copy the logits to fp32 when the model returns them, as Megatron's ``Float16Module`` does by default. Only losses
     that are computed from the logits read it, and only in bf16."""

@@ -13,8 +13,8 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.retention.transformer_engine_caches import simulated_unused_gradients
 from memlab.lab.lab import Lab
-from memlab.model.retention.transformer_engine_caches import simulated_unused_gradients
 from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, offload, recompute
 
@@ -57,8 +57,8 @@ def test_every_setting_has_the_numbers_of_the_plain_state_and_the_predicted_byte
     [
         # An H200 had 0.67 and 1.71 GB more at rest with the fusion, and peaks of 0.30 and 1.17 GB more with the unfused
         # activation: plain Megatron-Core 0.16.1, TE 2.12.0, one sequence of 4096 tokens.
-        ("qwen3-30b-a3b", 2, [(151936, 2048), (5120, 2048), (2048, 4096), (1536, 2048), (2048, 768)], 0.302e9),
-        ("phi-4", 4, [(100352, 5120), (7680, 5120), (5120, 5120), (35840, 5120), (5120, 17920)], 1.174e9),
+        ("qwen3-30b-a3b", 2, [(151936, 2048), (5120, 2048), (2048, 4096), (1536, 2048), (2048, 768)], 0.30e9),
+        ("phi-4", 4, [(100352, 5120), (7680, 5120), (5120, 5120), (35840, 5120), (5120, 17920)], 1.17e9),
     ],
 )
 def test_predictions_are_what_plain_megatron_needed_more(
@@ -71,7 +71,7 @@ def test_predictions_are_what_plain_megatron_needed_more(
     plain, both = records
     assert both.static_bytes - plain.static_bytes == sum(2 * rows * columns for rows, columns in shapes)
     more_bytes = both.activation_peak_bytes - plain.activation_peak_bytes
-    assert more_bytes == pytest.approx(activation_bytes, rel=2e-3)
+    assert more_bytes == pytest.approx(activation_bytes, abs=0.005e9)
 
 
 def test_unused_gradients_are_workspace_once_for_every_shape_and_leave_with_the_model(

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memlab.config.training_state import CHOICES, TrainingState
+from memlab.engines.megatron.losses import BY_SEQUENCE, LOSSES, LossFromLogits
 from memlab.lab.lab import Lab
-from memlab.model.losses import BY_SEQUENCE, LOSSES, LossFromLogits
 from tests.unit.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]

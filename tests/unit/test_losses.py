@@ -13,8 +13,8 @@ from memlab.backends.fused_cross_entropy import te_parallel_cross_entropy
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
+from memlab.engines.megatron import losses
 from memlab.lab.lab import Lab
-from memlab.model import losses
 from memlab.record.step_record import StepRecord
 from tests.unit.live import gradients_of_step
 from tests.unit.ranks import on_ranks

@@ -17,10 +17,10 @@ from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.rebuilds import REBUILDS, what_rebuilds
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import build, change_state
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
 from memlab.lab.request import StepRequest
-from memlab.model import build, change_state
 from memlab.record.step_record import StepRecord
 from memlab.views.text.compare import common_scenario, record_names
 from tests.unit.builders import record_of, training_step
@@ -30,7 +30,8 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 pytestmark = pytest.mark.versions
 
 PLAIN = TrainingState()
-BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True)
+BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
+FUSED_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
 IN_PLACE = TrainingState(
@@ -67,7 +68,7 @@ def test_every_field_says_what_it_rebuilds() -> None:
     assert what_rebuilds(OTHER_OPTIMIZER, BF16_GRADIENTS) == "model"
 
 
-ON_CPU = [BF16_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
+ON_CPU = [FUSED_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
 
 
 @pytest.mark.parametrize(("backend", "states"), [("cpu", ON_CPU), ("simulated", [*ON_CPU, FP8])])

@@ -125,7 +125,7 @@ class Part(ABC):
     def kept_bytes(self, tokens: int, recompute: str) -> int:
         """Returns what the part keeps for backward in one layer: the formula of the cheat sheet.
 
-        In `memlab.model.layers`, the functions that save it are written as Transformer Engine's are.
+        In `memlab.engines.megatron.layers`, the functions that save it are written as Transformer Engine's are.
 
         Args:
             tokens: Of a sequence, on one rank.
@@ -138,13 +138,3 @@ class FeedForward(Part):
 
     formulas: ClassVar[tuple[str, ...]]
     """What `kept_bytes` has a formula for."""
-    activation_modules: ClassVar[frozenset[str]]
-    """The modules of which one, recomputed, frees what the activation function keeps."""
-
-    @abstractmethod
-    def unfused_activation_bytes(self) -> tuple[int, int]:
-        """Returns what an activation function of several kernels keeps more for one token than the fused one.
-
-        Returns:
-            What recompute of `activation_modules` frees, and what stays in any case.
-        """
