@@ -215,6 +215,60 @@ def _router_rows_bytes(scenario: Scenario) -> int:
     return 4 * (experts * _routing_rows(scenario) + _elements_of_routers(scenario))
 
 
+def _router_tensors_bytes(kept: float, at_once: float) -> Callable[[Scenario], int]:
+    """Returns a bound: so many fp32 numbers per token and expert in each layer in flight, and more in one layer.
+
+    The numbers of a router's other score, loss or choice are those of ``z_loss_func``, ``group_limited_topk`` and
+    ``topk_routing_with_score_function`` (megatron/core/transformer/moe/moe_utils.py, 0.16.1), with 20 bytes for each
+    chosen expert. Simulated steps with Megatron's own code stay below, 2 layers of Qwen3-30B-A3B and 4,096 tokens: a
+    loss of the logits 4,228,608 bytes more, sigmoid 4,259,840, with a bias of the experts 4,261,888, groups 1,048,576.
+    """
+
+    def bound(scenario: Scenario) -> int:
+        model, rows = scenario.architecture, _routing_rows(scenario)
+        of_experts = 4 * (model.num_moe_experts or 0) * (kept * rows + at_once * scenario.tokens_of_rank)
+        return round(of_experts) + 20 * model.moe_router_topk * rows
+
+    return bound
+
+
+def _expert_bias_bytes(scenario: Scenario) -> int:
+    """Returns a bias and a count of tokens for each expert in each of the rank's layers, and one biased score."""
+    model = scenario.architecture
+    layers, experts = sum(map(model.layer_routes, scenario.layers_of_rank)), 4 * (model.num_moe_experts or 0)
+    return 2 * layers * max(experts, _SMALLEST_BLOCK) + _router_tensors_bytes(0, 1)(scenario)
+
+
+def _jitter_bytes(scenario: Scenario) -> int:
+    """Returns the noise and the noisy input of each layer's router in flight, and three of these in one layer.
+
+    See ``apply_input_jitter`` in megatron/core/transformer/moe/router.py, 0.16.1. Simulated steps with it have
+    33,556,480 bytes more, 2 layers of Qwen3-30B-A3B and 4,096 tokens.
+    """
+    rows = 2 * _routing_rows(scenario) + 3 * scenario.tokens_of_rank
+    return (2 if scenario.dtype == "bf16" else 4) * rows * scenario.architecture.hidden_size
+
+
+def _exchanged_gradient_bytes(scenario: Scenario) -> int:
+    """Returns a copy of all gradients, and a rank's own part in fp32 (``reduce_scatter_with_fp32_accumulation``)."""
+    gradient = bytes_of_gradient(scenario)
+    return sum(gradient * count + 4 * -(-count // copies) for count, copies in _counts_and_copies(scenario))
+
+
+def _remainder_bytes(scenario: Scenario) -> int:
+    """Returns 2 bytes for each parameter whose state a rank has: the half of a main parameter that is in the weight."""
+    is_spread = scenario.state.use_distributed_optimizer
+    return sum(2 * -(-count // (copies if is_spread else 1)) for count, copies in _counts_and_copies(scenario))
+
+
+def _unspread_optimizer_bytes(scenario: Scenario) -> int:
+    """Returns what the distributed optimizer spreads over ranks, apart from each rank's own share."""
+    spread = scenario.state.use_distributed_optimizer
+    main, moments = bytes_of_optimizer(scenario.state, scenario.dtype)
+    counts = _counts_and_copies(scenario) if spread else ()
+    return sum(round((main + moments) * (count - count // copies)) for count, copies in counts)
+
+
 def _unfused_permutation_bytes(scenario: Scenario) -> int:
     """Returns what the permutation of tokens keeps where it is not fused, and its temporary tensors.
 
@@ -242,6 +296,15 @@ _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_router_dtype": _router_rows_bytes,
+    "moe_z_loss_coeff": _router_tensors_bytes(1, 3),
+    "moe_router_score_function": _router_tensors_bytes(2, 2),
+    **dict.fromkeys(("moe_router_group_topk", "moe_router_topk_limited_devices"), _router_tensors_bytes(0.25, 2.5)),
+    "moe_router_enable_expert_bias": _expert_bias_bytes,
+    "moe_input_jitter_eps": _jitter_bytes,
+    "reduce_scatter_with_fp32_accumulation": _exchanged_gradient_bytes,
+    "param_name_patterns_for_fp32_local_accumulation": lambda one: 4 * sum(parameters_of_rank(one)),
+    "store_param_remainders": _remainder_bytes,
+    "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),

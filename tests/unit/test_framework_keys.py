@@ -104,6 +104,43 @@ def test_tensors_of_the_loss_and_of_the_router_are_bounded(
     assert row.bound_bytes == num_bytes
 
 
+# What simulated steps with Megatron's own router change by, 2 layers of Qwen3-30B-A3B and 4,096 tokens.
+@pytest.mark.parametrize(
+    ("override", "measured"),
+    [
+        ("moe_z_loss_coeff=0.001", 4_228_608),
+        ("moe_router_score_function=sigmoid", 4_259_840),
+        ("moe_router_enable_expert_bias=True", 2_048),
+        ("moe_router_group_topk=4", 1_048_576),
+        ("moe_input_jitter_eps=0.01", 33_556_480),
+    ],
+)
+def test_what_another_router_keeps_is_bounded(override: str, measured: int, tmp_path: Path) -> None:
+    tokens = "data.max_prompt_length=2048 data.max_response_length=2048"
+    job = read("verl", tmp_path, f"{_VERL_MODEL}.num_layers=2 {tokens} +{_VERL_MODEL}.{override}")
+    (row,) = [one for one in job.not_modelled if one.key == f"{_VERL_MODEL}.{override.partition('=')[0]}"]
+    assert row.bound_bytes is not None and measured <= row.bound_bytes <= 4 * measured + 4 * 4096 * (128 + 2 * 5 * 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "of_a_parameter", "of_a_share"),
+    [
+        ("override_ddp_config.reduce_scatter_with_fp32_accumulation=True", 4, 4),
+        ("override_ddp_config.param_name_patterns_for_fp32_local_accumulation=[norm]", 4, 0),
+        ("override_ddp_config.num_distributed_optimizer_instances=2", 12, -12),
+    ],
+)
+def test_what_gradients_and_optimizer_need_otherwise_is_bounded(
+    override: str, of_a_parameter: int, of_a_share: int, tmp_path: Path
+) -> None:
+    """By hand: a dense model on 8 data parallel ranks, with gradients in fp32 and 12 bytes of state per parameter."""
+    key = f"{_ACTOR}.megatron.{override.partition('=')[0]}"
+    job = read("verl", tmp_path, f"trainer.n_gpus_per_node=8 +{_ACTOR}.megatron.{override}", "Qwen/Qwen3-8B")
+    (row,) = [one for one in job.not_modelled if one.key == key]
+    parameters = job.required()[0].architecture.num_parameters
+    assert row.bound_bytes == pytest.approx(parameters * (of_a_parameter + of_a_share / 8), rel=1e-6)
+
+
 def test_an_interleaved_pipeline_without_overlap_is_said_and_another_one_is_not(tmp_path: Path) -> None:
     key = f"{_VERL_MODEL}.overlap_p2p_comm=False"
     layers = (
