@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from math import prod
 from typing import TypeVar
 
 from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
@@ -13,35 +12,10 @@ from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import NotModelled, Reading
-from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
+from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
-
-
-def _fused_accumulation_bytes(scenario: Scenario) -> int:
-    """Returns how much a step changes at most where weight gradients are added inside the matrix multiplication.
-
-    What Transformer Engine then keeps is more, and stays between steps. What it no longer makes is less, at a peak
-    during backward: of a linear, the gradient of one weight, which is among those that are kept; of the experts, those
-    of all experts of the rank at once (``wgrad_list`` in module/grouped_linear.py, 2.12).
-    """
-    kept, layout = unused_gradient_bytes(scenario), scenario.layout
-    grouped = (weight for weight in _weights(scenario) if weight.num_experts)
-    return max(kept, 2 * max((layout.elements_of(weight) for weight in grouped), default=0) - kept)
-
-
-def unused_gradient_bytes(scenario: Scenario) -> int:
-    """Returns what gradients of every shape of weight take in bf16, one of each shape, on one rank.
-
-    Transformer Engine and Megatron's output layer allocate them where weight gradients are added to the buffers inside
-    the matrix multiplication, and never free them (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py,
-    2.12). A published dense job had 0.16 % more than this, at its step's start and at its peak.
-    """
-    model, layout = scenario.architecture, scenario.layout
-    vocabulary = model.vocab_size // layout.tensor_model_parallel_size, model.hidden_size
-    shapes = {layout.shape_of(weight) for weight in _weights(scenario) if weight.is_matrix and not _is_router(weight)}
-    return sum(2 * prod(shape) for shape in {*shapes, vocabulary})
 
 
 def _weights(scenario: Scenario) -> dict[Weight, int]:
@@ -202,21 +176,6 @@ def _sharded_bytes(scenario: Scenario) -> int:
     return sum(of_parameter * (count - count // copies) for count, copies in _counts_and_copies(scenario))
 
 
-def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> int:
-    """Returns what an MLP's activation keeps for backward where its gate, product and probabilities are not one kernel.
-
-    Beside the input, which both keep, these are SiLU of the gate and the other half as a tensor of its own, in 2 bytes
-    per element; of experts also the product, and the probabilities in fp32 (``glu`` in megatron/core/transformer/mlp.py
-    and ``bias_act_func`` in moe/experts.py, 0.16.1). Layers that are recomputed keep it while their backward runs.
-    """
-    kept = 0
-    for part, layers in _most_layers_of_a_chunk(scenario).items():
-        freed, stays = part.unfused_activation_bytes()
-        kept += freed * _layers_that_keep(scenario, settings, part.activation_modules, layers)
-        kept += stays * layers * scenario.most_passes_in_flight
-    return kept * scenario.tokens_of_rank
-
-
 def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
     """Returns how many layers of a model chunk of the rank have each kind of second part."""
     model = scenario.architecture
@@ -348,7 +307,6 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
-    "gradient_accumulation_fusion": _fused_accumulation_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
@@ -389,16 +347,8 @@ What freezes parameters (`FREEZES`) may also keep fewer activations, which are n
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "attention_dropout": _dropped_scores_bytes,
     "hidden_dropout": _dropout_bytes,
-    **dict.fromkeys(
-        ("bias_activation_fusion", "bias_swiglu_fusion", "no_bias_swiglu_fusion"), _unfused_activation_bytes
-    ),
 }
 """The same, of what the memory settings decide too."""
-
-EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
-    "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.routes else "more",
-}
-"""By the last part of a key, where the model decides the sign of its effect."""
 
 FREEZES = (
     "lora_rank",
@@ -468,9 +418,7 @@ def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> Non
         one = replace(row, most_micro_batches=reading.most_micro_batches)
         bounds = [bound_bytes(one, rank, settings) for rank in ranks]
         if None not in bounds and one.effect != "unknown":
-            name = one.key.rpartition(".")[2]
-            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
-            one = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
+            one = replace(one, bound_bytes=max(filter(None, bounds), default=0))
         reading.not_modelled[index] = one
 
 

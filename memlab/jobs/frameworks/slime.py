@@ -23,7 +23,6 @@ from memlab.jobs.frameworks.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
-    note_fusion,
     note_sequence_parallel,
     refused_overlap,
 )
@@ -118,7 +117,6 @@ def complete(reading: Reading) -> None:
     complete_state(reading)
     complete_chunks(reading)
     note_sequence_parallel(reading)
-    note_fusion(reading)
     _take_allocator(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
