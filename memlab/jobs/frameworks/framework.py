@@ -50,6 +50,8 @@ class NotModelled:
     bound_bytes: int | None = None
     """How much it changes at most on a rank, where that is known; of what freezes parameters, only gradients and
     optimizer state."""
+    most_micro_batches: int | None = 0
+    """As in `Reading`."""
 
 
 @dataclass(slots=True)
@@ -67,17 +69,25 @@ class Reading:
     """Keys that memlab knows and that change nothing here, each with the reason."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
+    lacks: list[str] = field(default_factory=list)
+    """As in `Job`."""
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps."""
+    most_micro_batches: int | None = 0
+    """As many as a copy has in a step, where memlab predicts fewer; None if the job does not say how many, 0 if memlab
+    predicts all."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
     unread: str = ""
     """What sets values of the job that memlab cannot read, such as a recipe; nothing where it reads them all."""
     guessed: list[str] = field(default_factory=list)
     """Keys that are known only when the job runs, for which memlab takes the defaults; no names, such as a path."""
+
+    assumed: list[str] = field(default_factory=list)
+    """What the file does not say at all, and memlab takes an example for, with a warning: ranks, lengths."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood.
