@@ -20,6 +20,7 @@ from memlab.config.validation import shortened
 
 _QUANTIZED = re.compile(r"[-_.](fp8|int4|int8|awq|gptq|nvfp4|mxfp[48]|w4a16|w8a8|w8a16)(?=[-_.]|$)", re.IGNORECASE)
 _OUTSIDE_LAYERS = ("vocab_size", "share_embeddings_and_output_weights")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
 """What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
 
@@ -53,6 +54,20 @@ def is_quantized(name: str) -> bool:
     return _QUANTIZED.search(model_name(name)) is not None
 
 
+<<<<<<< HEAD
+=======
+def published_architecture(name: str) -> Architecture | None:
+    """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
+    plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
+    return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
+
+
+def missing_sizes(values: dict[str, Any]) -> list[str]:
+    """Returns the sizes without which no model has its parameters, and that a job does not give."""
+    return [size for size in _NEEDED if values.get(size) is None]
+
+
+>>>>>>> main
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     """Returns the architecture with these sizes, by the name of a known one where its layers and vocabulary are equal.
 
@@ -63,8 +78,7 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     Raises:
         ValueError: If a size is missing or breaks a rule.
     """
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    missing = [size for size in needed if values.get(size) is None]
+    missing = missing_sizes(values)
     if missing:
         raise ValueError(
             f"the job names no model and does not give {', '.join(missing)}: give --architecture, or the sizes with "

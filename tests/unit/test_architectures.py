@@ -63,13 +63,14 @@ def megatron() -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from memlab.backends import cpu
-        from memlab.engines.megatron import process_group
+        from memlab.engines import process_group
+        from memlab.engines.megatron import build
     with cpu.cuda_replaced():
         process_group.join_alone(Layout())
-        process_group.initialize_megatron(Layout())
-        process_group.seed_megatron(1)
+        build.initialize_megatron(Layout())
+        build.seed_megatron(1)
     yield cpu.cuda_replaced
-    process_group.parallel_state.destroy_model_parallel()
+    build.parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
