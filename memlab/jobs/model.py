@@ -54,20 +54,11 @@ def is_quantized(name: str) -> bool:
     return _QUANTIZED.search(model_name(name)) is not None
 
 
-<<<<<<< HEAD
-=======
-def published_architecture(name: str) -> Architecture | None:
-    """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
-    plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
-    return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
-
-
 def missing_sizes(values: dict[str, Any]) -> list[str]:
     """Returns the sizes without which no model has its parameters, and that a job does not give."""
     return [size for size in _NEEDED if values.get(size) is None]
 
 
->>>>>>> main
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     """Returns the architecture with these sizes, by the name of a known one where its layers and vocabulary are equal.
 
