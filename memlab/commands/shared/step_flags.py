@@ -6,7 +6,7 @@ import argparse
 import re
 
 from memlab.commands.shared.job_flags import add_job_file_options
-from memlab.config.architectures import ARCHITECTURES
+from memlab.config.architectures import known_names
 from memlab.config.layout import Layout
 from memlab.config.scenario import DTYPES
 from memlab.config.settings import (
@@ -40,7 +40,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "architecture",
         metavar="ARCH",
         nargs="?",
-        help=f"model: {', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
+        help=f"model: {known_names()}, its name on Hugging Face, or the path of a Hugging Face config.json",
     )
     add_job_file_options(parser)
     workload = parser.add_argument_group("workload")

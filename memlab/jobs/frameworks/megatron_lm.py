@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import HUGGING_FACE_NAMES
+from memlab.config.architectures import HUGGING_FACE_NAMES, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -45,7 +45,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import published_architecture
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE if key not in FUSIONS)
