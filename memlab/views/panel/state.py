@@ -21,7 +21,7 @@ import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.backend_kind import KINDS, BackendKind
-from memlab.config.rebuilds import Rebuilt
+from memlab.config.option import Rebuilt
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
