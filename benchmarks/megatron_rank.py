@@ -97,7 +97,7 @@ def on_device(rank: int) -> Iterator[None]:
         yield
         return
     cpu = importlib.import_module("memlab.backends.cpu")
-    layers = importlib.import_module("memlab.model.layers.torch_layers")
+    layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
     specs = {"TESpecProvider": layers.TorchProvider, "TENorm": layers.TorchProvider().layer_norm(rms_norm=True)}
     with ExitStack() as replaced:
         for name, value in specs.items():

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from memlab import GROUPS, Lab, MemorySettings
+from memlab.engines.megatron.retention.recipe_release import Held
+from memlab.engines.megatron.training_step import train_step
 from memlab.lab.environment import hardware, versions
 from memlab.lab.stepper import Stepper
-from memlab.model.retention.recipe_release import Held
-from memlab.model.training_step import train_step
 from tests.unit.inside import inside
 
 ROUNDS = 9

@@ -27,12 +27,12 @@ from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
 from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer
 from memlab.config.scenario import Scenario
+from memlab.engines.megatron.layers import torch_moe
+from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
+from memlab.engines.megatron.layers.torch_layers import TorchProvider
+from memlab.engines.megatron.process_group import join_with_gloo, require_started_ranks
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import plain_meter
-from memlab.model.layers import torch_moe
-from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
-from memlab.model.layers.torch_layers import TorchProvider
-from memlab.model.process_group import join_with_gloo, require_started_ranks
 from memlab.started_ranks import world_size
 from memlab.units import format_bytes
 from memlab.upstream.patching import patched, swapped

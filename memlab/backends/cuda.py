@@ -17,10 +17,10 @@ from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
+from memlab.engines.megatron.process_group import join_with_nccl, require_started_ranks
+from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
 from memlab.meter.cuda.meter import AllocatorMeter
-from memlab.model.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.model.process_group import join_with_nccl, require_started_ranks
-from memlab.model.retention.transformer_engine_caches import fill_cublas_workspaces
 from memlab.started_ranks import local_rank
 from memlab.upstream.patching import swapped
 

@@ -23,11 +23,11 @@ from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
+from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
+from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.process_group import join_alone
+from memlab.engines.megatron.retention.transformer_engine_caches import hold_fake_workspaces
 from memlab.meter.storage_meter import plain_meter, simulated_meter
-from memlab.model.layers import fake_fp8, fp8_parameters
-from memlab.model.layers.fake_layers import FakeProvider
-from memlab.model.process_group import join_alone
-from memlab.model.retention.transformer_engine_caches import hold_fake_workspaces
 from memlab.upstream.patching import patched
 
 

@@ -7,7 +7,8 @@ what a change rebuilds are made from the rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
@@ -64,6 +65,29 @@ class Option:
         """What has to be set so that something reads the option."""
         return f"{self.needs} {self.needs_value!r}" if self.needs_value else self.needs
 
+    def described(self, written: Callable[[str], str], *, negated: bool = False) -> str:
+        """Returns its help, with what it needs.
+
+        Args:
+            written: Writes the name of an option, as the reader knows it.
+            negated: Whether the text is about switching the option off.
+        """
+        text = ("do not " if negated else "") + self.help
+        if self.needs:
+            text = f"with `{self.needs}`{' ' * bool(self.needs_value)}{self.needs_value}: {text}"
+        newer = f"; needs megatron-core {self.since_words}" if self.since else ""
+        return re.sub(r"`(\w+)`", lambda found: written(found[1]), text) + newer
+
+    def sentence(self, written: Callable[[str], str] = str) -> str:
+        """Returns `described` as a sentence, without its full stop."""
+        text = self.described(written)
+        return text[0].upper() + text[1:]
+
+    @property
+    def config(self) -> str:
+        """The config of Megatron under which job files give it; empty if none has it."""
+        return self.megatron.partition(" ")[0].partition(".")[0]
+
     @property
     def since_words(self) -> str:
         """The first version of megatron-core that has it, as ``0.19``; empty if every version has it."""
@@ -108,7 +132,7 @@ def check_options(settings: Any) -> None:
     Raises:
         RuleError: If one breaks its rule.
     """
-    for name, one in options_of(type(settings)).items():
+    for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
         value = getattr(settings, name)
         if value is None and one.may_be_none:
             continue

@@ -82,8 +82,14 @@ class MemorySettings:
         "how to free the inputs that checkpoints of MoE layers keep allocated after backward (default: none)",
         group="Recompute",
         label="remedy for retention",
+        words={
+            "none": None,
+            "detach": "detach",
+            "clear gradient": "clear_gradient",
+            "release storage": "release_storage",
+        },
     )
-    """The gradients of these inputs are freed too. `memlab.model.retention.remedies` explains each remedy."""
+    """It frees their gradients too. `memlab.engines.megatron.retention.remedies` explains each remedy."""
     offload_modules: tuple[str, ...] | None = option(
         None,
         "copy the saved tensors of these modules to the host in forward, and back for backward: some of "

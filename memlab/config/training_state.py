@@ -140,7 +140,7 @@ class TrainingState:
         rebuilds="optimizer",
         megatron="optimizer",
     )
-    # For it a simulated model has as many parameters as a real one (memlab/model/layers/fake_layers.py).
+    # For it a simulated model has as many parameters as a real one (memlab/engines/megatron/layers/fake_layers.py).
     optimizer_cpu_offload: bool = option(
         False,
         "keep main parameters and moments on the host, and update them on the CPU",
@@ -190,10 +190,10 @@ class TrainingState:
         rebuilds="optimizer",
     )
     """An argument of Megatron-LM. Without it, the fp32 copies that Megatron makes for its CPU optimizer and then
-    discards stay allocated (`memlab.model.cpu_optimizer`)."""
+    discards stay allocated (`memlab.engines.megatron.cpu_optimizer`)."""
 
     # Each forward reads these from the config (models/common/language_module/language_module.py,
-    # models/common/embeddings/rope_utils.py), or from the scenario (memlab/model/training_step.py).
+    # models/common/embeddings/rope_utils.py), or from the scenario (memlab/engines/megatron/training_step.py).
     loss: Loss = option(
         "cross_entropy",
         "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
@@ -203,7 +203,7 @@ class TrainingState:
         group="Loss",
         rebuilds="nothing",
     )
-    """What each has in memory says `memlab.model.losses.LOSSES`."""
+    """What each has in memory says `memlab.engines.megatron.losses.LOSSES`."""
     fp32_output: bool = option(
         False,
         "with a `loss` other than cross_entropy: copy the logits to fp32 when the model returns them",
@@ -238,8 +238,8 @@ class TrainingState:
         rebuilds="nothing",
     )
 
-    # Transformer Engine reads it at each forward from the environment (memlab/model/attention_environment.py), where a
-    # language model writes it when it is built.
+    # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
+    # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
         "auto",
         "which attention Transformer Engine uses (default auto)",

@@ -19,6 +19,8 @@ from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import is_whole_number, shortened
+from memlab.engines.megatron.retention import megatron_globals
+from memlab.engines.megatron.retention.recipe_release import Held, check_held
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
 from memlab.lab.lab_part import OF_ONE_PROCESS
@@ -29,8 +31,6 @@ from memlab.lab.progress import Progress
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.lab.residency import Residency
 from memlab.lab.session import NamedBackend, OnProgress, Session
-from memlab.model.retention import megatron_globals
-from memlab.model.retention.recipe_release import Held, check_held
 from memlab.ranks.ranks import Ranks
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.state_change import StateChange
@@ -247,8 +247,8 @@ class Lab(Residency, Probes):
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
         The new weights are again those of the seed, the records stay, and the settings apply to the new model. Every
-        byte of the replaced part is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
-        each field rebuilds.
+        byte of the replaced part is freed before the new part is built. The rows of `TrainingState` say what
+        each option rebuilds.
 
         Args:
             state: The training state.

@@ -12,22 +12,22 @@ import torch
 from memlab.backends import Backend
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron import apply_settings, data_parallel_overlap
+from memlab.engines.megatron.activation_offload.transfer_watch import OffloadWatch
+from memlab.engines.megatron.as_built import AsBuilt
+from memlab.engines.megatron.attention_environment import attention_backend_chosen
+from memlab.engines.megatron.build import LiveModel, build
+from memlab.engines.megatron.recover_failed_step import forget_discarded_outputs, release_tensors
+from memlab.engines.megatron.retention import megatron_globals
+from memlab.engines.megatron.retention.activation_tap import Tap
+from memlab.engines.megatron.retention.recipe_release import Held, objects_held, release_recipe
+from memlab.engines.megatron.retention.remedies import CheckpointRemedy
+from memlab.engines.megatron.retention.retained_leaves import Retained, find_retained
+from memlab.engines.megatron.silence_warnings import silence_megatron
+from memlab.engines.residency.transfers import Transfers
 from memlab.lab.garbage import Garbage
 from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
-from memlab.model import apply_settings, data_parallel_overlap
-from memlab.model.activation_offload.transfer_watch import OffloadWatch
-from memlab.model.as_built import AsBuilt
-from memlab.model.attention_environment import attention_backend_chosen
-from memlab.model.build import LiveModel, build
-from memlab.model.recover_failed_step import forget_discarded_outputs, release_tensors
-from memlab.model.residency.transfers import Transfers
-from memlab.model.retention import megatron_globals
-from memlab.model.retention.activation_tap import Tap
-from memlab.model.retention.recipe_release import Held, objects_held, release_recipe
-from memlab.model.retention.remedies import CheckpointRemedy
-from memlab.model.retention.retained_leaves import Retained, find_retained
-from memlab.model.silence_warnings import silence_megatron
 from memlab.record.device_bytes import DeviceBytes
 from memlab.replay.no_replay import NoReplay
 from memlab.replay.steps import replay_of

@@ -17,6 +17,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.process_group import agreed_with_rank_0
 from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
 from memlab.lab.lab_model import LabModel
 from memlab.lab.progress import Progress, StepMonitor
@@ -25,7 +26,6 @@ from memlab.lab.session import OnProgress
 from memlab.lab.state_changes import ModelLost, StateChanges
 from memlab.lab.stepper import Stepper
 from memlab.lab.worker import Worker
-from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Action, Transfer

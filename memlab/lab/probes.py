@@ -12,14 +12,14 @@ import torch
 from memlab.allocator.request_log import RequestLog
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
+from memlab.engines.megatron.activation_offload.audit import SavedInRegions, audit_offload
+from memlab.engines.megatron.retention.activation_tap import Tap
+from memlab.engines.megatron.retention.retained_leaves import Retained
+from memlab.engines.megatron.training_step import train_step
 from memlab.lab.lab_part import LabPart
 from memlab.lab.one_process import OneProcess
 from memlab.lab.request import StepRequest, check_kind
 from memlab.lab.stepper import Stepper
-from memlab.model.activation_offload.audit import SavedInRegions, audit_offload
-from memlab.model.retention.activation_tap import Tap
-from memlab.model.retention.retained_leaves import Retained
-from memlab.model.training_step import train_step
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
 

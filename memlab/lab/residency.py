@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from memlab.engines.megatron.training_step import train_step
+from memlab.engines.residency.audit import require_resident
+from memlab.engines.residency.group_usage import GroupUse
+from memlab.engines.residency.injected_faults import FAULTS
 from memlab.lab.lab_part import LabPart
 from memlab.lab.stepper import Stepper
-from memlab.model.residency.audit import require_resident
-from memlab.model.residency.group_usage import GroupUse
-from memlab.model.residency.injected_faults import FAULTS
-from memlab.model.training_step import train_step
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import Action, Transfer, check_groups
 
@@ -76,7 +76,7 @@ class Residency(LabPart):
         """Within the block, transfers have an error that a real project once had. After it, all is on the device again.
 
         Args:
-            name: One of `memlab.model.residency.injected_faults.FAULTS`, each of which names its source.
+            name: One of `memlab.engines.residency.injected_faults.FAULTS`, each of which names its source.
 
         Raises:
             ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.

@@ -12,11 +12,11 @@ from memlab.config.option import Rebuilt
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.attention_environment import change_attention_backend
+from memlab.engines.megatron.build import build_model, build_optimizer, release_optimizer
+from memlab.engines.megatron.change_state import check_configs, set_in_place
+from memlab.engines.megatron.recover_failed_step import release_tensors
 from memlab.lab.lab_model import LabModel
-from memlab.model.attention_environment import change_attention_backend
-from memlab.model.build import build_model, build_optimizer, release_optimizer
-from memlab.model.change_state import check_configs, set_in_place
-from memlab.model.recover_failed_step import release_tensors
 from memlab.record.state_change import StateChange
 
 

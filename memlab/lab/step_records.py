@@ -9,10 +9,10 @@ import torch
 from memlab.allocator.rules import rounded_bytes
 from memlab.backends.cuda import own_device
 from memlab.config.model_restrictions import without_backward, without_optimizer_on_device
+from memlab.engines.megatron import cpu_optimizer
+from memlab.engines.residency.host_buffer import registered_bytes
 from memlab.lab.environment import hardware, versions
 from memlab.lab.lab_model import LabModel
-from memlab.model import cpu_optimizer
-from memlab.model.residency.host_buffer import registered_bytes
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.timeline import Timeline

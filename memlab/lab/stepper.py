@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.engines.megatron.recover_failed_step import recover
+from memlab.engines.megatron.training_step import forward_only_step, train_step
+from memlab.engines.residency.audit import require_resident
+from memlab.engines.residency.residency import groups_on_host
 from memlab.lab.lab_model import LabModel
 from memlab.lab.progress import StepStopped
 from memlab.lab.step_records import StepRecords
 from memlab.meter import collectives
-from memlab.model.recover_failed_step import recover
-from memlab.model.residency.audit import require_resident
-from memlab.model.residency.residency import groups_on_host
-from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from memlab.replay.passes import NotReplayableError

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memlab.config.scenario import Scenario
+from memlab.engines.megatron.training_step import Microbatches
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.repeater import Repeater
-from memlab.model.training_step import Microbatches
 from memlab.replay.passes import PassesOfStep
 from memlab.upstream.patching import patched
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.model.build import LiveModel
-from memlab.model.retention.retained_leaves import Retained
-from memlab.model.training_step import ALL_MICROBATCHES, Microbatches, update_parameters
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.retention.retained_leaves import Retained
+from memlab.engines.megatron.training_step import ALL_MICROBATCHES, Microbatches, update_parameters
 from memlab.record.timeline import Timeline
 from memlab.replay.plan import Circumstances, Plan
 

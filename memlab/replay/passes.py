@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.retention.retained_leaves import Retained
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.recording import Recording, Replay
-from memlab.model.build import LiveModel
-from memlab.model.retention.retained_leaves import Retained
 from memlab.replay.offload_calls import Calls, Saved, Spec
 from memlab.replay.plan import Plan
 from memlab.replay.units import Unit

@@ -8,11 +8,11 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.retention.retained_leaves import Retained
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
 from memlab.meter.repeater import Repeater
-from memlab.model.build import LiveModel
-from memlab.model.retention.retained_leaves import Retained
 from memlab.record.timeline import Timeline
 from memlab.replay.layers import LayerReplay
 from memlab.replay.microbatches import MicrobatchReplay

@@ -53,7 +53,7 @@ def megatron() -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from memlab.backends import cpu
-        from memlab.model import process_group
+        from memlab.engines.megatron import process_group
     with cpu.cuda_replaced():
         process_group.join_alone(Layout())
         process_group.initialize_megatron(Layout())
@@ -65,9 +65,9 @@ def megatron() -> object:
 
 def num_parameters_of_live_model(architecture: Architecture, megatron: object) -> int:
     """Counts the parameters of Megatron's model with one and with two layers: each layer adds as many as the second."""
-    from memlab.model.build import gpt_model
-    from memlab.model.layers.torch_layers import TorchProvider
-    from memlab.model.megatron_config import transformer_config
+    from memlab.engines.megatron.build import gpt_model
+    from memlab.engines.megatron.layers.torch_layers import TorchProvider
+    from memlab.engines.megatron.megatron_config import transformer_config
 
     def num_parameters(num_layers: int) -> int:
         scenario = Scenario.of(architecture, num_layers=num_layers)

@@ -74,7 +74,7 @@ def test_prediction_equals_an_h200(state: TrainingState, rest: float, peak: floa
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, state: TrainingState) -> tuple[list[float | None], list[torch.Tensor]]:
-    monkeypatch.setattr("memlab.model.megatron_config.LEARNING_RATE", 1e-3)
+    monkeypatch.setattr("memlab.engines.megatron.megatron_config.LEARNING_RATE", 1e-3)
     with Lab("qwen3-moe-tiny", state=state, **TINY) as lab:
         losses = [lab.step().loss for _ in range(3)]
         return losses, [parameter.detach().clone() for parameter in inside(lab).model.live.parameters()]

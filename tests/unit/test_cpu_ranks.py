@@ -23,8 +23,8 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import training_step
 from memlab.lab.lab import Lab
-from memlab.model import training_step
 from memlab.record.step_record import StepRecord
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute

@@ -14,9 +14,9 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import data_parallel_overlap
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
-from memlab.model import data_parallel_overlap
 from memlab.record.transfer import GROUPS
 from memlab.vocabulary import PHASES
 from tests.unit.inside import inside

@@ -17,11 +17,11 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import Fp8Recipe, TrainingState
+from memlab.engines.megatron.layers.fake_fp8 import Fp8Padding
+from memlab.engines.megatron.training_step import _labels_in_engine_checkpoints
 from memlab.lab.lab import Lab
 from memlab.meter import kept_gathers
 from memlab.meter.labels import Labels
-from memlab.model.layers.fake_fp8 import Fp8Padding
-from memlab.model.training_step import _labels_in_engine_checkpoints
 from memlab.upstream.private_names import replaceable
 from memlab.views.text.record import record_table
 from tests.unit.inside import inside

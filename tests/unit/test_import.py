@@ -47,7 +47,7 @@ def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
 
 def test_importing_the_lab_is_silent_and_loads_no_compiler_without_a_gpu() -> None:
     # megatron-core warns about optional packages when it is imported, and a CUDA build of torch logs that there is a
-    # compiler for CUDA (CUDA_HOME names it) and no GPU: `memlab.model` imports it first, with these silenced.
+    # compiler for CUDA (CUDA_HOME names it) and no GPU: `memlab.engines.megatron` imports it first, with these silenced.
     code = "from memlab import Lab\nimport gc, sys\nprint('torch._inductor.compile_fx' in sys.modules, gc.get_freeze_count() > 200_000)"
     environment = os.environ | {"CUDA_HOME": sys.prefix}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

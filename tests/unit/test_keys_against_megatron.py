@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memlab import Lab, Layout, MemorySettings
+from memlab.engines.megatron import megatron_config
 from memlab.jobs.bounds import BOUNDS, BOUNDS_BY_SETTINGS
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.model import megatron_config
 
 pytestmark = pytest.mark.versions
 

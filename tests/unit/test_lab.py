@@ -58,8 +58,8 @@ def test_opening_a_lab_closes_the_open_one_and_says_so(open_lab: Callable[..., A
 
 
 def test_a_failed_build_leaves_room_for_the_next(open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from memlab.engines.megatron import build
     from memlab.meter.storage_meter import StorageMeter
-    from memlab.model import build
 
     closed: list[StorageMeter] = []
 
@@ -78,8 +78,8 @@ def test_a_failed_build_leaves_room_for_the_next(open_lab: Callable[..., Any], m
 def test_a_close_that_fails_still_closes_the_meter(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from memlab.engines.megatron.retention import megatron_globals
     from memlab.meter.storage_meter import StorageMeter
-    from memlab.model.retention import megatron_globals
 
     closed: list[StorageMeter] = []
     release = megatron_globals.release

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron.recover_failed_step import release_tensors
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
-from memlab.model.recover_failed_step import release_tensors
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 
@@ -165,7 +165,7 @@ def test_exceptions_that_others_refer_to_are_released_too() -> None:
     assert caught.exceptions[1].args == ("of the model", "<Tensor>")
 
 
-@pytest.mark.parametrize("place", ["memlab.model.build._fuse_adam", "memlab.lab.lab_model.Transfers"])
+@pytest.mark.parametrize("place", ["memlab.engines.megatron.build._fuse_adam", "memlab.lab.lab_model.Transfers"])
 def test_a_failed_build_keeps_nothing_in_its_exception(
     place: str, open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import memlab.lab.one_process
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron.layers.torch_functions import RmsNorm
 from memlab.lab.lab_model import LabModel
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
 from memlab.meter.observe_program import ObserveProgram
 from memlab.meter.observers import ObserveResults
 from memlab.meter.storage_meter import StorageMeter, plain_meter, simulated_meter
-from memlab.model.layers.torch_functions import RmsNorm
 from memlab.record.timeline import Timeline
 from memlab.units import MIB
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS

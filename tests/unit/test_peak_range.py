@@ -20,6 +20,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import build
 from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict, judge, judge_phases
 from memlab.fitting.measured_margin import MARGIN_WITHOUT_EXPERTS
@@ -37,7 +38,6 @@ from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import simulated_meter
-from memlab.model import build
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
@@ -191,7 +191,7 @@ def test_only_the_collector_frees_a_discarded_cpu_optimizer_and_its_copies(fract
     """Megatron's own optimizer: its hooks' closures refer to it, and so does nothing else."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    from memlab.model.cpu_optimizer import uncollected_copies
+    from memlab.engines.megatron.cpu_optimizer import uncollected_copies
 
     labels = Labels()
     meter = simulated_meter(labels)

@@ -148,7 +148,7 @@ def test_a_host_buffer_that_cannot_be_made_leaves_everything_on_the_device(
     lab = open_lab("phi-4-tiny")
     plain = lab.step()
     with monkeypatch.context() as patches:
-        patches.setattr("memlab.model.residency.residency.HostBuffer", lambda *_, **__: 1 / 0)
+        patches.setattr("memlab.engines.residency.residency.HostBuffer", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lab.offload("parameters")
     assert not lab.audit_residency().complaints

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
+from memlab.engines.residency.injected_faults import FAULTS
+from memlab.engines.residency.residency import Residency
 from memlab.exercises import check
-from memlab.model.residency.injected_faults import FAULTS
-from memlab.model.residency.residency import Residency
 from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes

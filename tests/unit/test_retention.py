@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memlab.config.settings import MemorySettings
-from memlab.model.retention.retained_leaves import find_retained
+from memlab.engines.megatron.retention.retained_leaves import find_retained
 from tests.unit.inside import inside
 from tests.unit.live import FULL, recompute
 

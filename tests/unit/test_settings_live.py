@@ -100,8 +100,8 @@ def flags(model: torch.nn.Module) -> dict[str, object]:
 
 def fresh_flags(lab: Any, settings: MemorySettings) -> dict[str, object]:
     """The flags of a model that Megatron builds with the settings."""
-    from memlab.model.build import gpt_model
-    from memlab.model.megatron_config import transformer_config
+    from memlab.engines.megatron.build import gpt_model
+    from memlab.engines.megatron.megatron_config import transformer_config
 
     return flags(gpt_model(lab.scenario, transformer_config(lab.scenario, settings), lab.backend.layer_provider))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
-from memlab.model.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
+from memlab.engines.megatron.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.engines.megatron.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 

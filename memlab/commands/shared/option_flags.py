@@ -12,14 +12,9 @@ from memlab.config.option import Option, options_of
 def add_option_flags(group: argparse._ArgumentGroup, cls: type) -> None:
     """Declares the flags of a class's options. Those that a user leaves out are None: the class has the defaults."""
     for one in options_of(cls).values():
-        flag, text = _flag(one.name), _as_flags(one.help)
         is_negated = one.kind == "switch" and one.default is True
-        if is_negated:
-            flag, text = f"--no-{flag[2:]}", f"do not {text}"
-        if one.needs:
-            text = f"with {_flag(one.needs)}{' ' * bool(one.needs_value)}{one.needs_value}: {text}"
-        if one.since is not None:
-            text += f"; needs megatron-core {one.since_words}"
+        flag = f"--no-{_flag(one.name)[2:]}" if is_negated else _flag(one.name)
+        text = one.described(_flag, negated=is_negated)
         group.add_argument(flag, dest=one.name, default=None, help=text, **_reads(one))
 
 
@@ -33,11 +28,6 @@ def _reads(one: Option) -> dict[str, Any]:
     if one.kind == "modules":
         return {"type": _names, "metavar": "A,B"}
     return {"type": whole_number, "metavar": "N"} if one.kind == "whole" else {"type": _number, "metavar": "F"}
-
-
-def _as_flags(text: str) -> str:
-    """Writes the options that a text names between backquotes as flags."""
-    return re.sub(r"`(\w+)`", lambda found: _flag(found[1]), text)
 
 
 def _flag(name: str) -> str:

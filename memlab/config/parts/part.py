@@ -125,7 +125,7 @@ class Part(ABC):
     def kept_bytes(self, tokens: int, recompute: str) -> int:
         """Returns what the part keeps for backward in one layer: the formula of the cheat sheet.
 
-        In `memlab.model.layers`, the functions that save it are written as Transformer Engine's are.
+        In `memlab.engines.megatron.layers`, the functions that save it are written as Transformer Engine's are.
 
         Args:
             tokens: Of a sequence, on one rank.
