@@ -1,4 +1,4 @@
-"""Jobs of two and four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
+"""Jobs of one to four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
 
 Each job steps the first layers of a published model, on one sequence of 4,096 tokens per micro-batch.
 Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,12 +120,12 @@ class Job:
     model: str
     num_layers: int
     layout: str
-    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out."""
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``)."""
     num_microbatches: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's configs of DDP and of the optimizer, and ``grad_reduce_in_bf16``."""
+    """Options of the training state as `memlab.TrainingState` names them, which are nearly Megatron's own names."""
     config: dict[str, Any] = field(default_factory=dict)
     """Further fields of ``TransformerConfig``, which change the model or the schedule."""
     vocab_size: int
@@ -235,6 +235,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
+    yield from one_rank(of)
     # Two ranks.
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
@@ -249,3 +250,28 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
+
+
+def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank: what a version of Transformer Engine may change is not in the layout."""
+    alone = "one rank"
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("layernorm", "moe_act"), EXPERTS)
+    yield from of(PHI, 2, alone, {}, FULL, recompute("mlp"), ATTENTION)
+    yield from of(QWEN, 2, alone, num_microbatches=3)
+    yield from of(PHI, 2, alone, FULL, num_microbatches=3)
+    moments = [{"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype} for dtype in ("bf16", "fp16", "fp8")]
+    blockwise = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    for state in (
+        {"grad_reduce_in_bf16": True},
+        {"use_precision_aware_optimizer": True},
+        LOW_PRECISION,
+        *(LOW_PRECISION | each for each in moments),
+        LOW_PRECISION | {"exp_avg_dtype": "bf16"},
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+        {"apply_rope_fusion": True},
+        blockwise,
+        {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    ):
+        yield from of(QWEN, 2, alone, state=state)
+    for state in (LOW_PRECISION | moments[0], blockwise):
+        yield from of(PHI, 2, alone, {}, FULL, state=state)

@@ -43,7 +43,13 @@ NUM_STEPS = 4
 """The first allocates Adam's moments and teaches Megatron its offload groups. The last is compared."""
 SEED = 1234
 COLLECTIVES_SECONDS = 60
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.uint8}
+_OPTIONS_OF_MODEL = {
+    "fp8_format": "fp8",
+    **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
+    "apply_rope_fusion": "apply_rope_fusion",
+}
+"""Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
@@ -172,6 +178,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         "finalize_model_grads_func": finalize_model_grads,
         **settings,
         **job.config,
+        **{_OPTIONS_OF_MODEL[name]: value for name, value in job.state.items() if name in _OPTIONS_OF_MODEL},
     }
     return TransformerConfig(**values)
 
@@ -181,7 +188,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     seed = SEED + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    state = {name: _DTYPES.get(value, value) for name, value in job.state.items()}
+    options = {name: value for name, value in job.state.items() if name not in _OPTIONS_OF_MODEL}
+    state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}

@@ -1151,6 +1151,7 @@ _TRANSFORMER_ENGINE = (
         use="used",
         where="engines/megatron/retention/transformer_engine_caches.py",
         why="FP8 scales and maxima of all modules, which outlive a model.",
+        on_instances=True,  # of its quantization_state, since 2.15
     ),
     Internal(
         owner=_ENGINE + ".attention.dot_product_attention.dot_product_attention",

@@ -1,8 +1,8 @@
 """What Transformer Engine and cuBLAS keep on the device for the whole process, and how it is freed.
 
-Read in ``transformer_engine/pytorch``, 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py``, ``quantization.py``, and
-``utils.py``, ``context_parallel.py`` and ``softmax.py`` of ``attention/dot_product_attention``. Without TE nothing is
-kept.
+Read in ``transformer_engine/pytorch``, 2.12.0 and 2.16.1: ``cpp_extensions/gemm.py``, ``module/base.py``,
+``quantization.py``, and ``utils.py``, ``context_parallel.py`` and ``softmax.py`` of
+``attention/dot_product_attention``. Without TE nothing is kept.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield "Transformer Engine's causal masks", softmax._default_causal_mask, softmax._default_causal_mask.clear
     quantization = sys.modules.get(f"{_PACKAGE}.quantization")
     if quantization is not None:
-        state = quantization.FP8GlobalStateManager
+        manager = quantization.FP8GlobalStateManager
+        state = getattr(manager, "quantization_state", manager)  # an object since 2.15
         buffers = [state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer]
-        yield "Transformer Engine's FP8 scales and maxima", buffers, state.reset
+        yield "Transformer Engine's FP8 scales and maxima", buffers, manager.reset
     if simulated_causal_masks:
         yield "simulated causal masks", simulated_causal_masks, simulated_causal_masks.clear
     if _simulated_workspaces:
