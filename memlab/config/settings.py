@@ -24,8 +24,16 @@ CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
-_ON_HOST = {"device": False, "host": True}
 _MOST_BYTES = 2**50
+_FULL = {"group": "Recompute", "needs": "recompute_granularity", "needs_value": "full", "megatron": "model"}
+_OFFLOAD = {"group": "Offload during the step", "megatron": "model"}
+_OFFLOAD_SINCE_0_19 = {
+    "group": "Offload, since megatron-core 0.19",
+    "needs": "offload_modules",
+    "since": (0, 19),
+    "megatron": "model",
+}
+_ON_HOST = {"group": "On host between steps", "words": {"device": False, "host": True}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,21 +59,15 @@ class MemorySettings:
         None,
         "uniform recomputes all layers, in groups with one checkpoint each, block only the first ones, with one "
         "checkpoint per layer",
-        group="Recompute",
+        **_FULL,
         label="method",
-        needs="recompute_granularity",
-        needs_value="full",
-        megatron="model",
     )
     recompute_num_layers: int | None = option(
         None,
         "layers per checkpoint (uniform), or number of layers to recompute (block)",
-        group="Recompute",
+        **_FULL,
         label="layers",
-        needs="recompute_granularity",
-        needs_value="full",
         advice="give the number of layers",
-        megatron="model",
     )
     recompute_modules: tuple[str, ...] | None = option(
         None,
@@ -94,67 +96,52 @@ class MemorySettings:
         None,
         "copy the saved tensors of these modules to the host in forward, and back for backward: some of "
         f"{', '.join(OFFLOAD_MODULES)}",
-        group="Offload during the step",
+        **_OFFLOAD,
         choices=OFFLOAD_MODULES,
-        megatron="model",
     )
     min_offloaded_tensor_size: int = option(
         1024 * 1024,
         "offload only tensors of at least N elements (default 1048576, as in Megatron)",
-        group="Offload during the step",
+        **_OFFLOAD,
         label="smallest tensor (elements)",
         needs="offload_modules",
         at_least=0,
         advice="use 0 to offload tensors of any size",
-        megatron="model",
     )
     activation_offload_fraction: float = option(
         1.0,
         "share of the groups to offload, 0 to 1; a group is what a module saves in one layer (default 1)",
-        group="Offload, since megatron-core 0.19",
+        **_OFFLOAD_SINCE_0_19,
         label="share of groups offloaded",
-        needs="offload_modules",
         at_most=1,
         advice="give a share from 0 to 1",
-        since=(0, 19),
-        megatron="model",
     )
     """In each pass, the later groups stay on the device."""
     delta_offload_bytes_across_pp_ranks: int = option(
         0,
         "number of bytes that each pipeline stage leaves on the device in addition to those of the stage before it "
         "(default 0)",
-        group="Offload, since megatron-core 0.19",
+        **_OFFLOAD_SINCE_0_19,
         label="extra bytes per later stage",
-        needs="offload_modules",
         at_least=0,
         at_most=_MOST_BYTES,
         advice="give bytes",
-        since=(0, 19),
-        megatron="model",
     )
     """Later stages have fewer passes in flight."""
     fine_grained_offloading_max_inflight_offloads: int | None = option(
         None,
         "number of transfers per offload module that may still be in progress while the model computes (default: no "
         "limit)",
-        group="Offload, since megatron-core 0.19",
+        **_OFFLOAD_SINCE_0_19,
         label="copies at once (-1: no limit)",
         shown_for_none=-1,
-        needs="offload_modules",
         at_least=0,
         at_most=_MOST_BYTES,
         advice="give a number, or None",
-        since=(0, 19),
-        megatron="model",
     )
     """With 0, the model waits for each transfer; with None, it waits for no transfer."""
     offload_parameters: bool = option(
-        False,
-        "keep parameters on the host between steps",
-        group="On host between steps",
-        label="parameters",
-        words=_ON_HOST,
+        False, "keep parameters on the host between steps", **_ON_HOST, label="parameters"
     )
     """They are copied to the host and back."""
     # Gradients are dropped, not copied: between steps the optimizer has already used them.
@@ -168,19 +155,14 @@ class MemorySettings:
     """Nothing is copied; they come back as zeros. None takes the value of `offload_optimizer` when the settings are
     made; ``dataclasses.replace`` keeps that value."""
     offload_optimizer: bool = option(
-        False,
-        "keep optimizer state on the host between steps",
-        group="On host between steps",
-        label="optimizer",
-        words=_ON_HOST,
+        False, "keep optimizer state on the host between steps", **_ON_HOST, label="optimizer"
     )
     """Main parameters and Adam's moments, which are copied to the host and back."""
     offload_optimizer_except_update: bool = option(
         False,
         "keep optimizer state on the host in forward and backward too, and load it only for the update",
-        group="On host between steps",
+        **_ON_HOST,
         label="optimizer except update",
-        words=_ON_HOST,
     )
     """Gradients stay on the device unless `offload_gradients` is set."""
 

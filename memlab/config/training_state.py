@@ -32,6 +32,12 @@ Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_ON_CPU = {"group": "CPU optimizer", "needs": "optimizer_cpu_offload", "rebuilds": "optimizer", "megatron": "optimizer"}
+_OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimizer"}
+_GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
+_LOSS = {"group": "Loss", "rebuilds": "nothing"}
+_FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_FP8 = {"group": "FP8", "rebuilds": "model"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,34 +58,24 @@ class TrainingState:
     # DDP allocates, divides and reduces its buffers by these, and puts its hooks on the model
     # (distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py).
     use_distributed_optimizer: bool = option(
-        True,
-        "split the optimizer state over the data-parallel ranks",
-        group="Gradients",
-        rebuilds="model",
-        megatron="ddp optimizer",
+        True, "split the optimizer state over the data-parallel ranks", **_GRADIENTS, megatron="ddp optimizer"
     )
     grad_reduce_in_bf16: bool = option(
         False,
         "accumulate and reduce gradients in bf16 (default: fp32)",
-        group="Gradients",
-        rebuilds="model",
+        **_GRADIENTS,
         megatron="ddp.grad_reduce_in_fp32",
     )
     """Without the precision-aware optimizer Megatron copies them to fp32 for the update, and sets the copies to None
     only when the next step zeroes its gradients. So `StepRecord.static_bytes`, the bytes when a step begins, include 4
     bytes of copies per parameter; between the zeroing and the next update the copies are not allocated."""
     overlap_grad_reduce: bool = option(
-        False,
-        "reduce the gradients of a bucket while backward computes the next one",
-        group="Gradients",
-        rebuilds="model",
-        megatron="ddp",
+        False, "reduce the gradients of a bucket while backward computes the next one", **_GRADIENTS, megatron="ddp"
     )
     overlap_param_gather: bool = option(
         False,
         "gather the parameters of a bucket while forward computes with those of the previous one",
-        group="Gradients",
-        rebuilds="model",
+        **_GRADIENTS,
         megatron="ddp optimizer",
     )
     """Without `overlap_grad_reduce`, each buffer is a single bucket, which is gathered when forward begins.
@@ -87,10 +83,9 @@ class TrainingState:
     ddp_bucket_size: int | None = option(
         None,
         "elements in a bucket of gradients; used only with `overlap_grad_reduce` (default: Megatron's rule)",
-        group="Gradients",
+        **_GRADIENTS,
         shown_for_none=0,
         at_most=2**40,
-        rebuilds="model",
         megatron="ddp.bucket_size",
     )
 
@@ -100,46 +95,26 @@ class TrainingState:
         False,
         "let Transformer Engine's Adam hold the main parameters; `main_params_dtype`, `main_grads_dtype`, "
         "`exp_avg_dtype` and `exp_avg_sq_dtype` need this option",
-        group="Optimizer",
-        rebuilds="optimizer",
-        megatron="optimizer",
+        **_OPTIMIZER,
     )
     main_grads_dtype: MainGradsDtype = option(
         "fp32",
         "type of the gradients that the optimizer reads (default fp32); Megatron-Core ignores it, so no bytes "
         "change: the actual type is fp32, or, with `use_precision_aware_optimizer`, the type in which gradients "
         "are reduced",
-        group="Optimizer",
-        rebuilds="optimizer",
-        megatron="optimizer",
+        **_OPTIMIZER,
     )
     # Each step writes the main parameters into the parameters, and in fp16 they lose bits: a model that is built again
     # has the weights of the seed.
     main_params_dtype: MainParamsDtype = option(
-        "fp32",
-        "type of the main parameters (default fp32)",
-        group="Optimizer",
-        rebuilds="model",
-        megatron="optimizer",
+        "fp32", "type of the main parameters (default fp32)", group="Optimizer", rebuilds="model", megatron="optimizer"
     )
     """With ``fp32``, only the 16 bits that the bf16 parameters lack are stored. With an `fp8_recipe` other than
     ``delayed``, Megatron itself keeps the fp32 main parameters, with all 32 bits."""
-    exp_avg_dtype: MomentDtype = option(
-        "fp32",
-        "type of Adam's first moment (default fp32)",
-        group="Optimizer",
-        rebuilds="optimizer",
-        megatron="optimizer",
-    )
+    exp_avg_dtype: MomentDtype = option("fp32", "type of Adam's first moment (default fp32)", **_OPTIMIZER)
     """A moment of another type than fp32 is copied to fp32 during the update, as a whole. ``fp8`` takes 2 bytes per
     parameter, as ``bf16`` does: Transformer Engine stores FP8 twice, once transposed."""
-    exp_avg_sq_dtype: MomentDtype = option(
-        "fp32",
-        "type of Adam's second moment (default fp32)",
-        group="Optimizer",
-        rebuilds="optimizer",
-        megatron="optimizer",
-    )
+    exp_avg_sq_dtype: MomentDtype = option("fp32", "type of Adam's second moment (default fp32)", **_OPTIMIZER)
     # For it a simulated model has as many parameters as a real one (memlab/engines/megatron/layers/fake_layers.py).
     optimizer_cpu_offload: bool = option(
         False,
@@ -152,37 +127,13 @@ class TrainingState:
     optimizer_offload_fraction: float = option(
         1.0,
         "share of the parameters whose state is on the host, 0 to 1 (default 1)",
-        group="CPU optimizer",
-        needs="optimizer_cpu_offload",
+        **_ON_CPU,
         at_most=1,
         advice="give a share from 0 to 1",
-        rebuilds="optimizer",
-        megatron="optimizer",
     )
-    overlap_cpu_optimizer_d2h_h2d: bool = option(
-        False,
-        "transfer some tensors while the CPU updates others",
-        group="CPU optimizer",
-        needs="optimizer_cpu_offload",
-        rebuilds="optimizer",
-        megatron="optimizer",
-    )
-    pin_cpu_grads: bool = option(
-        True,
-        "page-lock the gradients on the host",
-        group="CPU optimizer",
-        needs="optimizer_cpu_offload",
-        rebuilds="optimizer",
-        megatron="optimizer",
-    )
-    pin_cpu_params: bool = option(
-        True,
-        "page-lock the parameters on the host",
-        group="CPU optimizer",
-        needs="optimizer_cpu_offload",
-        rebuilds="optimizer",
-        megatron="optimizer",
-    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(False, "transfer some tensors while the CPU updates others", **_ON_CPU)
+    pin_cpu_grads: bool = option(True, "page-lock the gradients on the host", **_ON_CPU)
+    pin_cpu_params: bool = option(True, "page-lock the parameters on the host", **_ON_CPU)
     manual_gc: bool = option(
         False,
         "collect Python's garbage before the first step; this frees memory only with `optimizer_cpu_offload`",
@@ -200,30 +151,21 @@ class TrainingState:
         "logits: those of SkyRL (logprobs), NeMo-RL (logprobs_by_sequence or logprobs_one_hot; topk_logits for its "
         "distillation), verl (vocab_parallel_cross_entropy), slime (softmax or scaled_softmax) and ms-swift "
         "(log_softmax)",
-        group="Loss",
-        rebuilds="nothing",
+        **_LOSS,
     )
     """What each has in memory says `memlab.engines.megatron.losses.LOSSES`."""
     fp32_output: bool = option(
-        False,
-        "with a `loss` other than cross_entropy: copy the logits to fp32 when the model returns them",
-        group="Loss",
-        rebuilds="nothing",
+        False, "with a `loss` other than cross_entropy: copy the logits to fp32 when the model returns them", **_LOSS
     )
     """As Megatron's ``Float16Module`` does by default; only in bf16."""
     cross_entropy_loss_fusion: bool = option(
-        False,
-        "compute the cross entropy with fewer kernels",
-        group="Loss",
-        rebuilds="nothing",
-        megatron="model",
+        False, "compute the cross entropy with fewer kernels", **_LOSS, megatron="model"
     )
     cross_entropy_fusion_impl: CrossEntropyFusionImpl = option(
         "native",
         "fused cross entropy of Megatron (native) or of Transformer Engine (te) (default native)",
-        group="Loss",
+        **_LOSS,
         needs="cross_entropy_loss_fusion",
-        rebuilds="nothing",
         megatron="model",
     )
     """Transformer Engine's kernel overwrites the logits. megatron-core 0.19 warns of it, and its
@@ -232,64 +174,41 @@ class TrainingState:
         None,
         "with the losses logprobs, logprobs_one_hot, logprobs_by_sequence, softmax and scaled_softmax: tokens "
         "whose log-probabilities are computed at once (default: all)",
-        group="Loss",
+        **_LOSS,
         shown_for_none=0,
         at_most=2**26,
-        rebuilds="nothing",
     )
 
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
-        "auto",
-        "which attention Transformer Engine uses (default auto)",
-        group="Attention and pipeline",
-        rebuilds="nothing",
-        megatron="model",
+        "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
-    apply_rope_fusion: bool = option(
-        False,
-        "apply the rotary embedding to queries and keys in one kernel",
-        group="Attention and pipeline",
-        rebuilds="nothing",
-        megatron="model",
-    )
+    apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     deallocate_pipeline_outputs: bool = option(
         False,
         "free what a pipeline stage has sent to the next one, as Megatron-LM and Megatron-Bridge always do",
-        group="Attention and pipeline",
-        rebuilds="nothing",
-        megatron="model",
+        **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
 
     # Layers make their FP8 parameters, scales and paddings when they are built (extensions/transformer_engine.py).
     fp8_format: Fp8Format | None = option(
-        None,
-        "multiply matrices in this FP8 format (default: multiply them in `dtype`)",
-        group="FP8",
-        rebuilds="model",
-        megatron="model.fp8",
+        None, "multiply matrices in this FP8 format (default: multiply them in `dtype`)", **_FP8, megatron="model.fp8"
     )
     """``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients."""
     fp8_recipe: Fp8Recipe = option(
         "delayed",
         "how FP8 tensors are scaled (default delayed); no prediction for mxfp8 has ever been compared with a "
         "measurement on a GPU",
-        group="FP8",
+        **_FP8,
         needs="fp8_format",
-        rebuilds="model",
         megatron="model",
     )
     """``mxfp8`` needs Blackwell."""
     fp8_param_gather: bool = option(
-        False,
-        "store the weight matrices in FP8",
-        group="FP8",
-        needs="fp8_format",
-        rebuilds="model",
-        megatron="model.fp8_param ddp",
+        False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
 
     def __post_init__(self) -> None:

@@ -212,7 +212,9 @@ def test_stop_ends_the_step_in_a_row_and_says_so_when_nothing_runs() -> None:
     (row,) = rows(state.runs, None)
     assert row["status"] == "stopped"
     assert row["peak"].startswith("> ")
-    assert row["message"] == "stopped in forward: run the step again; until then its peak is a lower bound, marked with >"
+    assert (
+        row["message"] == "stopped in forward: run the step again; until then its peak is a lower bound, marked with >"
+    )
     lab.holds = False
     assert run_with(state).is_ok
 
