@@ -239,6 +239,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
         _row("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
         _row("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
+        _row("qwen3-dense-tiny", 4, 128, 384, 4, tied=True, **(_QWEN3 | _TINY)),
         # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json, and likewise
         _row("qwen2.5-0.5b", 24, 896, 4864, 14, tied=True, **(_SMALL_QWEN2_5 | {"kv_channels": 64})),
         _row("qwen2.5-1.5b", 28, 1536, 8960, 12, tied=True, **_SMALL_QWEN2_5),

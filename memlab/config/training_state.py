@@ -89,6 +89,17 @@ class TrainingState:
         megatron="ddp.bucket_size",
     )
 
+    # Linears read it when they are built (extensions/transformer_engine.py, tensor_parallel/layers.py).
+    gradient_accumulation_fusion: bool = option(
+        False,
+        "add each weight's gradient to its buffer in the matrix product that computes it (Megatron-LM's default)",
+        **_GRADIENTS,
+        megatron="model",
+    )
+    """Megatron-Core's own default is False; Megatron-LM's arguments and Megatron-Bridge's providers switch it on.
+    Transformer Engine then keeps, between steps too, an unused gradient in the weights' type for every shape of
+    weight."""
+
     # Only the optimizer reads these, when it is built (optimizer/__init__.py, optimizer/distrib_optimizer.py,
     # optimizer/cpu_offloading/hybrid_optimizer.py).
     use_precision_aware_optimizer: bool = option(
@@ -144,7 +155,8 @@ class TrainingState:
     discards stay allocated (`memlab.engines.megatron.cpu_optimizer`)."""
 
     # Each forward reads these from the config (models/common/language_module/language_module.py,
-    # models/common/embeddings/rope_utils.py), or from the scenario (memlab/engines/megatron/training_step.py).
+    # models/common/embeddings/rope_utils.py, transformer/mlp.py, transformer/moe/experts.py), or from the scenario
+    # (memlab/engines/megatron/training_step.py).
     loss: Loss = option(
         "cross_entropy",
         "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
@@ -185,6 +197,11 @@ class TrainingState:
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
+    bias_activation_fusion: bool = option(
+        True, "compute the activation of MLPs, SwiGLU, in one kernel (Megatron-LM's default)", **_FORWARD
+    )
+    """Megatron-Core's own default is False: SiLU of the gate, the other half and, of experts, the product are then
+    tensors of their own, which are kept for backward."""
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     deallocate_pipeline_outputs: bool = option(
         False,

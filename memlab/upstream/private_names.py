@@ -512,6 +512,21 @@ _WITHOUT_TE = (
         why="Fine-grained offload switches TE's own offload around a group, and refuses to run without it.",
     ),
     Internal(
+        owner="megatron.core.tensor_parallel.layers",
+        names=("HAVE_TE", "_grad_accum_fusion_available"),
+        use="replaced",
+        where="backends/cpu.py",
+        why="The output layer refuses gradient_accumulation_fusion without Apex, and takes TE's unused gradients.",
+    ),
+    Internal(
+        owner="megatron.core.tensor_parallel.layers",
+        names=("fused_weight_gradient_mlp_cuda", "get_dummy_wgrad"),
+        use="replaced",
+        where="backends/cpu.py",
+        why="Apex' product into the gradients' buffer, and TE's unused gradient, in torch (`weight_gradients`).",
+        absent_without_te=True,
+    ),
+    Internal(
         owner="megatron.core.models.common.embeddings.rope_utils",
         names=("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
         use="replaced",

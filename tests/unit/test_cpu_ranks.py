@@ -227,7 +227,7 @@ TWO = [
         {"tensor_model_parallel_size": 2},
         (PLAIN, *OF_DENSE),
         replace(PHI, **ONE_GROUP),
-        state=TrainingState(apply_rope_fusion=True),
+        state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
     ),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
@@ -237,11 +237,15 @@ TWO = [
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
         architecture=PHI,
-        state=TrainingState(apply_rope_fusion=True),
+        state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
         packed_sequences=2,
     ),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
-    Job({"data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY), state=TrainingState(overlap_param_gather=True)),
+    Job(
+        {"data_parallel_size": 2},
+        (PLAIN, *OF_MOE, AWAY),
+        state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
+    ),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},

@@ -31,12 +31,19 @@ pytestmark = pytest.mark.versions
 
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
+FUSED_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
-IN_PLACE = TrainingState(attention_backend="unfused", apply_rope_fusion=True, loss="logprobs", logprobs_chunk_size=16)
+IN_PLACE = TrainingState(
+    attention_backend="unfused",
+    apply_rope_fusion=True,
+    bias_activation_fusion=False,
+    loss="logprobs",
+    logprobs_chunk_size=16,
+)
 OTHER_OPTIMIZER = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
 CPU_OPTIMIZER = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed")
+FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed", gradient_accumulation_fusion=True)
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 
 
@@ -62,7 +69,7 @@ def test_every_field_says_what_it_rebuilds() -> None:
     assert what_rebuilds(OTHER_OPTIMIZER, BF16_GRADIENTS) == "model"
 
 
-ON_CPU = [BF16_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
+ON_CPU = [FUSED_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
 
 
 @pytest.mark.parametrize(("backend", "states"), [("cpu", ON_CPU), ("simulated", [*ON_CPU, FP8])])

@@ -11,7 +11,12 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, complete_provider
+from memlab.jobs.frameworks.bridge_keys import (
+    PROVIDER_DEFAULTS,
+    PROVIDER_MISSING,
+    PROVIDER_MISSING_DEFAULTS,
+    complete_provider,
+)
 from memlab.jobs.frameworks.bridge_recipes import RECIPES
 from memlab.jobs.frameworks.bridge_recipes import VERSION as RECIPES_OF
 from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
@@ -59,7 +64,7 @@ KEYS = (
     Key("world_size", "world_size", WHOLE),
     Key("nnodes", "nodes", COUNT, 1),
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
-    *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True),
+    *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True, **PROVIDER_DEFAULTS),
     *under("model", (*ARCHITECTURE, *LAYERS)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
@@ -136,7 +141,7 @@ FRAMEWORK_MISSING = (
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
-    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
+    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_MISSING_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),

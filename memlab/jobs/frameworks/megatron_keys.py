@@ -57,7 +57,7 @@ _SETTINGS = _keys(MemorySettings, "model")
 # The providers of Megatron-Bridge (``models/gpt_provider.py``, 0.6.2) and mcore-bridge (1.6.5) build models from
 # Megatron-Core's configs with ``deallocate_pipeline_outputs`` on. Megatron-LM has no argument for it: its
 # ``core_transformer_config_from_args`` always sets True.
-_STATE = _keys(TrainingState, "model", deallocate_pipeline_outputs=True)
+_STATE = _keys(TrainingState, "model", deallocate_pipeline_outputs=True, bias_activation_fusion=False)
 RECOMPUTE = (
     *(key for key in _SETTINGS if key.field.startswith("recompute_")),
     Key("moe_layer_recompute", "moe_layer_recompute", SWITCH, False),
@@ -72,6 +72,7 @@ COMPUTE = tuple(
     for key in _STATE
     if key not in PIPELINE
 )
+FUSIONS = tuple(key for key in COMPUTE if key.field in ("gradient_accumulation_fusion", "bias_activation_fusion"))
 TRANSFORMER = (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE)
 """Megatron-Core's configuration of the model, apart from what `SIZES`, `CHUNKS` and `ARCHITECTURE` have."""
 OPTIMIZER = _keys(TrainingState, "optimizer", optimizer_offload_fraction=0.0)
@@ -106,13 +107,6 @@ def fields_of(architecture: Architecture) -> dict[str, Any]:
     return values if architecture.routes else values | dict.fromkeys(name for name in values if "moe" in name)
 
 
-UNUSED_GRADIENTS = (
-    "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
-    "(get_dummy_wgrad), and in backward it does not make the gradients of all the rank's experts at once"
-)
-UNFUSED_ACTIVATION = (
-    "unfused, the MLP's activation keeps twice as many bytes for backward as the fused one that memlab has"
-)
 MISSING = (
     Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
     Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
@@ -145,7 +139,6 @@ MISSING = (
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
     Missing("moe_shared_expert_gate", "more", "shared experts have a gate, whose backward keeps their output"),
-    Missing("bias_activation_fusion", "more", UNFUSED_ACTIVATION, is_false),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
@@ -190,11 +183,6 @@ MISSING = (
         "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
         "kernel's random state",
         bool,
-    ),
-    Missing(
-        "gradient_accumulation_fusion",
-        "more",
-        UNUSED_GRADIENTS,
     ),
     Missing(
         "moe_token_dispatcher_type",

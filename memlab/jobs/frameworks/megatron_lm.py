@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
     COMPUTE,
+    FUSIONS,
     LAYERS,
     MISSING,
     MISSING_DDP,
@@ -44,13 +45,12 @@ from memlab.jobs.frameworks.megatron_keys import (
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
-    UNUSED_GRADIENTS,
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model import published_architecture
 
-FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE)
+FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
 _FLAGS_OF_BUCKETS = tuple(
     replace(key, name=key.field, conversion=SWITCH, default=False)
     if key.conversion is NOT
@@ -115,7 +115,11 @@ KEYS = (
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
     *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True),
+    Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT, True),
+    Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT, True),
     # A log has the flags' destinations.
+    Key("bias_swiglu_fusion", "bias_activation_fusion", SWITCH),
+    Key("gradient_accumulation_fusion", "gradient_accumulation_fusion", SWITCH),
     Key("fp8", "fp8_format", TEXT),
     Key("no_rope_fusion", "no_rope_fusion", SWITCH, False),
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
@@ -129,7 +133,7 @@ KEYS = (
 )
 
 _NOT_ARGUMENTS = (
-    "activation_func", "activation_func_fp8_input_store", "bias_activation_fusion", "deallocate_pipeline_outputs",
+    "activation_func", "activation_func_fp8_input_store", "deallocate_pipeline_outputs",
     "disable_parameter_transpose_cache", "enable_autocast", "expert_gtp_weight_remat_size",
     "fp8_dot_product_attention", "fp8_multi_head_attention", "fused_single_qkv_rope", "gated_linear_unit",
     "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
@@ -140,7 +144,6 @@ _NOT_ARGUMENTS = (
 )  # fmt: skip
 """Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name."""
 _OTHER_NAMES = {
-    "bias_swiglu_fusion": "bias_activation_fusion",
     "ddp_num_buckets": "num_buckets",
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "param_name_patterns_for_fp32_local_accumulation",
@@ -156,7 +159,6 @@ _OTHER_NAMES = {
 }
 """Arguments by other names than the fields that they set."""
 _SWITCHED_OFF = {
-    "no_bias_swiglu_fusion": "bias_activation_fusion",
     "no_clone_scatter_output_in_embedding": "clone_scatter_output_in_embedding",
     "disable_clone_scatter_output_in_embedding": "clone_scatter_output_in_embedding",
     "no_fp8_wgrad": "fp8_wgrad",
@@ -233,7 +235,6 @@ def complete(reading: Reading) -> None:
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
     note_sequence_parallel(reading)
-    note_fusion(reading)
     mask = "create_attention_mask_in_dataloader"
     if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
         reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
@@ -476,17 +477,6 @@ def note_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, 
         )
 
 
-def note_fusion(reading: Reading) -> None:
-    """Notes the fused accumulation of gradients, which these frameworks switch on unless told otherwise."""
-    if reading.get("no_gradient_accumulation_fusion") or "gradient_accumulation_fusion" in reading.entries.by_key:
-        return
-    reading.miss(
-        "gradient_accumulation_fusion",
-        "more",
-        f"on by default: {UNUSED_GRADIENTS}",
-    )
-
-
 def _world_size_of_launcher(reading: Reading) -> None:
     """Takes the ranks from torchrun's flags, where the script has them."""
     per_node, nodes = reading.get("nproc_per_node"), reading.get("nnodes", 1)
@@ -554,8 +544,7 @@ def named(scenario: Scenario) -> dict[str, Any]:
 
 _FIXED_FLAGS = (
     "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope",
-    "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-gradient-accumulation-fusion",
-    "--no-create-attention-mask-in-dataloader",
+    "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-create-attention-mask-in-dataloader",
 )  # fmt: skip
 
 
