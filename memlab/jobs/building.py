@@ -55,6 +55,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
         world_size = math.lcm(per_copy, experts * pipeline)
+        reading.assumed.append("the number of ranks")
         reading.warnings.append(
             f"the number of ranks is not in the file, so memlab takes the smallest, {world_size}: give --world-size"
         )

@@ -51,6 +51,10 @@ class Job:
     """Fields of memlab, or names of `Key.field`, whose values the rule of `cannot_start` refuses."""
     not_supported: str | None = None
     """Why memlab cannot predict the job, in one line."""
+    lacks: tuple[str, ...] = ()
+    """What memlab does not have, where it refuses the job for that: its model, a kind of layer, or an engine."""
+    guesses: tuple[str, ...] = ()
+    """What memlab takes a default or an example for, or asks about, since the file does not say it."""
     taken: tuple[Taken, ...] = ()
     """Keys that memlab used; those with the place ``default`` are not in the file."""
     without_effect: dict[str, str] = None  # type: ignore[assignment]  # always given by `read`
@@ -265,6 +269,10 @@ def _built(
         cannot_start=cannot_start,
         refused_fields=refused_fields,
         not_supported=not_supported,
+        lacks=tuple(dict.fromkeys(reading.lacks)),
+        guesses=tuple(
+            dict.fromkeys(filter(None, [*reading.guessed, *reading.assumed, reading.unread, *reading.questions]))
+        ),
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
@@ -372,10 +380,18 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
             )
         return architecture
     if reading.blocked:
+        reading.lacks += [phrase.partition(": ")[2] for phrase in reading.blocked]
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")
-    if name is not None and reading.values.get("hidden_size") is None:
-        found = architecture_named(str(name), reading.path.parent)
+    has_sizes = reading.values.get("hidden_size") is not None
+    if name is None and not has_sizes:
+        reading.assumed.append("the model")
+    if name is not None and not has_sizes:
+        try:
+            found = architecture_named(str(name), reading.path.parent)
+        except ValueError:
+            reading.lacks.append(f"the model {shortened(name)}")
+            raise
         said = [one.memlab_value for one in reading.taken if one.field == "add_qkv_bias" and one.place != "default"]
         return replace(found, add_qkv_bias=said[-1]) if said else found
     return architecture_of(reading.values, reading.path.stem)

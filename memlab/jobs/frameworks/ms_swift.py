@@ -400,6 +400,7 @@ def _length(reading: Reading, generated: int) -> int | None:
         taken = "the architecture's usual length"
         if generated:
             taken = f"sequences as long as an answer, {generated:,} tokens: give --set max_length=TOKENS"
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(f"max_length is not in the file, so memlab takes {taken}")
     return _length_with_answers(reading, length or 0, generated) if generated else length
 

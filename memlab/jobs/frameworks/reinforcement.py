@@ -94,6 +94,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         )
         row = -(-longest // unit) * unit
     if not longest:
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(
             f"{key}: the file does not say how long the data's sequences are: memlab predicts rows of {row:,} tokens, "
             "and a sequence that is longer makes a longer row"

@@ -165,6 +165,7 @@ def complete(reading: Reading) -> None:
         return
     key = "micro_batch_size" if removes_padding else None
     if not longest:
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "micro_batch_size: the file does not say how long the data's sequences are, so memlab takes "
             f"{given:,} tokens: give --set rollout_max_context_len=TOKENS"
@@ -286,6 +287,7 @@ def _longest_sequence(reading: Reading) -> int | None:
     if context:
         return int(context)
     if response:
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "rollout_max_prompt_len and rollout_max_context_len are not in the file, so memlab takes sequences as long "
             f"as a response, {response} tokens: give --set rollout_max_context_len=TOKENS"
