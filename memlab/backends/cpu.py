@@ -31,7 +31,7 @@ from memlab.engines.megatron.layers import torch_moe
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
 from memlab.engines.megatron.layers.weight_gradients import APEX_EXTENSION, unused_gradient
-from memlab.engines.megatron.process_group import join_with_gloo, require_started_ranks
+from memlab.engines.process_group import join_with_gloo, require_started_ranks
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import plain_meter
 from memlab.started_ranks import world_size

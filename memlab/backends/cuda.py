@@ -19,8 +19,8 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.engines.megatron.process_group import join_with_nccl, require_started_ranks
 from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
+from memlab.engines.process_group import join_with_nccl, require_started_ranks
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.started_ranks import local_rank
 from memlab.upstream.patching import swapped
@@ -105,7 +105,7 @@ def backend(reason: str) -> Backend:
         meter=AllocatorMeter,
         check=check,
         allocator=allocator_of_process,
-        fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
+        fill_workspaces=lambda scenario: fill_cublas_workspaces(),
         compiles=True,
     )
 

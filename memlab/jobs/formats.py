@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, Entry, lines_of
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, NoJobError, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
@@ -47,10 +47,6 @@ _ENTRY_POINTS = {
 """Modules that are started, also by their files, and whose keys no name of the framework begins."""
 _FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
-
-
-class NoJobError(ValueError):
-    """The file is no job's, as far as memlab can tell."""
 
 
 def read_file(

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from memlab.config.architectures import published_architecture
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
 from memlab.jobs.bounds import is_of_inference_engine
-from memlab.jobs.formats import NoJobError
+from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.model import published_architecture
 
 Outcome = Literal["expressible", "bounded", "unbounded", "asked", "refused", "cannot start", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -26,6 +26,8 @@ changes at most. ``unbounded``: of something it does not, or it takes a default 
 ``asked``: memlab needs a value that the file does not have. ``refused``: memlab does not have the model, a kind of
 layer, or the engine. ``cannot start``: the framework itself would refuse the job. ``failed``: a fault of memlab."""
 _ENDINGS = frozenset({".sh", ".bash", ".slurm", ".sbatch", ".yaml", ".yml", ".json"})
+_GENERIC = ("enable", "enabled", "mode", "rank", "target", "type", "method", "model", "dtype")
+"""Ends of keys that say nothing without their section."""
 _MODEL = re.compile(r"[a-z]+[-_ ]?[\d.]*")
 
 
@@ -134,7 +136,8 @@ def _outcome(job: Job) -> tuple[Outcome, list[str]]:
         return "cannot start", [f"starts only with other values of {', '.join(job.refused_fields) or 'its keys'}"]
     if job.lacks:
         return "refused", list(job.lacks)
-    unknown = [f"the file does not say {guess}" for guess in job.guesses]
+    unknown = [question.partition(":")[0] for question in job.questions]
+    unknown += [f"the file does not say {guess}" for guess in job.guesses]
     if job.scenario is None:
         return ("asked", unknown) if unknown else ("refused", [str(job.not_supported)])
     rows = [one for one in job.not_modelled if one.bound_bytes != 0 and not is_of_inference_engine(one.key)]
@@ -146,7 +149,9 @@ def _outcome(job: Job) -> tuple[Outcome, list[str]]:
 
 
 def _named(one: NotModelled) -> str:
-    name = one.key.rpartition(".")[2]
+    section, _, name = one.key.rpartition(".")
+    if name in _GENERIC:
+        name = f"{section.rpartition('.')[2]}.{name}".removeprefix(".")
     if one.effect == "unknown":
         return f"{name}: memlab does not know the key"
     return f"{name}{'' if one.bound_bytes is not None else ', without a bound'}"

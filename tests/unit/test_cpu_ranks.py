@@ -105,7 +105,7 @@ def _take_steps(job: Job) -> OfRank:
     counts: list[list[int]] = []
     with job.lab(int(os.environ["RANK"])) as lab, _noting_routes(lab, counts):
         records = job.steps(lab)
-        states = [state for part in inside(lab).model.live.optimizers for state in part.optimizer.state.values()]
+        states = [state for part in inside(lab).model.engine.live.optimizers for state in part.optimizer.state.values()]
         return OfRank(records, counts, values, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
 
 
@@ -147,7 +147,7 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
 def compute(lab: Lab) -> Values:
     """Takes a step with weights that depend on their names in the whole model alone."""
     norms: list[float] = []
-    optimizer = inside(lab).model.live.optimizer
+    optimizer = inside(lab).model.engine.live.optimizer
     take_step = optimizer.step
 
     def note_norm() -> Any:
@@ -157,7 +157,7 @@ def compute(lab: Lab) -> Values:
 
     def fill() -> None:
         with inside(lab).model.meter.paused(), torch.no_grad():
-            for chunk in inside(lab).model.live.chunks:
+            for chunk in inside(lab).model.engine.live.chunks:
                 for name, parameter in chunk.module.named_parameters():
                     parameter.copy_(own_part(name, parameter, chunk.module, lab.scenario))
             optimizer.reload_model_params()

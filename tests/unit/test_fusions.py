@@ -43,7 +43,7 @@ def test_every_setting_has_the_numbers_of_the_plain_state_and_the_predicted_byte
     torch.testing.assert_close(kept, exact, rtol=0.05, atol=2e-3)  # unfused, each gradient is rounded to bf16
     with Lab(name, backend=of_the_cpu_backend(), **SMALL, state=BOTH) as lab:
         fake = [lab.step(each) for each in settings]
-        num_weights = sum(1 for _ in inside(lab).model.live.parameters())
+        num_weights = sum(1 for _ in inside(lab).model.engine.live.parameters())
     for one, other in zip(real, fake, strict=True):
         assert one.loss == loss
         # torch's AdamW counts its steps in a tensor of 4 bytes a weight.

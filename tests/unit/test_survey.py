@@ -13,6 +13,8 @@ from memlab.jobs.survey import Outcome, survey
 from memlab.views.text.survey import survey_table
 
 SFT = "NPROC_PER_NODE=8 megatron sft --max_length 2048 --gradient_accumulation_fusion false --model "
+VERL = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B"
+GRADIENTS = "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32"
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
     "exact.sh": (f"{SFT}Qwen/Qwen3-8B", "expressible", ()),
@@ -28,6 +30,16 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
         ("the file does not say micro_batch_size",),
     ),
     "b/asked.sh": ("NPROC_PER_NODE=8 megatron sft --max_length 2048", "asked", ("the file does not say the model",)),
+    "b/version.sh": (
+        VERL,
+        "asked",
+        (f"{GRADIENTS} is not in the file, and its default depends on the version",),
+    ),
+    "b/sizes.sh": (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --bf16 --seq-length 1024",
+        "asked",
+        ("the file does not say the model",),
+    ),
     "b/refused.slurm": (f"{SFT}Qwen/Qwen3.5-35B-A3B", "refused", ("the model 'Qwen/Qwen3.5-35B-A3B'",)),
     "b/engine.sh": (
         "python -m verl.trainer.main_ppo model_engine=megatron2 actor_rollout_ref.model.path=Qwen/Qwen3-8B",
@@ -53,6 +65,7 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
 NO_JOBS = {
     "install.sh": "pip install torch",
     "values.yaml": "replicas: 2",
+    "list.yaml": "- agent_type: x",
     "package.json": '{"name": "x"}',
     "empty.sh": "",
     ".hidden/job.sh": f"{SFT}Qwen/Qwen3-8B",
@@ -85,7 +98,7 @@ def test_each_job_of_a_folder_has_an_outcome_and_what_it_misses(checkout: Path) 
     assert found.unreadable.keys() == UNREADABLE.keys()
     assert "in a circle" in found.unreadable["circle.yaml"]
     assert seen == [(number, found.num_files) for number in range(1, found.num_files + 1)]
-    assert found.num_files == len(JOBS) + len(UNREADABLE) + 5, "neither hidden files nor other endings"
+    assert found.num_files == len(JOBS) + len(UNREADABLE) + 6, "neither hidden files nor other endings"
 
 
 def test_counts_are_by_framework_and_by_model_and_add_up(checkout: Path) -> None:
@@ -93,19 +106,20 @@ def test_counts_are_by_framework_and_by_model_and_add_up(checkout: Path) -> None
     by_framework, by_model = found.counts("framework"), found.counts("model")
     assert {name: sum(counts.values()) for name, counts in by_framework.items()} == {
         "ms-swift": 8,
-        "verl": 1,
+        "verl": 2,
         "nemo-rl": 1,
+        "megatron-lm": 1,
     }
     assert by_framework["ms-swift"]["unbounded"] == 3
     assert {name: sum(counts.values()) for name, counts in by_model.items()} == {
-        "qwen3": 7,
+        "qwen3": 8,
         "qwen2": 1,
         "qwen3.5": 1,
-        "not named": 1,
+        "not named": 2,
     }
     assert found.missing()["padding_free"] == 2
     table = survey_table(found)
-    assert f"{checkout}: 10 of 17 scripts and configurations are jobs" in table
+    assert f"{checkout}: 12 of 20 scripts and configurations are jobs" in table
     assert "2 files cannot be read, as broken.yaml: " in table
 
 
@@ -128,8 +142,7 @@ def test_one_fault_of_memlab_is_told_and_does_not_end_the_walk(
 
 
 def test_a_version_of_a_framework_answers_what_depends_on_it(tmp_path: Path) -> None:
-    text = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B"
-    folder = folder_with(tmp_path, {"verl.sh": text, "swift.sh": f"{SFT}Qwen/Qwen3-8B"})
+    folder = folder_with(tmp_path, {"verl.sh": VERL, "swift.sh": f"{SFT}Qwen/Qwen3-8B"})
     outcomes = {
         version: {one.path: one.outcome for one in survey(folder, version=version).files}
         for version in (None, "before-2026-08-20")

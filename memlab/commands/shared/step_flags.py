@@ -7,7 +7,7 @@ import argparse
 from memlab.commands.shared.job_flags import add_job_file_options
 from memlab.commands.shared.option_flags import add_option_flags, whole_number
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.architectures import ARCHITECTURES
+from memlab.config.architectures import known_names
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -32,7 +32,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "architecture",
         metavar="ARCH",
         nargs="?",
-        help=f"model: {', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
+        help=f"model: {known_names()}, its name on Hugging Face, or the path of a Hugging Face config.json",
     )
     add_job_file_options(parser)
     for title, cls in _GROUPS.items():

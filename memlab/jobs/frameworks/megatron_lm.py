@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import HUGGING_FACE_NAMES
+from memlab.config.architectures import HUGGING_FACE_NAMES, published_architecture
 from memlab.config.option import unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -48,7 +48,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import published_architecture
 
 FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
 _FLAGS_OF_BUCKETS = tuple(
