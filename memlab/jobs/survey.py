@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from memlab.config.architectures import published_architecture
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
 from memlab.jobs.bounds import is_of_inference_engine
@@ -17,7 +18,6 @@ from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.model import published_architecture
 
 Outcome = Literal["expressible", "bounded", "unbounded", "asked", "refused", "cannot start", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.architectures import find_architecture, published_architecture
 from memlab.config.model_restrictions import check_on_model
 from memlab.jobs.job import Job
-from memlab.jobs.model import published_architecture
 from memlab.jobs.writing import written
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
@@ -68,11 +68,30 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("Qwen/Qwen2.5-Coder-32B", "qwen2.5-32b"),
         ("Qwen/Qwen2.5-VL-7B-Instruct", None),
         ("Qwen/Qwen2.5-Coder-72B", None),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-405B-Instruct-FP8", "llama-3.1-405b"),
+        (
+            "/models/models--meta-llama--Llama-2-7b-chat-hf/snapshots/f5db02db724555f92da89c216ac04704f23d4590",
+            "llama-2-7b",
+        ),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-7B-v0.1", None),  # its attention has a window
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("mistralai/Mistral-Large-Instruct-2411", "mistral-large-123b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", None),  # its embeddings are not tied
+        ("Qwen/Qwen2-7B-Instruct", "qwen2.5-7b"),
     ],
 )
 def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:
     found = published_architecture(name)
     assert (None if found is None else found.name) == architecture
+    if found is not None:  # wherever a command takes an architecture
+        assert find_architecture(name) == found
+    else:
+        with pytest.raises(ValueError, match="is neither a known name nor a Hugging Face config"):
+            find_architecture(name)
 
 
 def test_llama_has_the_fusions_of_its_own_provider(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -53,7 +54,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import LORA
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import published_architecture
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
