@@ -1,8 +1,8 @@
 """What memlab replaces, calls or reads of torch, megatron-core and Transformer Engine beyond their public interfaces.
 
 One row per place upstream. `memlab.upstream.patching` replaces nothing that has no row here, and a test checks that
-every name exists in the installed versions. Read in torch 2.11 and 2.13, megatron-core 0.16.1 and 0.19.2, and
-Transformer Engine 2.12.0.
+every name exists in the installed versions. That test has passed with torch 2.13, 2.14 and 2.15 and megatron-core
+0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names were read in 2.12.0.
 """
 
 from __future__ import annotations
@@ -494,7 +494,7 @@ _WITHOUT_TE = (
         use="replaced",
         where="backends/cpu.py",
         why="It compiles a CUDA extension that lets two tensors share one storage.",
-        since=(0, 19),
+        since=(0, 17),
     ),
     Internal(
         owner=_OFFLOAD + ":ChunkOffloadHandler",
@@ -632,7 +632,7 @@ _WITHOUT_TE = (
         where="backends/cpu.py",
         why="With TE it is a CUDA kernel; None selects multi_tensor_scale_impl.",
         absent_without_te=True,
-        since=(0, 19),
+        since=(0, 17),
     ),
     Internal(
         owner="megatron.core.optimizer.optimizer",
@@ -1058,7 +1058,7 @@ _MEGATRON = (
         names=("get_moe_layer_wise_logging_tracker",),
         use="used",
         where="engines/megatron/megatron_versions.py",
-        why="The auxiliary losses that MoE layers log, kept for the process (0.16; 0.19 has the next).",
+        why="The auxiliary losses that MoE layers log, kept for the process (0.18 has the next).",
     ),
     Internal(
         owner=_MOE_UTILS,
@@ -1066,7 +1066,7 @@ _MEGATRON = (
         use="used",
         where="engines/megatron/megatron_versions.py",
         why="The auxiliary losses that MoE layers log, kept for the process.",
-        since=(0, 19),
+        since=(0, 18),
     ),
     Internal(
         owner="megatron.core.fusions.fused_bias_swiglu",
