@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class FittingLayout:
     """Of the forward FLOPs of the layers."""
     transferred_bytes: int
     """To the host, and back again, in a step."""
-    communicated_bytes: dict[str, int] = field(default_factory=dict)
+    communicated_bytes: dict[str, int]
     """What the worst rank sends to others in a step, by kind of collective."""
 
     @property
@@ -219,7 +219,6 @@ def search_layouts(
     base: MemorySettings,
     gpu_memory_bytes: int,
     predict: Callable[[Step], Prediction],
-    communicate: Callable[[Scenario, MemorySettings], dict[str, int]],
     *,
     is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
     on_layout: Callable[[Scenario, FittingLayout | None, int], object] = lambda job, found, num_left: None,
@@ -233,7 +232,6 @@ def search_layouts(
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
         predict: Predicts a step.
-        communicate: Counts what a rank sends in a step, by kind of collective.
         is_allowed: Says which settings may be proposed; the base is always tried.
         on_layout: Called with each layout that was predicted, what was found, and how many may follow.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps of the
@@ -282,8 +280,6 @@ def search_layouts(
                 if fits is None:
                     not_fitting.append(one)
                 else:
-                    rank = replace(one, layout=replace(one.layout, rank=fits.rank))
-                    fits = replace(fits, communicated_bytes=communicate(rank, fits.settings))
                     fitting.append(fits)
                 on_layout(one, fits, sum(might_be_better(each) for each, _ in islice(left, 1, None)))
             left.popleft()
@@ -362,6 +358,7 @@ def _least_recompute(
                 outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
                 recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
                 transferred_bytes=max(one.transferred_bytes for one in predictions),
+                communicated_bytes=dict(worst.communicated_bytes),
             )
     return None
 

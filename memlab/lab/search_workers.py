@@ -174,59 +174,25 @@ class Workers:
             PredictionLostError: If the processes that should take the step are lost.
         """
         most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
-        prediction: Prediction = self._result(
-            lambda: self._begun(scenario, settings, limit_bytes), settings, likely, most
-        )
-        return prediction
-
-    def communicate(
-        self,
-        scenario: Scenario,
-        settings: MemorySettings,
-        likely: Callable[[], Iterator[Step]] = lambda: iter(()),
-    ) -> dict[str, int]:
-        """Counts what a rank sends in a step, by kind of collective.
-
-        Args:
-            scenario: What is run, on that rank.
-            settings: Of the step.
-            likely: Says which steps will probably be asked for next.
-
-        Raises:
-            PredictionLostError: If the processes that should take the step are lost.
-        """
-        counted: dict[str, int] = self._result(
-            lambda: self._processes.submit("communicate", scenario, settings, after=scenario),
-            settings,
-            likely,
-            len(self._processes),
-        )
-        return counted
-
-    def _result(
-        self,
-        begin: Callable[[], Future[Any]],
-        settings: MemorySettings,
-        likely: Callable[[], Iterator[Step]],
-        most: int,
-    ) -> Any:
-        """Waits for what a process does, and lets the others take the steps that will probably follow, so many."""
         processes = self._processes
         try:
             if isinstance(processes, _ThisProcess):
-                return self._wait_for(begin(), likely, most, lambda _: processes.wait()).result()
+                begun = self._begun(scenario, settings, limit_bytes)
+                return self._wait_for(begun, likely, most, lambda _: processes.wait())
             with _interrupted_while_waiting() as wait_for_one:
-                return self._wait_for(begin(), likely, most, wait_for_one).result()
+                begun = self._begun(scenario, settings, limit_bytes)
+                return self._wait_for(begun, likely, most, wait_for_one)
         except CallLostError as error:
             raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
 
     def _wait_for(
         self,
-        future: Future[Any],
+        future: Future[Prediction],
         likely: Callable[[], Iterator[Step]],
         most: int,
         wait_for_one: Callable[[set[Future[Any]]], None],
-    ) -> Future[Any]:
+    ) -> Prediction:
+        """Waits for a prediction, and lets other processes take the steps that will probably follow, so many."""
         while not future.done():
             running = {future, *(each for each in self._predictions.values() if not each.done())}
             for following in likely():
@@ -237,7 +203,7 @@ class Workers:
             wait_for_one({*running, self._stopped})
             if self._stopped.done():
                 raise KeyboardInterrupt
-        return future
+        return future.result()
 
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
         """Returns a prediction that has been made, or None."""
@@ -379,9 +345,6 @@ def layouts_that_fit(
     def predict(step: Step) -> Prediction:
         return workers.predict(*step, likely=likely)
 
-    def communicate(rank: Scenario, settings: MemorySettings) -> dict[str, int]:
-        return workers.communicate(rank, settings, likely)
-
     def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
         left = remaining(time.monotonic() - started, next(numbers), num_left).replace("about", "at most about")
         words = "does not fit" if found is None else f"{found.verdict} with '{found.settings}'"
@@ -393,7 +356,6 @@ def layouts_that_fit(
         base,
         gpu_memory_bytes,
         predict,
-        communicate,
         is_allowed=is_allowed,
         on_layout=report,
         look_ahead=following.append,

@@ -59,7 +59,7 @@ NO_OTHER = AnsweredSteps(lambda _: pytest.fail("no other step is needed"))
 
 def predicting(steps: Steps, limit_bytes: int) -> Predict:
     """On whatever rank a search asks for."""
-    return lambda scenario, settings: Prediction.of(steps(settings), steps, limit_bytes)
+    return lambda scenario, settings: Prediction.of(steps(settings), steps, limit_bytes, communicated_bytes={})
 
 
 def pareto(rows: list[Figures]) -> set[Figures]:
@@ -97,7 +97,7 @@ def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, bas
 
         def predict(_: Scenario, settings: MemorySettings) -> Prediction:
             taken[settings] = steps(settings)
-            return Prediction.of(taken[settings], steps, GIB)
+            return Prediction.of(taken[settings], steps, GIB, communicated_bytes={})
 
         found = search(base, [scenario], predict, GIB)
         # What the search has stepped is not stepped again here: below, a new lab repeats a part of it.
@@ -163,7 +163,7 @@ def test_what_is_pruned_is_not_on_the_front_of_a_job_whose_ranks_save_by_differe
 
     def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
         step = steps[scenario.layout.rank]
-        return Prediction.of(step(settings), step, 59 * GIB)
+        return Prediction.of(step(settings), step, 59 * GIB, communicated_bytes={})
 
     found = search(PLAIN, scenarios, predict, 59 * GIB)
     every = []
