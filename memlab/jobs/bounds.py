@@ -12,7 +12,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, para
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.framework import NotModelled, Reading
 from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
@@ -85,10 +85,36 @@ def _padded_logits_bytes(scenario: Scenario) -> int:
 
 
 def _replayed_routing_bytes(scenario: Scenario) -> int:
-    """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
+    """Returns what the numbers of a step's experts take, as chosen and as taken, beside those of one whole row, twice.
+
+    verl keeps those of a rank's layers in 8 bytes each, of all micro-batches, since only backward under recompute drops
+    them; before, it packs and scatters the row's of all layers (``set_router_replay_data`` in
+    verl/utils/megatron/router_replay_utils.py, main of August 2026).
+    """
+    layers = sum(scenario.architecture.layer_routes(layer) for layer in scenario.layers_of_rank)
+    kept = scenario.tokens_of_rank * scenario.architecture.moe_router_topk * layers * scenario.num_microbatches
+    return 2 * 8 * kept + 2 * _bytes_of_a_row_s_experts(scenario)
+
+
+def _bytes_of_a_row_s_experts(scenario: Scenario) -> int:
+    """Returns the numbers of the experts in all layers of the model, of whole rows, in 8 bytes each."""
     model = scenario.architecture
-    layers = sum(model.layer_routes(layer) for layer in scenario.layers_of_rank)
-    return 2 * 8 * scenario.tokens_of_rank * model.moe_router_topk * layers * scenario.num_microbatches
+    layers = sum(model.layer_routes(layer) for layer in range(model.num_layers))
+    return 8 * scenario.micro_batch_size * scenario.seq_length * model.moe_router_topk * layers
+
+
+def _taken_routing_bytes(scenario: Scenario) -> int:
+    """Returns the numbers of the experts in the layers in flight, in 4 bytes each (``pop_forward`` of slime)."""
+    return 4 * scenario.architecture.moe_router_topk * _routing_rows(scenario)
+
+
+def _entropy_of_slime_bytes(scenario: Scenario) -> int:
+    """Returns what slime's entropy takes at most beside the log-probabilities: three tensors like the logits, in fp32.
+
+    These are the logits, kept for backward, and there the entropy's gradient; where a mask leaves out what was not
+    sampled, also the probabilities of all (``_VocabParallelLogProbEntropy`` in slime/utils/ppo_utils.py, 624b824a).
+    """
+    return 3 * 4 * _logits(scenario)
 
 
 def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -270,6 +296,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
             "create_attention_mask_in_dataloader",
             "skip_getting_attention_mask_from_dataset",
             "get_attention_mask_from_fusion",
+            "padding_free",
         ),
         _mask_bytes,
     ),
@@ -277,9 +304,11 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
     ),
     **dict.fromkeys(
-        ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay", "use_routing_replay"),
-        _replayed_routing_bytes,
+        ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay"), _replayed_routing_bytes
     ),
+    "enable_rollout_routing_replay": _bytes_of_a_row_s_experts,
+    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay"), _taken_routing_bytes),
+    "entropy_coef": _entropy_of_slime_bytes,
     **dict.fromkeys(("remove_microbatch_padding", "use_sample_packing"), _padded_logits_bytes),
     "sequence_packing.enabled": _causal_mask_bytes,
     "freeze_moe_router": _router_bytes,
@@ -372,20 +401,26 @@ weights with ``cpu_offloading_weights``, off by default (megatron/core/model_par
 def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
     """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
     ranks = scenario.on_ranks(None)
-    for index, one in enumerate(reading.not_modelled):
-        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
+    for index, row in enumerate(reading.not_modelled):
+        one = replace(row, most_micro_batches=reading.most_micro_batches)
+        bounds = [bound_bytes(one, rank, settings) for rank in ranks]
         if None not in bounds and one.effect != "unknown":
             name = one.key.rpartition(".")[2]
             effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
+            one = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
+        reading.not_modelled[index] = one
 
 
-def bound_bytes(key: str, scenario: Scenario, settings: MemorySettings) -> int | None:
-    """Returns how much a key that memlab does not model changes at most on a rank; None if that is not known."""
-    by_settings = _of_end(BOUNDS_BY_SETTINGS, key)
+def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) -> int | None:
+    """Returns how much something that memlab does not model changes at most on a rank; None if that is not known."""
+    by_settings = _of_end(BOUNDS_BY_SETTINGS, one.key)
     if by_settings is not None:
         return by_settings(scenario, settings)
-    bound = _of_end(BOUNDS, key)
+    bound = _of_end(BOUNDS, one.key)
+    if bound is _replayed_routing_bytes:
+        if one.most_micro_batches is None:
+            return None
+        scenario = replace(scenario, num_microbatches=max(scenario.num_microbatches, one.most_micro_batches))
     return None if bound is None else bound(scenario)
 
 

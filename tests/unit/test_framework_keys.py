@@ -102,13 +102,16 @@ def test_what_verl_s_router_does_by_default_is_said_with_its_bound(key: str, mea
         ("verl", f"{_ACTOR}.entropy_coeff=0.01", 4 * 4 * 4096 * 151_936 // 2),
         ("verl", f"{_ACTOR}.calculate_entropy=True", 4 * 4 * 4096 * 151_936 // 2),
         ("skyrl", "trainer.algorithm.use_entropy_loss=true", 4 * 4 * 4096 * 151_936 // 2),
-        ("verl", f"{_ACTOR}.megatron.router_replay.mode=R3", 2 * 8 * 4096 // 2 * 8 * 48 * 2),
+        ("verl", f"{_ACTOR}.megatron.router_replay.mode=R3", 2 * 8 * 4096 * 8 * 48 * (2 // 2 + 1)),
     ],
 )
 def test_tensors_of_the_loss_and_of_the_router_are_bounded(
     framework: str, key: str, num_bytes: int, tmp_path: Path
 ) -> None:
-    """By hand: 4,096 tokens, shared by 2 ranks, with 48 layers, 8 experts a token and 2 micro-batches of one row."""
+    """By hand: 4,096 tokens, shared by 2 ranks, with 48 layers, 8 experts a token and 2 micro-batches of one row.
+
+    Of the chosen experts, one whole row is on the device too, twice.
+    """
     sizes = {
         "verl": f"trainer.n_gpus_per_node=2 {_ACTOR}.megatron.tensor_model_parallel_size=2 "
         f"data.max_prompt_length=2048 data.max_response_length=2048 {_ACTOR}.ppo_mini_batch_size=2 ",

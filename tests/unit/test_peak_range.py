@@ -105,7 +105,7 @@ def test_what_is_in_no_category_of_the_peak_takes_nothing() -> None:
 
 def test_causes_of_both_signs_move_both_ends() -> None:
     record = step_record(kept_gather_bytes=7 * MIB, uncollected_bytes=30 * MIB)
-    bound = bound_bytes("attention_dropout", JOB, MemorySettings())
+    bound = bound_bytes(missing("attention_dropout", "either"), JOB, MemorySettings())
     assert bound
     found = PeakRange.of(record, [missing("attention_dropout", "either")])
     assert found.lower_bytes == 970 * MIB - bound
@@ -329,7 +329,9 @@ def test_the_bound_of_an_unfused_permutation_holds_for_megatron_s_own(monkeypatc
         with Lab("qwen3-moe-tiny", backend="cpu", **job) as lab:
             for settings in (MemorySettings(), FULL):
                 peaks[is_fused, settings] = lab.step(settings).activation_peak_bytes
-    bound = bound_bytes("moe_permute_fusion", Scenario.of("qwen3-moe-tiny", **job), MemorySettings())
+    bound = bound_bytes(
+        NotModelled("moe_permute_fusion", None, "either", ""), Scenario.of("qwen3-moe-tiny", **job), MemorySettings()
+    )
     for settings in (MemorySettings(), FULL):
         assert bound is not None and 0 < abs(peaks[False, settings] - peaks[True, settings]) <= bound
 
@@ -342,7 +344,9 @@ def test_fsdp_spreads_no_more_than_a_rank_has(dtype: str, reduces_in_bf16: bool,
     with Lab("phi-4-tiny", backend="simulated", **job) as lab:
         held = lab.step().peak_by_category
     spread = sum(held[name] for name in ("parameters", "gradients", *(["optimizer state"] * (not is_distributed))))
-    bound = bound_bytes("use_megatron_fsdp", Scenario.of("phi-4-tiny", **job), MemorySettings())
+    bound = bound_bytes(
+        NotModelled("use_megatron_fsdp", None, "either", ""), Scenario.of("phi-4-tiny", **job), MemorySettings()
+    )
     assert bound is not None and 0.98 * spread * 7 / 8 <= bound <= spread * 7 / 8
 
 

@@ -50,6 +50,8 @@ class NotModelled:
     bound_bytes: int | None = None
     """How much it changes at most on a rank, where that is known; of what freezes parameters, only gradients and
     optimizer state."""
+    most_micro_batches: int | None = 0
+    """As in `Reading`."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,9 @@ class Reading:
     """What the user has to decide before memlab can predict the job, in whole sentences."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps."""
+    most_micro_batches: int | None = 0
+    """As many as a copy has in a step, where memlab predicts fewer; None if the job does not say how many, 0 if memlab
+    predicts all."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
     unread: str = ""

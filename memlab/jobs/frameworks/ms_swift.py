@@ -160,8 +160,21 @@ _OF_ENGINE = ("speculative_config", "quantization", "cpu_offload_gb", "kv_cache_
 FRAMEWORK_MISSING = (
     *(_of_ms_swift(row) for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"]) if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
-    Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
-    Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
+    *(
+        row
+        for name in ("tuner_type", "train_type")
+        for row in (
+            Missing(name, "less", LORA, lambda value: value not in (None, "full", "lora_llm")),
+            # ``_prepare_full_vit`` in swift/megatron/utils/utils.py.
+            Missing(
+                name,
+                "less",
+                "low-rank adapters in the language model, which memlab predicts alone: the tower and the aligner of "
+                "a multimodal model are trained whole, and come on top",
+                lambda value: value == "lora_llm",
+            ),
+        )
+    ),
     *(
         Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
         for name in ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
@@ -223,6 +236,8 @@ _WITH_REFERENCE = ("grpo", "dpo", "kto")
 nothing reads it then (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py). Of adapters, the model without them
 is the reference."""
 
+_WITH_PAIRS = ("dpo", "rm")
+
 
 _ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 """Keys that make ``tuner_type`` ``lora`` where it is ``full`` (``MegatronArguments.__post_init__``)."""
@@ -243,7 +258,8 @@ def _complete_trained(reading: Reading) -> None:
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
     if not reading.values.pop("removes_padding") and not reading.get("packing"):
-        reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
+        # ``_data_collator`` in swift/template/base.py.
+        reading.miss("padding_free", "more", "rows that are not packed have a mask of 1 byte for each pair of tokens")
 
 
 def _note_history(reading: Reading) -> None:
@@ -307,18 +323,15 @@ def complete(reading: Reading) -> None:
         reading.miss("rlhf_type", "either", "the model has a head that computes no logits")
     if kind == "gkd":
         reading.miss("rlhf_type", "more", "the loss compares whole distributions of teacher and student")
-    if kind == "dpo":
-        reading.miss("rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence")
-    lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
-    length = next((number for number in lengths if number), None)
     # With this probability GKD trains on answers of the student, where an engine makes them
     # (``_determine_data_source`` in swift/megatron/trainers/gkd_trainer.py).
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
     generates = kind == "grpo" or (kind == "gkd" and is_on_policy)
     _complete_offload(reading, is_generating=generates)
-    if length and generates:
-        length = _length_with_answers(reading, length, generated)
+    length = _length(reading, generated if generates else 0)
     values["seq_length"] = length
+    if kind in _WITH_PAIRS:
+        _complete_pairs(reading)
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
@@ -326,15 +339,30 @@ def complete(reading: Reading) -> None:
     _complete_rollout(reading, per_node, kind, is_generating=generates, has_reference_model=has_reference_model)
     rows = values["micro_batch_size"]
     # The language model's loss needs the same memory either way: it is computed in the layout of its logits.
-    if kind in _LIKELIHOOD and length and values["removes_padding"] and values["global_batch_size"] % rows == 0:
+    is_one_row = values["removes_padding"] and values["global_batch_size"] % rows == 0
+    if kind in _LIKELIHOOD and length and is_one_row:
         pack_micro_batch(reading, "micro_batch_size")
         values["global_batch_size"] //= rows
-    if length is None:
-        reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
     _complete_trained(reading)
     _note_history(reading)
     _note_fusion(reading)
+
+
+def _complete_pairs(reading: Reading) -> None:
+    """Takes two sequences, the chosen and the rejected, for each of a batch (``_rlhf_data_collator``).
+
+    Packing fills a row with pairs, up to its length (``create_packed_idx`` in swift/dataset/packing.py). Stages of a
+    pipeline send what the reference model computed too (``forward_step`` in swift/megatron/trainers/dpo_trainer.py).
+    """
+    values = reading.values
+    if reading.get("packing"):
+        reading.miss("rlhf_type", "more", "a pair of answers that is longer than a row makes a row of its own")
+    else:
+        for name in ("micro_batch_size", "global_batch_size"):
+            reading.take("rlhf_type", name, 2 * values[name])
+    if (values.get("pipeline_model_parallel_size") or 1) > 1:
+        reading.miss("rlhf_type", "more", "pipeline stages send and keep the reference model's outputs too")
 
 
 def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
@@ -360,6 +388,18 @@ def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
                     "(vllm_mode colocate)"
                 )
     values["offload_gradients"] = values.get("offload_parameters")
+
+
+def _length(reading: Reading, generated: int) -> int | None:
+    """Returns the tokens of the longest sequence, with the tokens of an answer where the job generates some."""
+    lengths = [reading.values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
+    length = next((number for number in lengths if number), None)
+    if length is None:
+        taken = "the architecture's usual length"
+        if generated:
+            taken = f"sequences as long as an answer, {generated:,} tokens: give --set max_length=TOKENS"
+        reading.warnings.append(f"max_length is not in the file, so memlab takes {taken}")
+    return _length_with_answers(reading, length or 0, generated) if generated else length
 
 
 def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:

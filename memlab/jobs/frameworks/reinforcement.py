@@ -93,6 +93,11 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
             "longest sequence alone, as slime and SkyRL make them; verl stops at such a sequence"
         )
         row = -(-longest // unit) * unit
+    if not longest:
+        reading.warnings.append(
+            f"{key}: the file does not say how long the data's sequences are: memlab predicts rows of {row:,} tokens, "
+            "and a sequence that is longer makes a longer row"
+        )
     reading.take(key, "seq_length", row)
     values["micro_batch_size"] = 1
     sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
@@ -100,6 +105,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     rows = None
     if longest and sequences:
         rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
+    reading.most_micro_batches = rows
     values["num_microbatches"] = _full_rows(rows, values.get("pipeline_model_parallel_size") or 1)
     reading.warnings.append(
         f"{key}: micro-batches are filled up to a budget, so their number depends on the data; memlab predicts "
