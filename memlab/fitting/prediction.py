@@ -9,6 +9,7 @@ from typing import Self
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Steps, Verdict, judge, transferred_bytes
+from memlab.fitting.least_peak import bytes_at_peak
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.record.step_record import StepRecord
@@ -37,6 +38,8 @@ class Prediction:
     """Phase in which the allocated bytes peak, of `memlab.vocabulary.PHASES`."""
     communicated_bytes: Mapping[str, int] = field(default_factory=dict)
     """What the rank sends in a step, by kind of collective."""
+    requested_at_peak: Mapping[str, int] = field(default_factory=dict)
+    """As `memlab.fitting.least_peak.bytes_at_peak`."""
 
     @property
     def fits(self) -> bool:
@@ -75,6 +78,7 @@ class Prediction:
             without_effect=frozenset(record.without_effect),
             peak_phase=record.peak_phase,
             communicated_bytes=communicated_bytes,
+            requested_at_peak=bytes_at_peak(record),
         )
 
 

@@ -337,6 +337,7 @@ def layouts_that_fit(
         is_allowed: Says which settings may be proposed.
     """
     started, numbers = time.monotonic(), count(1)
+    best: FittingLayout | None = None
     following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]
 
     def likely() -> Iterator[Step]:
@@ -346,8 +347,11 @@ def layouts_that_fit(
         return workers.predict(*step, likely=likely)
 
     def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
+        nonlocal best
         left = remaining(time.monotonic() - started, next(numbers), num_left).replace("about", "at most about")
         words = "does not fit" if found is None else f"{found.verdict} with '{found.settings}'"
+        if found is not None and (best is None or found.cost < best.cost):
+            best, words = found, f"{words}, the best so far"
         tell(f"{tried.layout}: {words}; at most {num_left} layouts to go{left}")
 
     return search_layouts(
@@ -362,19 +366,22 @@ def layouts_that_fit(
     )
 
 
-def progress_in_lines(say: Callable[[str], object]) -> Callable[[Point, int, Callable[[], int]], None]:
-    """Returns a function that reports each point of a search in a line, with the remaining time."""
+def progress_in_lines(say: Callable[[str], object]) -> Callable[[Point, SearchResult, Callable[[], int]], None]:
+    """Returns a function that reports each point of a search in a line, with the remaining time and the best so far."""
     numbers, started = count(1), time.monotonic()
     estimated, left = started, ""
+    best: Point | None = None
 
-    def report(point: Point, num_left: int, count_likely: Callable[[], int]) -> None:
-        nonlocal estimated, left
-        number, now = next(numbers), time.monotonic()
+    def report(point: Point, found: SearchResult, count_likely: Callable[[], int]) -> None:
+        nonlocal estimated, left, best
+        number, num_left, now = next(numbers), found.num_left, time.monotonic()
         if now - estimated > _NEW_ESTIMATE_SECONDS:  # counting takes time
             estimated, left = now, _between(now - started, number, count_likely(), num_left)
         peak = format_bytes(point.peak_allocated_bytes)
         still = f"at most {num_left} to go{left}" if num_left else "none to go"
-        say(f"{number} predicted, {still}: {point.settings}: {peak}")
+        former, best = best, found.best if point.fits else best
+        better = "" if best is None or best is former else f"; best so far: '{best.settings}' {best.verdict}"
+        say(f"{number} predicted, {still}: {point.settings}: {peak}{better}")
 
     return report
 

@@ -18,16 +18,20 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting.candidates import candidates
+from memlab.fitting.does_it_fit import Verdict
 from memlab.fitting.layouts import (
+    SIZES,
     FittingLayout,
     Known,
+    LayoutSearch,
     LayoutSearchInterrupted,
     Step,
     deciding_ranks,
     layouts_of,
-    least_peak_bytes,
     search_layouts,
 )
+from memlab.fitting.least_peak import bytes_at_peak, least_peak_bytes, least_peak_with
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction
@@ -281,3 +285,58 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
     assert main(["search", "phi-4-tiny", "--gpu-memory", "80GiB", *flags.split()]) == 2
     complaint = capfd.readouterr().err
     assert refusal in complaint and complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen3-moe-tiny", {}),
+        ("qwen3-moe-tiny", {"num_microbatches": 3, "layout": Layout(pipeline_model_parallel_size=2)}),
+        ("phi-4-tiny", {"layout": Layout(context_parallel_size=2)}),
+    ],
+)
+def test_a_step_with_recompute_never_needs_less_than_the_step_without_it_shows(
+    family: str, more: dict[str, Any]
+) -> None:
+    job = Scenario.of(family, num_layers=4, seq_length=512, **more)
+    with stepping(job) as step:
+        at_peak = bytes_at_peak(step(PLAIN))
+        tried = [each for each in candidates(PLAIN, job, depth=1) if each.recompute_granularity is not None]
+        peaks = {settings: step(settings).peak_allocated_bytes for settings in tried}
+    least = {settings: least_peak_with(settings, at_peak) for settings in tried}
+    assert all(least[settings] <= peaks[settings] for settings in tried)
+    assert len(set(least.values())) == len(tried) > 2, "each setting has a bound of its own"
+    full = next(each for each in tried if each.recompute_granularity == "full")
+    assert 0 < least[full] == min(least.values())
+    with stepping(job) as step:
+        assert bytes_at_peak(step(full)) == {}, "what it recomputes is not at its peak"
+
+
+def test_settings_that_cannot_fit_are_not_predicted_and_the_most_recompute_only_where_less_does_not_do() -> None:
+    job = Scenario.of("llama-3.2-1b", layout=Layout(data_parallel_size=8))
+    given = dict.fromkeys(SIZES, 1)
+    at_peak = {"": 50 * GIB, "layer.mlp": 20 * GIB, "layer.self_attention.core_attention": 4 * GIB, "layer": 6 * GIB}
+
+    def asked_with(limit_bytes: int, of_mlp: int) -> tuple[list[str], LayoutSearch]:
+        asked: list[str] = []
+        peaks = {"none": 80 * GIB, "recompute mlp": of_mlp, "full uniform 4": 55 * GIB}
+
+        def predict(step: Step) -> Prediction:
+            asked.append(str(step.settings))
+            peak = peaks[asked[-1]]
+            verdict: Verdict = "fits" if peak <= step.limit_bytes else "does not fit"
+            shown = at_peak if step.settings == PLAIN else {}
+            range_ = PeakRange.exactly(peak)
+            return replace(predicted_by_size(step), peak_range=range_, verdict=verdict, requested_at_peak=shown)
+
+        outside = estimate_outside_torch(job.layout).total_bytes
+        return asked, search_layouts(job, given, PLAIN, limit_bytes + outside, predict)
+
+    asked, found = asked_with(limit_bytes=70 * GIB, of_mlp=65 * GIB)
+    assert asked == ["none", "recompute mlp"] and str(found.fitting[0].settings) == asked[-1]
+    asked, found = asked_with(limit_bytes=64 * GIB, of_mlp=65 * GIB)
+    assert asked == ["none", "recompute mlp", "full uniform 4"] and str(found.fitting[0].settings) == asked[-1]
+    asked, found = asked_with(limit_bytes=59 * GIB, of_mlp=65 * GIB)
+    assert asked == ["none", "full uniform 4"]
+    asked, found = asked_with(limit_bytes=49 * GIB, of_mlp=65 * GIB)
+    assert asked in ([], ["none"]) and not found.fitting
