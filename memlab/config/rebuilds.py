@@ -22,6 +22,8 @@ REBUILDS: dict[str, Rebuilt] = {
     "overlap_grad_reduce": "model",
     "overlap_param_gather": "model",
     "ddp_bucket_size": "model",
+    # Linears read it when they are built (extensions/transformer_engine.py, tensor_parallel/layers.py).
+    "gradient_accumulation_fusion": "model",
     # Only the optimizer reads these, when it is built (optimizer/__init__.py, optimizer/distrib_optimizer.py,
     # optimizer/cpu_offloading/hybrid_optimizer.py).
     "use_precision_aware_optimizer": "optimizer",
@@ -40,13 +42,15 @@ REBUILDS: dict[str, Rebuilt] = {
     # lose bits: a model that is built again has the weights of the seed.
     "main_params_dtype": "model",
     # Each forward reads these from the config (models/common/language_module/language_module.py,
-    # models/common/embeddings/rope_utils.py), or from the scenario (memlab/engines/megatron/training_step.py).
+    # models/common/embeddings/rope_utils.py, transformer/mlp.py, transformer/moe/experts.py), or from the scenario
+    # (memlab/engines/megatron/training_step.py).
     "loss": "nothing",
     "fp32_output": "nothing",
     "logprobs_chunk_size": "nothing",
     "cross_entropy_loss_fusion": "nothing",
     "cross_entropy_fusion_impl": "nothing",
     "apply_rope_fusion": "nothing",
+    "bias_activation_fusion": "nothing",
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     "deallocate_pipeline_outputs": "nothing",
     # Transformer Engine reads it at each forward from the environment (attention_environment.py), where a language

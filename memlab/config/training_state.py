@@ -79,6 +79,10 @@ class TrainingState:
     arguments of Megatron-LM's own scripts do not.)"""
     ddp_bucket_size: int | None = None
     """Elements of a bucket; None takes Megatron's rule, and has an effect only with an overlap."""
+    gradient_accumulation_fusion: bool = False
+    """Add each weight's gradient to its buffer in the matrix product that computes it. Megatron-Core's own default is
+    False; Megatron-LM's arguments and Megatron-Bridge's providers switch it on. Transformer Engine then keeps, between
+    steps too, an unused gradient in the weights' type for every shape of weight."""
 
     use_precision_aware_optimizer: bool = False
     """Let Transformer Engine's Adam hold the main parameters, and store them and the moments in other types."""
@@ -129,6 +133,10 @@ class TrainingState:
     """Which attention Transformer Engine uses; ``auto`` chooses."""
     apply_rope_fusion: bool = False
     """Rotate queries and keys in one kernel."""
+    bias_activation_fusion: bool = True
+    """Compute the activation of MLPs, SwiGLU, in one kernel. Megatron-LM's arguments switch it on. Megatron-Core's own
+    default is False: SiLU of the gate, the other half and, of experts, the product are then tensors of their own, which
+    are kept for backward."""
 
     deallocate_pipeline_outputs: bool = False
     """Free what a pipeline stage has sent to the next one, and keep only its graph for backward. Megatron-Core's own

@@ -54,6 +54,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
         world_size = math.lcm(per_copy, experts * pipeline)
+        reading.assumed.append("the number of ranks")
         reading.warnings.append(
             f"the number of ranks is not in the file, so memlab takes the smallest, {world_size}: give --world-size"
         )
@@ -404,10 +405,35 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the environment that torch reads, in any job. The older name, here the first, counts as a whole wherever
 it is set, even to nothing (run with torch 2.13 to 2.15; ``c10/core/AllocatorConfig.h`` of 2.13)."""
 _ALLOCATOR_OPTIONS = {"expandable_segments": SWITCH, "garbage_collection_threshold": NUMBER, "max_split_size_mb": WHOLE}
+
+
+def _is_not_20(value: str) -> bool:
+    """Whether an option in MiB is not what torch takes by itself."""
+    return value != "20"
+
+
+def _is_whole_device(share: str) -> bool:
+    """Whether an option gives a share of the GPU's memory, and that is all of it; ``40G`` is a number of GiB."""
+    return re.fullmatch(r"[0-9]+(\.[0-9]*)?", share) is not None and float(share) >= 1
+
+
+_RESERVE = "a request larger than this range of addresses fails, and free memory does not merge across two of them"
 _ALLOCATOR_MISSING = {
-    "backend": Missing("", "either", "CUDA's own pool in place of torch's", lambda value: value != "native"),
+    "backend": Missing(
+        *("", "either", "CUDA's own pool in place of torch's (before torch 2.14, memory_reserved() lacks its graphs)"),
+        lambda value: value != "native",
+    ),
+    "expandable_segments_reserve": Missing("", "more", _RESERVE, lambda value: not _is_whole_device(value)),
+    "expandable_segments_reserve_by_class": Missing("", "more", _RESERVE),
+    "large_segment_size_mb": Missing("", "either", "torch shares and maps memory in other pieces", _is_not_20),
+    "max_non_split_rounding_mb": Missing("", "either", "unsplit blocks serve smaller requests, or fewer", _is_not_20),
+    "per_process_memory_fraction": Missing(
+        *("", "more", "torch gets this share of the GPU only: give it as --gpu-memory"),
+        lambda value: not _is_whole_device(value),
+    ),
     "roundup_power2_divisions": Missing("", "more", "torch rounds sizes up to a part of a power of two"),
 }
+"""The rest of the options of ``c10/cuda/CUDAAllocatorConfig.cpp`` and ``c10/core/AllocatorConfig.cpp``, torch 2.15."""
 _UNKNOWN_OPTION = Missing("", "unknown", "memlab does not know this option of torch's allocator", lambda _: True)
 _LONGEST_ALLOCATOR = 2000
 """Characters; real texts have some dozens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import warnings
 from concurrent.futures import Future
@@ -19,8 +18,7 @@ from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import is_whole_number, shortened
-from memlab.engines.megatron.retention import megatron_globals
-from memlab.engines.megatron.retention.recipe_release import Held, check_held
+from memlab.engines.protocol import Held, check_held
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
 from memlab.lab.lab_part import OF_ONE_PROCESS
@@ -544,6 +542,3 @@ def _close_open_lab() -> None:
             f"closing the open lab ({lab.scenario}): Megatron keeps its process groups per process", stacklevel=3
         )
         lab.close()
-
-
-atexit.register(megatron_globals.forget)

@@ -123,7 +123,7 @@ def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_rec
     assert "use after free" in str(dangling)
     assert (record.status, record.loss, record.residual_bytes, record.without_effect) == ("ok", clean.loss, 0, {})
     assert tap.look() is None, "it lets go with the block"
-    assert inside(lab).model.remedy.spares_shared, "the guard is back with the block's end"
+    assert inside(lab).model.engine.spares_shared, "the guard is back with the block's end"
     with lab.tap(1) as tap:
         assert lab.step().without_effect, "the next tap is guarded again"
         intact = tap.look()
@@ -143,7 +143,7 @@ def test_a_guarded_tap_inside_an_unguarded_one_does_not_guard_it(open_lab: Calla
             seen = inner.look()
     assert tapped is not None and seen is not None
     assert (tapped.storage_bytes, seen.storage_bytes) == (0, 0)
-    assert inside(lab).model.remedy.spares_shared
+    assert inside(lab).model.engine.spares_shared
 
 
 def test_steps_under_a_tap_are_not_steady_and_a_warm_up_follows_them(open_lab: Callable[..., Lab]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import re
 
 from memlab.commands.shared.job_flags import add_job_file_options
-from memlab.config.architectures import ARCHITECTURES
+from memlab.config.architectures import known_names
 from memlab.config.layout import Layout
 from memlab.config.scenario import DTYPES
 from memlab.config.settings import (
@@ -40,7 +40,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "architecture",
         metavar="ARCH",
         nargs="?",
-        help=f"model: {', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
+        help=f"model: {known_names()}, its name on Hugging Face, or the path of a Hugging Face config.json",
     )
     add_job_file_options(parser)
     workload = parser.add_argument_group("workload")
@@ -94,6 +94,9 @@ _SWITCHES = {
     "grad_reduce_in_bf16": "accumulate and reduce gradients in bf16 (default: fp32)",
     "overlap_grad_reduce": "reduce the gradients of a bucket while backward computes the next one",
     "overlap_param_gather": "gather the parameters of a bucket while forward computes with those of the previous one",
+    "gradient_accumulation_fusion": (
+        "add each weight's gradient to its buffer in the matrix product that computes it (Megatron-LM's default)"
+    ),
     "use_precision_aware_optimizer": (
         "let Transformer Engine's Adam hold the main parameters; --main-params-dtype, --main-grads-dtype, "
         "--exp-avg-dtype and --exp-avg-sq-dtype need this flag"
@@ -141,6 +144,10 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
         state.add_argument(_flag(name), metavar=_choices(CHOICES[name]), help=text)
     for flag, text in (
         ("--no-use-distributed-optimizer", "keep the whole optimizer state on every data-parallel rank"),
+        (
+            "--no-bias-activation-fusion",
+            "compute the activation of MLPs in several kernels, which keep more for backward (Megatron-Core's default)",
+        ),
         ("--no-pin-cpu-grads", "with --optimizer-cpu-offload: do not page-lock the gradients on the host"),
         ("--no-pin-cpu-params", "with --optimizer-cpu-offload: do not page-lock the parameters on the host"),
     ):

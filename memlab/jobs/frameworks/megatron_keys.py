@@ -58,11 +58,16 @@ OFFLOAD = (
     Key("delta_offload_bytes_across_pp_ranks", "delta_offload_bytes_across_pp_ranks", WHOLE, 0),
     Key("fine_grained_offloading_max_inflight_offloads", "fine_grained_offloading_max_inflight_offloads", WHOLE, None),
 )
+FUSIONS = (
+    Key("bias_activation_fusion", "bias_activation_fusion", SWITCH, False),
+    Key("gradient_accumulation_fusion", "gradient_accumulation_fusion", SWITCH, False),
+)
 COMPUTE = (
     Key("cross_entropy_loss_fusion", "cross_entropy_loss_fusion", SWITCH, False),
     Key("cross_entropy_fusion_impl", "cross_entropy_fusion_impl", TEXT, "native"),
     Key("attention_backend", "attention_backend", BACKEND, "auto"),
     Key("apply_rope_fusion", "apply_rope_fusion", SWITCH, False),
+    *FUSIONS,
     Key("fp8", "fp8_format", TEXT, None),
     Key("fp8_recipe", "fp8_recipe", TEXT, "delayed"),
     Key("fp8_param", "fp8_param_gather", SWITCH, False),
@@ -113,13 +118,6 @@ def fields_of(architecture: Architecture) -> dict[str, Any]:
     return values if architecture.routes else values | dict.fromkeys(name for name in values if "moe" in name)
 
 
-UNUSED_GRADIENTS = (
-    "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
-    "(get_dummy_wgrad), and in backward it does not make the gradients of all the rank's experts at once"
-)
-UNFUSED_ACTIVATION = (
-    "unfused, the MLP's activation keeps twice as many bytes for backward as the fused one that memlab has"
-)
 MISSING = (
     Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
     Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
@@ -152,7 +150,6 @@ MISSING = (
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
     Missing("moe_shared_expert_gate", "more", "shared experts have a gate, whose backward keeps their output"),
-    Missing("bias_activation_fusion", "more", UNFUSED_ACTIVATION, is_false),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
@@ -197,11 +194,6 @@ MISSING = (
         "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
         "kernel's random state",
         bool,
-    ),
-    Missing(
-        "gradient_accumulation_fusion",
-        "more",
-        UNUSED_GRADIENTS,
     ),
     Missing(
         "moe_token_dispatcher_type",
