@@ -7,7 +7,7 @@ import warnings
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from memlab.backends import Backend, find_backend
 from memlab.config.allocator_settings import AllocatorSettings
@@ -31,6 +31,9 @@ from memlab.lab.session import NamedBackend, OnProgress, Session
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from memlab.ranks.ranks import Ranks
 
 __all__ = ["OF_ONE_PROCESS", "Lab", "Progress"]
 
