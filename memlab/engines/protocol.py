@@ -170,7 +170,7 @@ class Engine(Protocol):
     def set_state(self, scenario: Scenario) -> None:
         """Takes another scenario over, and sets what each forward reads of its training state.
 
-        `memlab.config.rebuilds` says which fields that suffices for.
+        The rows of `TrainingState` say which options that suffices for.
         """
 
     # Stepping

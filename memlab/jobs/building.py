@@ -10,13 +10,14 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.option import options_of, unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, Missing, refusal
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
@@ -278,16 +279,13 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     Raises:
         ValueError: If memlab refuses a value.
     """
-    values, default = reading.values, TrainingState()
+    values = reading.values
     if layout.pipeline_model_parallel_size == 1:
         values["deallocate_pipeline_outputs"] = False
-    if not values.get("optimizer_cpu_offload"):
-        for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
-            values[name] = getattr(default, name)
-    if not values.get("cross_entropy_loss_fusion") or values.get("loss", "cross_entropy") != "cross_entropy":
-        values["cross_entropy_loss_fusion"], values["cross_entropy_fusion_impl"] = False, "native"
-    if values.get("fp8_format") is None:
-        values["fp8_recipe"], values["fp8_param_gather"] = "delayed", False
+    if values.get("loss", "cross_entropy") != "cross_entropy":
+        values["cross_entropy_loss_fusion"] = False
+    for name in unread(TrainingState, values):
+        values[name] = options_of(TrainingState)[name].default
     backend = values.get("attention_backend")
     if backend == "flash" and layout.context_parallel_size > 1:
         reading.miss(
@@ -312,10 +310,8 @@ def settings_of(reading: Reading) -> MemorySettings:
         values["offload_modules"] = None
     if values.get("offload_modules"):
         values["offload_modules"] = _known(reading, "offload_modules", values["offload_modules"], OFFLOAD_MODULES)
-    if not values.get("offload_modules"):
-        for name in SETTINGS_FIELDS:
-            if name.startswith(("min_offloaded", "activation_offload", "delta_offload", "fine_grained_offloading")):
-                values.pop(name, None)
+    for name in unread(MemorySettings, values):
+        values.pop(name, None)
     given = {name: values[name] for name in SETTINGS_FIELDS if values.get(name) is not None}
     return MemorySettings(**given)
 
@@ -404,7 +400,7 @@ def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the environment that torch reads, in any job. The older name, here the first, counts as a whole wherever
 it is set, even to nothing (run with torch 2.13 to 2.15; ``c10/core/AllocatorConfig.h`` of 2.13)."""
-_ALLOCATOR_OPTIONS = {"expandable_segments": SWITCH, "garbage_collection_threshold": NUMBER, "max_split_size_mb": WHOLE}
+_ALLOCATOR_OPTIONS = {name: CONVERSIONS[one.kind] for name, one in options_of(AllocatorSettings).items()}
 
 
 def _is_not_20(value: str) -> bool:

@@ -248,8 +248,8 @@ class Lab(Residency, Probes):
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
         The new weights are again those of the seed, the records stay, and the settings apply to the new model. Every
-        byte of the replaced part is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
-        each field rebuilds.
+        byte of the replaced part is freed before the new part is built. The rows of `TrainingState` say what
+        each option rebuilds.
 
         Args:
             state: The training state.

@@ -14,9 +14,9 @@ import torch
 
 from memlab.analysis.difference import obstacles
 from memlab.analysis.loss_tolerance import loss_tolerance
-from memlab.config.rebuilds import REBUILDS, what_rebuilds
+from memlab.config.option import options_of
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import TrainingState, what_rebuilds
 from memlab.engines.megatron import build, engine
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
@@ -61,7 +61,8 @@ def kept_bytes(lab: Lab) -> tuple[int, int]:
 
 
 def test_every_field_says_what_it_rebuilds() -> None:
-    assert set(REBUILDS) == {field.name for field in fields(TrainingState)}
+    assert all(one.rebuilds for one in options_of(TrainingState).values())
+    assert set(options_of(TrainingState)) == {field.name for field in fields(TrainingState)}
     assert what_rebuilds(PLAIN, PLAIN) == "nothing"
     assert what_rebuilds(FUSED_LOSS, IN_PLACE) == "nothing"
     assert what_rebuilds(FUSED_LOSS, replace(OTHER_OPTIMIZER, loss="logprobs")) == "optimizer"

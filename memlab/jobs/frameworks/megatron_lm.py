@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from memlab.config.architectures import HUGGING_FACE_NAMES, published_architecture
+from memlab.config.option import unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
@@ -31,6 +33,7 @@ from memlab.jobs.frameworks.keys import (
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
+    BUCKETS,
     CHUNKS,
     COMPUTE,
     FUSIONS,
@@ -46,8 +49,13 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
-_RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
-FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE if key not in FUSIONS)
+FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
+_FLAGS_OF_BUCKETS = tuple(
+    replace(key, name=key.field, conversion=SWITCH, default=False)
+    if key.conversion is NOT
+    else replace(key, name=key.field)
+    for key in BUCKETS
+)
 FLAGS_OF_THE_OPTIMIZER = tuple(
     replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
     for key in with_defaults(OPTIMIZER, optimizer_offload_fraction=1.0)
@@ -115,10 +123,7 @@ KEYS = (
     Key("no_rope_fusion", "no_rope_fusion", SWITCH, False),
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
     *FLAGS_OF_THE_OPTIMIZER,
-    Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
-    Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
-    Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
-    Key("ddp_bucket_size", "ddp_bucket_size", WHOLE, None),
+    *_FLAGS_OF_BUCKETS,
     Key("no_pin_cpu_grads", "pin_cpu_grads", NOT, True),
     Key("no_pin_cpu_params", "pin_cpu_params", NOT, True),
     Key("pin_cpu_grads", "pin_cpu_grads", SWITCH),
@@ -504,19 +509,13 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     layout = scenario.layout
     chunks = layout.virtual_pipeline_model_parallel_size
     state = scenario.state.to_dict()
-    unread: tuple[str, ...] = ()
-    if not scenario.state.optimizer_cpu_offload:
-        unread += ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
-    if scenario.state.fp8_format is None:
-        unread += ("fp8_recipe", "fp8_param_gather")
-    if not scenario.state.cross_entropy_loss_fusion:
-        unread += ("cross_entropy_fusion_impl",)
+    left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
-        unread += ("deallocate_pipeline_outputs",)
+        left_out.add("deallocate_pipeline_outputs")
     model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
-        **{name: value for name, value in state.items() if name not in unread},
+        **{name: value for name, value in state.items() if name not in left_out},
         **{name: getattr(settings, name) for name in settings.__slots__},
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "fine_grained_activation_offloading": settings.offload_modules is not None,
