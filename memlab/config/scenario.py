@@ -14,6 +14,7 @@ from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number, shortened
+from memlab.config.versions import OLDER_FILES, Versions
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
@@ -25,6 +26,7 @@ _KINDS: dict[str, type] = {
     "routing": Routing,
     "state": TrainingState,
     "allocator": AllocatorSettings,
+    "versions": Versions,
 }
 # Beyond any real job, and below what overflows the bytes of a tensor or steps for days.
 _MOST = {
@@ -76,6 +78,8 @@ class Scenario:
     """Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed."""
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     """Options of torch's allocator; a process on a GPU has those that it was started with."""
+    versions: Versions = field(default_factory=Versions)
+    """The libraries of the machines where the job runs; a process on a GPU has the installed ones."""
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -372,6 +376,8 @@ class Scenario:
         Raises:
             ValueError: If a field is missing, unknown, not of its type, or breaks a rule.
         """
+        if isinstance(values, dict) and "versions" not in values:
+            values = values | {"versions": OLDER_FILES}
         return build(cls, values, "scenario")
 
     def __str__(self) -> str:

@@ -653,6 +653,7 @@ MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
     source="4.6.0",
+    transformer_engine="2.16",
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

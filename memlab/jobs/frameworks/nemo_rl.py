@@ -542,6 +542,7 @@ NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
     source="main of August 2026",
+    transformer_engine="2.15",  # release_v2.15 in pyproject.toml
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
