@@ -82,6 +82,32 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 64,
+        "layernorm_epsilon": 1e-5,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "ffn_hidden_size": 18944,
+        "num_attention_heads": 28,
+        "num_query_groups": 4,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536,
+        "ffn_hidden_size": 8960,
+        "num_attention_heads": 12,
+        "num_query_groups": 2,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    },
     "qwen3-4b": {
         "hidden_size": 2560,
         "ffn_hidden_size": 9728,
@@ -104,6 +130,9 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     },
     "llama-3.1-8b": {"vocab_size": 128256, "rotary_base": 500000},
     "qwen3-8b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "llama-3.2-1b": {"vocab_size": 128256, "rotary_base": 500000, "share_embeddings_and_output_weights": True},
+    "qwen2.5-7b": {"vocab_size": 152064, "rotary_base": 1000000},
+    "qwen2.5-1.5b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
     "qwen3-4b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
 }
 """Arguments of Megatron's ``GPTModel``."""
@@ -162,7 +191,7 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, QWEN_4B = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -174,6 +203,8 @@ LOW_PRECISION: dict[str, Any] = {
     "main_grads_dtype": "bf16",
 }
 """The state of nearly all MoE recipes of NeMo-RL, and of the story of ``labs/README.md``."""
+FUSED_GRADIENTS = {"gradient_accumulation_fusion": True}
+UNFUSED_ACTIVATION = {"bias_activation_fusion": False}
 STORY = {"num_moe_experts": 64}
 """With half of the experts, each of 4 ranks has as many experts, and gets as many rows, as each of 8 ranks in the
 story of ``labs/README.md``."""
@@ -236,6 +267,8 @@ def jobs() -> Iterator[Job]:
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
+    yield from dense_families(of)
+    yield from defaults_of_frameworks(of)
     # Two ranks.
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
@@ -275,3 +308,30 @@ def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(QWEN, 2, alone, state=state)
     for state in (LOW_PRECISION | moments[0], blockwise):
         yield from of(PHI, 2, alone, {}, FULL, state=state)
+
+
+def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of dense families, with untied and with tied embeddings."""
+    alone = "one rank"
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 4, alone, {}, FULL, recompute("mlp"), recompute("layernorm", "core_attn"), ATTENTION)
+        yield from of(model, 4, alone, state=LOW_PRECISION)
+        yield from of(model, 4, alone, num_microbatches=3)
+    for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
+        yield from of(model, 4, alone, {}, FULL, recompute("mlp"), ATTENTION)
+        yield from of(model, 4, alone, num_microbatches=3, state=FUSED_GRADIENTS)
+
+
+def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with the fusions of Megatron-LM, Megatron-Bridge and Megatron-Core."""
+    alone, blockwise = "one rank", {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    for model, own in ((QWEN, (recompute("moe_act"), EXPERTS)), (PHI, (recompute("mlp"), ATTENTION))):
+        for state in (FUSED_GRADIENTS, UNFUSED_ACTIVATION):
+            yield from of(model, 2, alone, {}, FULL, *own, state=state)
+        yield from of(model, 2, alone, {}, state=LOW_PRECISION | FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+        yield from of(model, 2, alone, num_microbatches=3, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+        yield from of(model, 2, alone, state=blockwise | FUSED_GRADIENTS)
+        yield from of(model, 2, alone, state=blockwise | UNFUSED_ACTIVATION)
+    yield from of(QWEN, 2, alone, recompute("moe"), recompute("moe_act") | EXPERTS, state=UNFUSED_ACTIVATION)
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 4, alone, {}, FULL, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
@@ -47,7 +49,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 _OPTIONS_OF_MODEL = {
     "fp8_format": "fp8",
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
-    "apply_rope_fusion": "apply_rope_fusion",
+    **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
 }
 """Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (
@@ -100,7 +102,8 @@ def on_device(rank: int) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         torch.ones(1, device="cuda")  # makes CUDA's context
-        yield
+        with patch.multiple(linears, create=True, **APEX):
+            yield
         return
     cpu = importlib.import_module("memlab.backends.cpu")
     layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
@@ -110,6 +113,24 @@ def on_device(rank: int) -> Iterator[None]:
             replaced.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
         replaced.enter_context(cpu.cuda_replaced_on_ranks())
         yield
+
+
+def add_product(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Adds a weight's gradient to its buffer as Apex' extension does, by Transformer Engine's product.
+
+    Megatron's output layer calls it under ``gradient_accumulation_fusion``. Neither product allocates anything.
+    """
+    gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    gemm(inputs, grad, out_dtype=main_grad.dtype, accumulate=True, layout="NT", out=main_grad, grad=True)
+
+
+APEX = {
+    "_grad_accum_fusion_available": True,
+    "fused_weight_gradient_mlp_cuda": SimpleNamespace(
+        wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product
+    ),
+}
+"""Stands in for an Apex that is not installed, in ``megatron/core/tensor_parallel/layers.py``."""
 
 
 def join(store: Any, rank: int, world_size: int, job: Job) -> None:
@@ -373,6 +394,7 @@ def release(chunks: list[Any], optimizer: Any) -> None:
     if torch.cuda.is_available():
         gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
         gemm.get_cublas_workspace.cache_clear()
+        importlib.import_module("transformer_engine.pytorch.module.base")._dummy_wgrads.clear()
         torch._C._cuda_clearCublasWorkspaces()
 
 

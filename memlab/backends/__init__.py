@@ -39,7 +39,7 @@ class Backend:
     meter: Callable[[Labels], Meter]
     fp8_layer_provider: type | None = None
     """The provider under FP8, if it is another one."""
-    fill_workspaces: Callable[[bool], None] = lambda is_moe: None
+    fill_workspaces: Callable[[Scenario], None] = lambda scenario: None
     """Allocates, once a model is built, what kernels keep on the device outside tensors."""
     check: Callable[[Scenario], None] = lambda scenario: None
     """Raises `ValueError` for a scenario that cannot be built here: too few ranks, or too little memory."""

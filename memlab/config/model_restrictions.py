@@ -12,6 +12,7 @@ from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
+from memlab.config.option import Option, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     OFFLOAD_MODULES,
@@ -20,6 +21,7 @@ from memlab.config.settings import (
     MemorySettings,
 )
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
 
 _DEFAULT = MemorySettings()
 _MODULES = ("recompute_modules", "offload_modules")
@@ -49,48 +51,58 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
-        raise ValueError(
+        raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
-            f"give a number from 1 to {num_layers}"
+            f"give a number from 1 to {num_layers}",
+            "recompute_num_layers",
         )
     # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1). From 0.17.0 on, the
     # last group is smaller.
     num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
     if settings.recompute_method == "uniform" and num_layers % (settings.recompute_num_layers or 1):
         divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
-        raise ValueError(
+        raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
             "divide into groups of that size, on which megatron-core 0.16 fails, and memlab predicts no smaller last "
-            f"group, as 0.17 makes it: choose from {', '.join(divisors)}"
+            f"group, as 0.17 makes it: choose from {', '.join(divisors)}",
+            "recompute_num_layers",
         )
     if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:
         # Its forward opens no chunks of the offload manager for the micro-batches, and their backward needs them:
         # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
-        raise ValueError(
+        raise RuleError(
             f"recompute_granularity 'full' cannot be combined with offload_modules {list(settings.offload_modules)} "
             "on pipeline stages, because the offload manager of megatron-core 0.16.1 fails there: leave one of the two "
-            "out"
+            "out",
+            *("recompute_granularity", "offload_modules"),
         )
     _check_offload_groups(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
         absent = architecture.absent_modules(field)
         wrong = [name for name in getattr(settings, field) or () if name in absent]
         if wrong:
-            raise ValueError(
+            raise RuleError(
                 f"{field} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
-                f"choose from {', '.join(name for name in choices if name not in absent)}"
+                f"choose from {', '.join(name for name in choices if name not in absent)}",
+                field,
             )
 
 
 def _check_megatron(settings: MemorySettings) -> None:
-    for name in _given_since_megatron_0_19(settings):
-        if _megatron_version() < (0, 19):
-            installed = ".".join(str(part) for part in _megatron_version())
-            raise ValueError(
-                f"{name} is {getattr(settings, name)}, but the installed megatron-core {installed} does not have "
-                "this setting "
-                "(0.19 has it): leave it out, or install megatron-core 0.19"
+    for name, one in options_of(MemorySettings).items():
+        value = getattr(settings, name)
+        if value != one.default and (reason := not_in_megatron(one)):
+            raise RuleError(
+                f"{name} is {value}, but {reason}: leave it out, or install megatron-core {one.since_words}", name
             )
+
+
+def not_in_megatron(option: Option) -> str:
+    """Says that the installed megatron-core does not have an option; empty if it does."""
+    if option.since is None or _megatron_version() >= option.since:
+        return ""
+    installed = ".".join(str(part) for part in _megatron_version())
+    return f"the installed megatron-core {installed} does not have this setting ({option.since_words} has it)"
 
 
 def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
@@ -109,17 +121,20 @@ def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
     if num_layers * len(groups) <= 1:
         return
     if num_layers == 1:
-        cause = f"offload_modules has {groups}, and {chunk} has one layer"
+        field, cause = "offload_modules", f"offload_modules has {groups}, and {chunk} has one layer"
         remedy = f"name one of them, or give {chunk} two layers"
     elif settings.activation_offload_fraction == 0:
-        cause, remedy = "activation_offload_fraction is 0", "leave offload_modules out, which is the same"
+        field, cause = "activation_offload_fraction", "activation_offload_fraction is 0"
+        remedy = "leave offload_modules out, which is the same"
     elif delta_bytes and scenario.layout.pipeline_model_parallel_size > 1:
-        cause, remedy = f"delta_offload_bytes_across_pp_ranks is {delta_bytes}", "leave it out"
+        field, remedy = "delta_offload_bytes_across_pp_ranks", "leave it out"
+        cause = f"{field} is {delta_bytes}"
     else:
         return
-    raise ValueError(
+    raise RuleError(
         f"{cause}: with {num_passes} passes, megatron-core 0.19's offload manager mixes them up, and the second step "
-        f"fails ('Chunk mismatch'; Megatron-LM #6783 repairs it): {remedy}"
+        f"fails ('Chunk mismatch'; Megatron-LM #6783 repairs it): {remedy}",
+        *(field, "offload_modules"),
     )
 
 

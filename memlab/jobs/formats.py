@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, Entry, lines_of
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, NoJobError, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
@@ -82,15 +82,15 @@ def read_file(
         return format_name or found, entries
     if len(text) > _MOST_BYTES_OF_A_CONFIGURATION:
         where = "" if is_whole else " in its first 8 MiB"
-        raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
+        raise NoJobError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
         return _json_format(text, path, format_name, variables)
     if path.suffix in (".yaml", ".yml"):
         return _yaml_format(read_yaml(text, path.name), path, format_name, variables)
     if path.suffix in (".py", ".ipynb"):
-        raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
+        raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
-        raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
+        raise NoJobError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
     script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -132,27 +132,27 @@ def _text(path: Path) -> tuple[str, bool]:
         raise _unreadable(path, error) from error
     text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
     if UNKNOWN in text:
-        raise ValueError(f"{path.name} is not a text: {_ACTION}")
+        raise NoJobError(f"{path.name} is not a text: {_ACTION}")
     if not text.strip():
-        raise ValueError(f"{path.name} is empty: {_ACTION}")
+        raise NoJobError(f"{path.name} is empty: {_ACTION}")
     return text, not rest
 
 
 def _json_format(text: str, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     values = parse_json(text, path.name, "give the args.json that ms-swift writes")
     if not isinstance(values, dict) or len(values) > 20_000:
-        raise ValueError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
+        raise NoJobError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
     trees = {key for key, value in values.items() if isinstance(value, dict)}
     if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
         root = read_yaml(text.replace("\t", " "), path.name)  # JSON is YAML
         return _yaml_format(root, path, format_name, variables)
     if format_name is None and "model_type" in values and not is_argument_file(values):
-        raise ValueError(
+        raise NoJobError(
             f"{path.name} has the sizes of a model ({shortened(values['model_type'])}), must have a job's arguments: "
             f"give the job's own file, or predict a step of this model with memlab predict {path}"
         )
     if format_name is None and path.name != "args.json" and not is_argument_file(values):
-        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
+        raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
     entries = Entries()
     for key, value in values.items():
@@ -193,7 +193,7 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
     if found is None and _any_starts(entries, "megatron_config."):
         found = "skyrl-sft"
     if format_name is None and found is None:
-        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
+        raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
 
 
@@ -292,7 +292,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
     cause = f"{path.name}, {causes[0]}; " if causes else ""
     if found is None:
-        raise ValueError(
+        raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
     entries = Entries(causes=list(script.causes), warnings=list(script.warnings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import warnings
 from concurrent.futures import Future
@@ -20,8 +19,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import is_whole_number, shortened
 from memlab.config.versions import Versions
-from memlab.engines.megatron.retention import megatron_globals
-from memlab.engines.megatron.retention.recipe_release import Held, check_held
+from memlab.engines.protocol import Held, check_held
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
 from memlab.lab.lab_part import OF_ONE_PROCESS
@@ -252,8 +250,8 @@ class Lab(Residency, Probes):
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
         The new weights are again those of the seed, the records stay, and the settings apply to the new model. Every
-        byte of the replaced part is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
-        each field rebuilds.
+        byte of the replaced part is freed before the new part is built. The rows of `TrainingState` say what
+        each option rebuilds.
 
         Args:
             state: The training state.
@@ -547,6 +545,3 @@ def _close_open_lab() -> None:
             f"closing the open lab ({lab.scenario}): Megatron keeps its process groups per process", stacklevel=3
         )
         lab.close()
-
-
-atexit.register(megatron_globals.forget)

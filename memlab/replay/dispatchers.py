@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.retention.retained_leaves import Retained, retained_by
+from memlab.engines.retained_leaves import Retained, retained_by
 from memlab.meter.observers import unobserved
 from memlab.meter.repeater import Repeater
 from memlab.replay.offload_calls import spec_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.engines.megatron.build import LiveModel
-from memlab.engines.megatron.retention.retained_leaves import Retained
+from memlab.engines.retained_leaves import Retained
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.recording import Recording, Replay
 from memlab.replay.offload_calls import Calls, Saved, Spec

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.groups import tensors_in
 from memlab.engines.megatron.training_step import update_parameters
-from memlab.engines.residency.residency import tensors_in
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording

@@ -1,8 +1,8 @@
 """What memlab replaces, calls or reads of torch, megatron-core and Transformer Engine beyond their public interfaces.
 
 One row per place upstream. `memlab.upstream.patching` replaces nothing that has no row here, and a test checks that
-every name exists in the installed versions. Read in torch 2.11 and 2.13, megatron-core 0.16.1 and 0.19.2, and
-Transformer Engine 2.12.0.
+every name exists in the installed versions. That test has passed with torch 2.13, 2.14 and 2.15 and megatron-core
+0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names were read in 2.12.0.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ _TORCH = (
         owner="torch.testing._internal.distributed",
         names=("fake_pg",),
         use="used",
-        where="engines/megatron/process_group.py",
+        where="engines/process_group.py",
         why="Importing the module registers the `fake` process group, which allocates nothing.",
     ),
     Internal(
@@ -494,7 +494,7 @@ _WITHOUT_TE = (
         use="replaced",
         where="backends/cpu.py",
         why="It compiles a CUDA extension that lets two tensors share one storage.",
-        since=(0, 19),
+        since=(0, 17),
     ),
     Internal(
         owner=_OFFLOAD + ":ChunkOffloadHandler",
@@ -510,6 +510,21 @@ _WITHOUT_TE = (
         use="replaced",
         where="backends/cpu.py",
         why="Fine-grained offload switches TE's own offload around a group, and refuses to run without it.",
+    ),
+    Internal(
+        owner="megatron.core.tensor_parallel.layers",
+        names=("HAVE_TE", "_grad_accum_fusion_available"),
+        use="replaced",
+        where="backends/cpu.py",
+        why="The output layer refuses gradient_accumulation_fusion without Apex, and takes TE's unused gradients.",
+    ),
+    Internal(
+        owner="megatron.core.tensor_parallel.layers",
+        names=("fused_weight_gradient_mlp_cuda", "get_dummy_wgrad"),
+        use="replaced",
+        where="backends/cpu.py",
+        why="Apex' product into the gradients' buffer, and TE's unused gradient, in torch (`weight_gradients`).",
+        absent_without_te=True,
     ),
     Internal(
         owner="megatron.core.models.common.embeddings.rope_utils",
@@ -617,7 +632,7 @@ _WITHOUT_TE = (
         where="backends/cpu.py",
         why="With TE it is a CUDA kernel; None selects multi_tensor_scale_impl.",
         absent_without_te=True,
-        since=(0, 19),
+        since=(0, 17),
     ),
     Internal(
         owner="megatron.core.optimizer.optimizer",
@@ -985,7 +1000,7 @@ _MEGATRON = (
         owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
         names=("_copy_model_grads_to_main_grads",),
         use="used",
-        where="engines/residency/injected_faults.py",
+        where="engines/megatron/residency_faults.py",
         why="The fault of verl #5105 copies each gradient there.",
     ),
     Internal(
@@ -1043,7 +1058,7 @@ _MEGATRON = (
         names=("get_moe_layer_wise_logging_tracker",),
         use="used",
         where="engines/megatron/megatron_versions.py",
-        why="The auxiliary losses that MoE layers log, kept for the process (0.16; 0.19 has the next).",
+        why="The auxiliary losses that MoE layers log, kept for the process (0.18 has the next).",
     ),
     Internal(
         owner=_MOE_UTILS,
@@ -1051,7 +1066,7 @@ _MEGATRON = (
         use="used",
         where="engines/megatron/megatron_versions.py",
         why="The auxiliary losses that MoE layers log, kept for the process.",
-        since=(0, 19),
+        since=(0, 18),
     ),
     Internal(
         owner="megatron.core.fusions.fused_bias_swiglu",
@@ -1074,7 +1089,7 @@ _TRANSFORMER_ENGINE = (
         owner=_ENGINE + ".optimizers.fused_adam:FusedAdam",
         names=("_scales",),
         use="used",
-        where="engines/residency/residency.py",
+        where="engines/megatron/groups.py",
         why="The scales of states that are not fp32 are on the device, outside the state.",
         on_instances=True,
     ),
@@ -1082,7 +1097,7 @@ _TRANSFORMER_ENGINE = (
         owner=_ENGINE + ".tensor.float8_tensor:Float8Tensor",
         names=("_quantizer",),
         use="used",
-        where="engines/residency/audit.py",
+        where="engines/megatron/holdings.py",
         why="It has the scale and the largest value of an FP8 state.",
         on_instances=True,
     ),

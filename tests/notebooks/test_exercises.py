@@ -20,8 +20,8 @@ import memlab
 from memlab import Lab, Layout, MemorySettings, TrainingState, predict_ranks
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
+from memlab.engines.activation_tap import Tap
 from memlab.engines.megatron.activation_offload.audit import SavedInRegions
-from memlab.engines.megatron.retention.activation_tap import Tap
 from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
 from memlab.lab import probes
 from memlab.lab.one_process import OneProcess

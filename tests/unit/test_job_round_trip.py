@@ -7,7 +7,7 @@ import random
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -18,7 +18,7 @@ from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
-from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
+from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
@@ -144,7 +144,7 @@ STATES = {
     "overlap_cpu_optimizer_d2h_h2d": dtype(True),
     "pin_cpu_grads": dtype(False),
     "manual_gc": dtype(True),
-    "loss": dtype(*CHOICES["loss"]),
+    "loss": dtype(*get_args(Loss)),
     "fp32_output": dtype(True),
     "logprobs_chunk_size": dtype(512),
     "cross_entropy_loss_fusion": dtype(True),
@@ -324,7 +324,7 @@ def other_spellings(name: str, lines: list[str]) -> list[str]:
     return text.split("\n")
 
 
-@pytest.mark.parametrize("loss", CHOICES["loss"])
+@pytest.mark.parametrize("loss", get_args(Loss))
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_loss_is_written_or_said_to_be_another(name: str, loss: Any, tmp_path: Path) -> None:
     for fp32_output in (False, True):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
-from memlab.engines.megatron.recover_failed_step import release_tensors
+from memlab.engines.step_errors import release_tensors
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
 from tests.unit.inside import inside
@@ -42,7 +42,7 @@ class ErrorInModelError(Exception):
 @contextmanager
 def broken(lab: Lab, place: str) -> Iterator[None]:
     """Within the block a step raises at a place, from within a call of a layer or of autograd."""
-    live = inside(lab).model.live
+    live = inside(lab).model.engine.live
 
     def fail(*arguments: Any) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]

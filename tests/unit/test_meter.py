@@ -229,7 +229,7 @@ def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -
     record = lab.step()
     parameters = lab.scenario.architecture.num_parameters
     opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
-    num_tensors = len(list(inside(lab).model.live.chunk.parameters()))
+    num_tensors = len(list(inside(lab).model.engine.live.chunk.parameters()))
     # DDP starts each tensor at a multiple of 64 elements in its buffer, and pads the end to one of 128.
     padded = opening["parameters"] // 2
     assert parameters <= padded <= parameters + 64 * num_tensors + 128

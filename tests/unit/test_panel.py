@@ -550,7 +550,7 @@ def test_every_control_that_can_be_pointed_at_says_what_it_is(make_panel: Callab
 def test_the_button_all_plain_takes_back_what_the_granularity_leaves(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     drive(shown, "offload_optimizer", 1)
-    shown.state.edit_state(grad_reduce_in_bf16=True)
+    shown.state.edit(grad_reduce_in_bf16=True)
     press(button(shown, "plain"))
     assert shown.state.selection == (shown.state.lab.scenario, MemorySettings())
 

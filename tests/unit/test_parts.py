@@ -41,7 +41,7 @@ def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, lay
     numbers: Counter[str] = Counter()
     with Lab(model, num_layers=4, seq_length=64, num_microbatches=4, layout=layout, backend="simulated") as lab:
         scenario = lab.scenario
-        for chunk in inside(lab).model.live.chunks:
+        for chunk in inside(lab).model.engine.live.chunks:
             for name, parameter in chunk.named_parameters():
                 if (in_layer := _IN_LAYER.match(name)) is not None:
                     live[_OF_AN_EXPERT.sub(r"\1", in_layer[1]), tuple(parameter.shape)] += 1

@@ -193,7 +193,7 @@ def test_fake_tensors_take_the_same_bytes_in_any_precision(
     def steps(backend: str) -> list[dict[str, Any]]:
         with Lab("qwen3-moe-tiny", backend=backend, **shape) as lab:
             records = [lab.step(each) for each in (NONE, ALL_AWAY)]
-            num_weights = sum(1 for _ in inside(lab).model.live.chunk.parameters())
+            num_weights = sum(1 for _ in inside(lab).model.engine.live.chunk.parameters())
         # torch's AdamW counts its steps in a tensor of 4 bytes per weight.
         counts = 4 * num_weights if backend == "cpu" and not state.use_precision_aware_optimizer else 0
         found = []
@@ -214,7 +214,7 @@ def test_copies_of_bf16_gradients_are_gradients_until_the_next_step(open_lab: Ca
     lab = open_lab(num_layers=2, seq_length=16, state=BF16_GRADIENTS)
     record = lab.step(NONE)
     num_parameters = record.peak_by_category["parameters"] // 2
-    weights = sum(parameter.numel() for parameter in inside(lab).model.live.parameters())
+    weights = sum(parameter.numel() for parameter in inside(lab).model.engine.live.parameters())
     assert record.peak_phase == "optimizer"
     assert record.peak_by_category["gradients"] == 2 * num_parameters + 4 * weights
     assert record.static_bytes >= 6 * weights  # the copies of the step before

@@ -37,7 +37,6 @@ class Experts(FeedForward):
     }
     routes: ClassVar = True
     formulas: ClassVar = ("none", "full")
-    activation_modules: ClassVar = frozenset({"moe", "moe_act"})
 
     def check(self, name: str) -> None:
         """Checks the fields, and Megatron's rules for the experts of a token."""
@@ -111,10 +110,6 @@ class Experts(FeedForward):
             return (13 * experts + 4) * tokens + 8 * experts
         of_rows = (2 * hidden + 6 * width + 24) * chosen
         return (4 * hidden + 8 + of_rows + 17 * experts) * tokens + 16 * experts + 4
-
-    def unfused_activation_bytes(self) -> tuple[int, int]:
-        """Returns what a dense part keeps, the product, and the probabilities in fp32 (``bias_act_func``)."""
-        return 6 * self.moe_router_topk * self.moe_ffn_hidden_size, 4 * self.moe_router_topk
 
 
 def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:

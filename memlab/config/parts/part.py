@@ -138,13 +138,3 @@ class FeedForward(Part):
 
     formulas: ClassVar[tuple[str, ...]]
     """What `kept_bytes` has a formula for."""
-    activation_modules: ClassVar[frozenset[str]]
-    """The modules of which one, recomputed, frees what the activation function keeps."""
-
-    @abstractmethod
-    def unfused_activation_bytes(self) -> tuple[int, int]:
-        """Returns what an activation function of several kernels keeps more for one token than the fused one.
-
-        Returns:
-            What recompute of `activation_modules` frees, and what stays in any case.
-        """

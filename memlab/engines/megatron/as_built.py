@@ -12,22 +12,16 @@ from memlab.engines.megatron.recover_failed_step import forget_discarded_outputs
 from memlab.engines.megatron.retention import megatron_globals
 
 
-class AsBuilt:
+def remember(live: LiveModel) -> Callable[[], None]:
     """Remembers a model that has not taken a step yet.
 
-    Args:
-        live: The model.
-        restore_memory: What `Meter.remember` has returned for it.
+    Returns:
+        A function that frees the optimizer's state, and what modules and Megatron's caches keep since a step.
     """
+    remembered = [(owner, dict(vars(owner))) for owner in megatron_globals.owners_of_tensors(live)]
 
-    def __init__(self, live: LiveModel, restore_memory: Callable[[], bool]) -> None:
-        self._live, self.restore_memory = live, restore_memory
-        self._attributes = [(owner, dict(vars(owner))) for owner in megatron_globals.owners_of_tensors(live)]
-
-    def restore(self) -> None:
-        """Frees the optimizer's state, and what modules and Megatron's caches keep since a step."""
-        live = self._live
-        for owner, before in self._attributes:
+    def restore() -> None:
+        for owner, before in remembered:
             attributes = vars(owner)
             for name in [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]:
                 if name in before:
@@ -45,3 +39,5 @@ class AsBuilt:
                 for main_parameter in group["params"]:
                     main_parameter.grad = None
         megatron_globals.empty_caches_of_steps()
+
+    return restore

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -28,10 +29,10 @@ from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
+    interleaved_chunks,
     optimizer_config,
     transformer_config,
 )
-from memlab.engines.megatron.process_group import initialize_megatron, seed_megatron
 from memlab.upstream.patching import patched
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
@@ -112,35 +113,17 @@ class LiveModel:
                     yield name, buffer
 
 
-def build(
-    scenario: Scenario, provider: type, join: Callable[[Layout], None], settings: MemorySettings | None = None
-) -> LiveModel:
-    """Builds the model on one rank, with its process group.
-
-    Args:
-        scenario: What to build.
-        provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
-        join: Joins torch.distributed's process group.
-        settings: Recompute and offload settings to build with; `apply_settings.apply` changes them on the live model.
-
-    Returns:
-        The model, its optimizer and its schedule. `megatron_globals.release` frees them.
-    """
-    join(scenario.layout)
-    initialize_megatron(scenario.layout)
-    return build_model(scenario, provider, settings or MemorySettings())
-
-
 def build_model(scenario: Scenario, provider: type, settings: MemorySettings) -> LiveModel:
     """Builds the model in the process group that this process has joined; its weights are those of the seed.
 
     Args:
         scenario: What to build.
-        provider: As for `build`.
-        settings: As for `build`.
+        provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
+        settings: Recompute and offload settings to build with; `apply_settings.apply` changes them on the live model.
 
     Returns:
-        As `build`. Of a model that cannot be built nothing is left.
+        The model, its optimizer and its schedule. `megatron_globals.release` frees them. Of a model that cannot be
+        built nothing is left.
     """
     seed_megatron(scenario.seed)
     config = transformer_config(scenario, settings)
@@ -267,3 +250,26 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
         **place,
     )
+
+
+def initialize_megatron(layout: Layout) -> None:
+    """Makes Megatron's process groups of a joined one."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=interleaved_chunks(layout),
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
+        create_gloo_process_groups=False,
+    )
+
+
+def seed_megatron(seed: int) -> None:
+    """Seeds torch's random states and Megatron's, so that a model that is built next has the weights of this seed.
+
+    Each pipeline stage has its own (``_set_random_seed`` in megatron/training/initialize.py).
+    """
+    of_stage = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(of_stage)
+    model_parallel_cuda_manual_seed(of_stage, force_reset_rng=True)

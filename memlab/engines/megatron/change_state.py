@@ -1,6 +1,6 @@
 """The training state onto a live model: Megatron's checks of it, and what changes in place.
 
-`memlab.config.rebuilds` says which fields need another optimizer or model instead.
+The rows of `TrainingState` say which options need another optimizer or model instead.
 """
 
 from __future__ import annotations

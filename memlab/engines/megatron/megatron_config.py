@@ -15,8 +15,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.layout import Layout
+from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
-from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
+from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.routing_draws import RoutingDraws
 
@@ -58,9 +59,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=True,
         bias_dropout_fusion=True,
-        gradient_accumulation_fusion=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=scenario.dtype == "bf16",
@@ -77,70 +76,48 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
 
 def state_fields(state: TrainingState) -> dict[str, Any]:
     """Returns the part of a training state that Megatron's TransformerConfig holds."""
-    return {
-        "cross_entropy_loss_fusion": state.cross_entropy_loss_fusion,
-        "cross_entropy_fusion_impl": state.cross_entropy_fusion_impl,
-        "attention_backend": AttnBackend[state.attention_backend],
-        "apply_rope_fusion": state.apply_rope_fusion,
-        "deallocate_pipeline_outputs": state.deallocate_pipeline_outputs,
-        "fp8": state.fp8_format,
-        "fp8_recipe": state.fp8_recipe,
-        "fp8_param": state.fp8_param_gather,
-    }
+    return _options(state, "model") | {"attention_backend": AttnBackend[state.attention_backend]}
 
 
 def distributed_data_parallel_config(scenario: Scenario) -> DistributedDataParallelConfig:
     """Returns the config of Megatron's DDP."""
     state = scenario.state
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not state.grad_reduce_in_bf16,
-        use_distributed_optimizer=state.use_distributed_optimizer,
-        overlap_grad_reduce=state.overlap_grad_reduce,
-        overlap_param_gather=state.overlap_param_gather,
-        # All stages gather at once, but only where they are interleaved (megatron/training/arguments.py).
-        align_param_gather=state.overlap_param_gather and interleaved_chunks(scenario.layout) is not None,
-        bucket_size=state.ddp_bucket_size,
-        fp8_param_gather=state.fp8_param_gather,
-    )
+    given = _options(state, "ddp") | {"grad_reduce_in_fp32": not state.grad_reduce_in_bf16}
+    # All stages gather at once, but only where they are interleaved (megatron/training/arguments.py).
+    gathers_at_once = state.overlap_param_gather and interleaved_chunks(scenario.layout) is not None
+    return DistributedDataParallelConfig(align_param_gather=gathers_at_once, **given)
 
 
 def optimizer_config(scenario: Scenario) -> OptimizerConfig:
     """Returns the config of Megatron's optimizer, which checks it by Megatron's own rules too."""
-    state = scenario.state
+    state, given = scenario.state, _options(scenario.state, "optimizer")
+    given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
     return OptimizerConfig(
         optimizer="adam",
         lr=LEARNING_RATE,
         weight_decay=0.0,
         bf16=scenario.dtype == "bf16",
         params_dtype=_DTYPES[scenario.dtype],
-        use_distributed_optimizer=state.use_distributed_optimizer,
-        overlap_param_gather=state.overlap_param_gather,
-        use_precision_aware_optimizer=state.use_precision_aware_optimizer,
-        main_grads_dtype=_DTYPES[state.main_grads_dtype],
-        main_params_dtype=_DTYPES[state.main_params_dtype],
-        exp_avg_dtype=_DTYPES[state.exp_avg_dtype],
-        exp_avg_sq_dtype=_DTYPES[state.exp_avg_sq_dtype],
-        optimizer_cpu_offload=state.optimizer_cpu_offload,
-        optimizer_offload_fraction=state.optimizer_offload_fraction,
-        overlap_cpu_optimizer_d2h_h2d=state.overlap_cpu_optimizer_d2h_h2d,
-        pin_cpu_grads=state.pin_cpu_grads,
-        pin_cpu_params=state.pin_cpu_params,
         fp8_recipe=None if state.fp8_format is None else state.fp8_recipe,
+        **given,
     )
 
 
 def settings_fields(settings: MemorySettings) -> dict[str, Any]:
     """Returns the settings as fields of Megatron's TransformerConfig."""
-    later = [name for name in SINCE_MEGATRON_0_19 if name in TransformerConfig.__dataclass_fields__]
+    given = _options(settings, "model")
+    given |= {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    offload = settings.offload_modules
+    return given | {"fine_grained_activation_offloading": offload is not None, "offload_modules": list(offload or ())}
+
+
+def _options(values: TrainingState | MemorySettings, config: str) -> dict[str, Any]:
+    """Returns the options that one of Megatron's configs has, by its names; no older one has the newer options."""
     return {
-        **{name: getattr(settings, name) for name in later},
-        "recompute_granularity": settings.recompute_granularity,
-        "recompute_method": settings.recompute_method,
-        "recompute_num_layers": settings.recompute_num_layers,
-        "recompute_modules": None if settings.recompute_modules is None else list(settings.recompute_modules),
-        "fine_grained_activation_offloading": settings.offload_modules is not None,
-        "offload_modules": list(settings.offload_modules or ()),
-        "min_offloaded_tensor_size": settings.min_offloaded_tensor_size,
+        name: getattr(values, one.name)
+        for one in options_of(type(values)).values()  # type: ignore[arg-type]  # a class is hashable
+        if (name := one.name_in(config)) is not None
+        and (one.since is None or name in TransformerConfig.__dataclass_fields__)
     }
 
 

@@ -18,23 +18,9 @@ from memlab.engines.megatron.activation_offload import manager as offload_manage
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
+from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels
 from memlab.upstream.patching import patched
-
-
-class Microbatches:
-    """The micro-batches of a step: this one has Megatron's schedule step all of them."""
-
-    def before_forward(self) -> None:
-        """Called before each forward pass."""
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Lets the schedule count the micro-batches in the block, which runs it once."""
-        yield
-
-
-ALL_MICROBATCHES = Microbatches()
 
 
 def update_parameters(live: LiveModel) -> None:
@@ -48,20 +34,9 @@ def train_step(
     labels: Labels,
     load_for_update: Callable[[], None] = lambda: None,
     microbatches: Microbatches = ALL_MICROBATCHES,
-    update: Callable[[LiveModel], None] = update_parameters,
+    update: Callable[[], None] | None = None,
 ) -> float | None:
-    """Runs forward and backward of every micro-batch and the optimizer.
-
-    Args:
-        live: The model, with everything on the device that `load_for_update` does not load.
-        labels: Set to each phase as it begins.
-        load_for_update: Called after backward, to load what only the optimizer needs.
-        microbatches: Which micro-batches are stepped.
-        update: Takes the place of `update_parameters`.
-
-    Returns:
-        The mean loss over the micro-batches and the copies of the model; None on a pipeline stage that computes none.
-    """
+    """Takes a training step, as `memlab.engines.protocol.Engine.train_step` documents it."""
     for chunk in live.chunks:
         chunk.zero_grad_buffer()
     with torch._C.DisableTorchFunction():  # it drops references: a function mode would see each look at a gradient
@@ -70,23 +45,17 @@ def train_step(
         loss = _run_schedule(live, microbatches)
         load_for_update()
         labels.enter_phase("optimizer")
-        update(live)
+        if update is None:
+            update_parameters(live)
+        else:
+            update()
         zero_auxiliary_losses()
     data_parallel_overlap.start_gathering(live)
     return loss
 
 
 def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool) -> float | None:
-    """Runs the forward of every micro-batch without gradients, as reinforcement learning does for log-probabilities.
-
-    Args:
-        live: The model, its parameters on the device.
-        labels: Set to each phase as it begins.
-        suspend_offload: Whether Megatron's activation offload is suspended (`offload_manager.suspended`).
-
-    Returns:
-        As `train_step`.
-    """
+    """Takes a step of forward passes alone, as `memlab.engines.protocol.Engine.forward_only_step` documents it."""
     without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
     _set_training(live, False)
     try:

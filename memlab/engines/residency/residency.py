@@ -3,21 +3,18 @@
 Each tensor's storage is emptied in place and filled again, so that every view of it (DDP's buckets, Megatron's main
 parameters, Adam's state) stays valid: the mechanism of Megatron's own ``_ParamAndGradBuffer.offload_to_cpu`` (0.16),
 used here for the optimizer too. Gradients are freed, not copied: a load restores them as zeros.
-What Megatron's CPU optimizer keeps on the host stays there.
+What an optimizer keeps on the host by itself stays there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
 import torch
 
 from memlab.allocator.rules import rounded_bytes
 from memlab.config.settings import MemorySettings
-from memlab.engines.megatron import cpu_optimizer
-from memlab.engines.megatron.build import LiveModel
-from memlab.engines.megatron.data_parallel_overlap import gather_now
+from memlab.engines.protocol import Groups
 from memlab.engines.residency.host_buffer import HostBuffer
 from memlab.record.transfer import GROUPS
 
@@ -37,10 +34,13 @@ class Residency:
 
     A group's host buffer is allocated at the group's first offload and then kept, pinned, until `forget`: pinning new
     memory at each offload doubles the host memory for a moment (verl #6193).
+
+    Args:
+        groups: Of the model.
     """
 
-    def __init__(self, live: LiveModel) -> None:
-        self._live = live
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
         self.pinned = True
         """Whether host copies are page-locked; pageable ones are slower to copy."""
         self._host_buffers: dict[str, list[HostBuffer]] = {group: [] for group in GROUPS}
@@ -52,16 +52,11 @@ class Residency:
         return tuple(group for group in GROUPS if self._away[group])
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns each group's tensors and their host copies, and what a CPU optimizer keeps on the host."""
-        groups = {
+        """Returns each group's tensors, on the device and on the host, and their host copies."""
+        return {
             group: own + [buffer.whole for buffer in self._host_buffers[group]]
-            for group, own in self._own_tensors().items()
+            for group, own in self._own_tensors(also_on_host=True).items()
         }
-        for optimizer in self._optimizers():
-            groups["optimizer state"] += [
-                tensor for tensor in cpu_optimizer.state_tensors(optimizer) if not tensor.is_cuda
-            ]
-        return groups
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
         """Offloads groups to the host.
@@ -75,7 +70,7 @@ class Residency:
         on_device = [group for group in GROUPS if group in groups and not self._away[group]]
         if not on_device:
             return {}
-        dropped_bytes = self._drop_copied_gradients() if "gradients" in on_device else 0
+        dropped_bytes = self._groups.drop_copied_gradients() if "gradients" in on_device else 0
         own_tensors = self._own_tensors()
         freed: dict[str, int] = {}
         for group in on_device:
@@ -141,7 +136,7 @@ class Residency:
         """
         if self._away["parameters"]:
             raise ValueError("the parameters are on the host, and are handed over from the device: load them first")
-        gather_now(self._live)
+        self._groups.gather()
         parameters = self._own_tensors()["parameters"]
         self._copy_down("parameters", parameters)
         torch.cuda.synchronize()
@@ -173,96 +168,24 @@ class Residency:
     def _copies(self, group: str) -> list[torch.Tensor]:
         return [part for buffer in self._host_buffers[group] for part in buffer.parts]
 
-    def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns each group's tensors on the device, one for every storage, expert buffers included.
+    def _own_tensors(self, *, also_on_host: bool = False) -> dict[str, list[torch.Tensor]]:
+        """Returns each group's tensors, one for every storage.
 
-        What a CPU optimizer keeps on the host is not among them: it never leaves the host.
+        Args:
+            also_on_host: Also returns what an optimizer keeps on the host by itself, which never leaves the host.
         """
         seen: set[int] = set()
         groups: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
-        sources = (self._parameters(), self._gradients(), self._optimizer_state())
+        sources = (self._groups.parameters(), self._groups.gradients(), self._groups.optimizer_state())
         with torch._C.DisableTorchFunction():  # a function mode would see each look
             keys = [[tensor.untyped_storage()._cdata for tensor in tensors] for tensors in sources]
         for group, tensors, of_tensors in zip(GROUPS, sources, keys, strict=True):
-            # In fp32 the main parameters are views of the parameters: a storage belongs to the first group with it.
+            # In fp32 Megatron's main parameters are views of the parameters: the first group has such a storage.
             for tensor, key in zip(tensors, of_tensors, strict=True):
-                if key not in seen and tensor.is_cuda:
+                if key not in seen and (also_on_host or tensor.is_cuda):
                     seen.add(key)
                     groups[group].append(tensor)
         return groups
-
-    def _optimizers(self) -> list[Any]:
-        return [part.optimizer for part in self._live.optimizers] + self._live.discarded_optimizers
-
-    def _buffers(self) -> Iterator[Any]:
-        yield from (buffer for _, buffer in self._live.buffers())
-
-    def _parameters(self) -> list[torch.Tensor]:
-        tensors: list[torch.Tensor] = []
-        for buffer in self._buffers():
-            # Without the distributed optimizer DDP leaves the parameters where they are.
-            outside = [parameter.data for parameter in buffer.params] if buffer.param_data is None else []
-            tensors += outside or [buffer.param_data]
-        return tensors
-
-    def _gradients(self) -> list[torch.Tensor]:
-        tensors = [buffer.grad_data for buffer in self._buffers()]
-        tensors += [copy for _, copy in self._copied_gradients()]
-        in_buffers = self._storages_of_buffers()
-        for optimizer in self._optimizers():
-            copies = cpu_optimizer.gradients(optimizer)
-            tensors += [copy for copy in copies if copy.untyped_storage()._cdata not in in_buffers]
-        return tensors
-
-    def _copied_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns main parameters with their gradients where Megatron has copied bf16 gradients to fp32."""
-        with torch._C.DisableTorchFunction():
-            gradients = [(parameter, parameter.grad) for _, parameter in self._main_parameters()]
-            in_buffers = self._storages_of_buffers()
-            return [
-                (owner, copy)
-                for owner, copy in gradients
-                if copy is not None and copy.untyped_storage()._cdata not in in_buffers
-            ]
-
-    def _storages_of_buffers(self) -> set[int]:
-        return {buffer.grad_data.untyped_storage()._cdata for buffer in self._buffers()}
-
-    def _drop_copied_gradients(self) -> int:
-        """Frees the copies of gradients, which the next step would free before its forward; returns their bytes."""
-        num_bytes = 0
-        for owner, copy in self._copied_gradients():
-            num_bytes += copy.untyped_storage().nbytes()
-            owner.grad = None
-        return num_bytes
-
-    def _optimizer_state(self) -> list[torch.Tensor]:
-        tensors: list[torch.Tensor] = []
-        with torch._C.DisableTorchFunction():
-            for optimizer, main_parameter in self._main_parameters():
-                # A parameter that requires no gradient is what its `data` would be a view of.
-                tensors.append(main_parameter.data if main_parameter.requires_grad else main_parameter)
-                for parameter in (main_parameter, *getattr(main_parameter, "experts", ())):
-                    tensors.extend(tensors_in(optimizer.state.get(parameter)))
-                    tensors.extend(tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
-            for optimizer in self._optimizers():
-                tensors.extend(cpu_optimizer.state_tensors(optimizer))
-        return tensors
-
-    def _main_parameters(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        for part in self._live.optimizers:
-            for group in part.optimizer.param_groups:
-                yield from ((part.optimizer, main_parameter) for main_parameter in group["params"])
-
-
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that own memory in a parameter's state; an FP8 state consists of several."""
-    if type(state) is torch.Tensor:
-        yield state
-    else:
-        parts = state if isinstance(state, dict) else getattr(state, "__dict__", {})
-        for part in parts.values():
-            yield from tensors_in(part)
 
 
 def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:

@@ -8,10 +8,8 @@ from collections.abc import Callable, Collection
 import torch
 
 from memlab.config.settings import MemorySettings
-from memlab.engines.megatron.build import LiveModel
-from memlab.engines.megatron.retention import megatron_globals
+from memlab.engines.protocol import Engine
 from memlab.engines.residency.audit import audit_residency
-from memlab.engines.residency.injected_faults import FAULTS, repair
 from memlab.engines.residency.residency import Residency, groups_on_host
 from memlab.meter.protocol import Meter
 from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
@@ -21,18 +19,14 @@ from memlab.record.transfer import GROUPS, Action, Transfer
 class Transfers:
     """Transfers the groups of one live model, and records where each was requested to be."""
 
-    def __init__(self, live: LiveModel, meter: Meter) -> None:
-        self.residency = Residency(live)
-        self._live = live
-        self._meter = meter
+    def __init__(self, engine: Engine, meter: Meter) -> None:
+        self.residency = Residency(engine.groups())
+        self.has_fault = False
+        """Whether `set_fault` has put a fault on."""
+        self._engine, self._meter = engine, meter
         self._requested = RequestedPlacement()
         self._host_bytes = (0, 0)
         """Host bytes around the last transfer (the larger of before and after), and at its peak."""
-
-    @property
-    def has_fault(self) -> bool:
-        """Whether `set_fault` has put a fault on."""
-        return type(self.residency) is not Residency
 
     def categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what the model keeps from step to step: workspaces, and the groups with their host copies."""
@@ -40,7 +34,7 @@ class Transfers:
 
     def workspaces(self) -> dict[str, list[torch.Tensor]]:
         """Returns the workspaces."""
-        return {"workspace": list(megatron_globals.workspace(self._live))}
+        return {"workspace": list(self._engine.workspace())}
 
     def load(self, groups: Collection[str] = GROUPS) -> float:
         """Loads what a step needs; returns the seconds that it took, 0.0 if nothing was on the host."""
@@ -102,23 +96,27 @@ class Transfers:
 
     def audit(self) -> ResidencyAudit:
         """Compares where every byte of the three groups is with where it was requested to be."""
-        return audit_residency(self._live, self._meter, self._requested, self.residency.tensors(), self._host_bytes)
+        return audit_residency(self._engine, self._meter, self._requested, self.residency.tensors(), self._host_bytes)
 
     def set_fault(self, name: str | None) -> None:
-        """Loads and repairs everything; later transfers have a fault of `FAULTS`, or none.
+        """Loads and repairs everything; later transfers have one of the engine's faults, or none.
 
         Raises:
-            ValueError: If another fault is active, or the model has nothing that the fault concerns.
+            ValueError: If there is no such fault, another one is active, or the model has nothing that it concerns.
         """
+        faults = self._engine.residency_faults
+        if name is not None and name not in faults:
+            choices = ", ".join(faults)
+            raise ValueError(f"residency fault is {name!r}, must be one of {choices}: choose one of them")
         if name is not None and self.has_fault:
             raise ValueError(
                 f"{name} is a second fault, must be the only one: leave the with block of the other fault first"
             )
         self.load()  # also if the model lacks what the fault needs, so that the audit still agrees
-        repair(self._live)
+        self._engine.repair()
         pinned = self.residency.pinned
-        self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
-        self.residency.pinned = pinned
+        self.residency = Residency(self._engine.groups()) if name is None else faults[name]()
+        self.has_fault, self.residency.pinned = name is not None, pinned
         self._requested, self._host_bytes = RequestedPlacement(), (0, 0)
 
     def _timed(self, transfer: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:

@@ -70,6 +70,8 @@ class Reading:
     """Keys that memlab knows and that change nothing here, each with the reason."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
+    lacks: list[str] = field(default_factory=list)
+    """As in `Job`."""
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
@@ -84,6 +86,9 @@ class Reading:
     """What sets values of the job that memlab cannot read, such as a recipe; nothing where it reads them all."""
     guessed: list[str] = field(default_factory=list)
     """Keys that are known only when the job runs, for which memlab takes the defaults; no names, such as a path."""
+
+    assumed: list[str] = field(default_factory=list)
+    """What the file does not say at all, and memlab takes an example for, with a warning: ranks, lengths."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood.

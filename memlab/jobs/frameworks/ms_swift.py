@@ -40,13 +40,13 @@ from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
+    FUSIONS,
     LAYERS,
     MISSING,
     OFFLOAD,
     PIPELINE,
     RECOMPUTE,
     SIZES,
-    UNUSED_GRADIENTS,
 )
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
@@ -116,7 +116,11 @@ KEYS = (
         replace(key, conversion=_FLASH_OF_A_VERSION) if key.conversion is BACKEND else key
         for key in with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash")
     ),
-    Key("no_rope_fusion", "apply_rope_fusion", NOT),  # of ms-swift 3
+    *with_defaults(FUSIONS, bias_activation_fusion=True, gradient_accumulation_fusion=True),
+    # Of ms-swift 3.
+    Key("no_rope_fusion", "apply_rope_fusion", NOT),
+    Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT),
+    Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT),
     *_OPTIMIZER,
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
@@ -130,14 +134,14 @@ KEYS = (
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
-    "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
+    "attention_dropout", "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
     "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",
-    "no_bias_swiglu_fusion", "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
+    "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "pipeline_model_parallel_layout", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
 )  # fmt: skip
@@ -158,7 +162,7 @@ def _of_ms_swift(row: Missing) -> Missing:
 _OF_ENGINE = ("speculative_config", "quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "dtype")
 """vLLM's arguments that change how much memory the engine takes apart from its share of the GPU."""
 FRAMEWORK_MISSING = (
-    *(_of_ms_swift(row) for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"]) if row.name in _CORE_ARGUMENTS),
+    *(_of_ms_swift(row) for row in FLAGS_MISSING if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
     *(
         row
@@ -271,13 +275,11 @@ def _note_history(reading: Reading) -> None:
 
 
 def _note_fusion(reading: Reading) -> None:
-    """Notes the fused accumulation of gradients, which ms-swift switches off where apex cannot be imported."""
-    if reading.get("gradient_accumulation_fusion", default=True) and not reading.get("no_gradient_accumulation_fusion"):
-        reading.miss(
-            "gradient_accumulation_fusion",
-            "more",
-            "on where apex is installed, else off as memlab takes it, which only the machine of the job decides: "
-            f"{UNUSED_GRADIENTS}",
+    """Says on which machines the accumulation of gradients is fused (``megatron_args.py``, 4.6.0)."""
+    if reading.values.get("gradient_accumulation_fusion"):
+        reading.warnings.append(
+            "gradient_accumulation_fusion is on, and ms-swift switches it off where Apex cannot be imported: for such "
+            "a machine give --set gradient_accumulation_fusion=false"
         )
 
 
@@ -398,6 +400,7 @@ def _length(reading: Reading, generated: int) -> int | None:
         taken = "the architecture's usual length"
         if generated:
             taken = f"sequences as long as an answer, {generated:,} tokens: give --set max_length=TOKENS"
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(f"max_length is not in the file, so memlab takes {taken}")
     return _length_with_answers(reading, length or 0, generated) if generated else length
 

@@ -23,7 +23,6 @@ from memlab.jobs.frameworks.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
-    note_fusion,
     note_sequence_parallel,
     refused_overlap,
 )
@@ -118,7 +117,6 @@ def complete(reading: Reading) -> None:
     complete_state(reading)
     complete_chunks(reading)
     note_sequence_parallel(reading)
-    note_fusion(reading)
     _take_allocator(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
@@ -167,6 +165,7 @@ def complete(reading: Reading) -> None:
         return
     key = "micro_batch_size" if removes_padding else None
     if not longest:
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "micro_batch_size: the file does not say how long the data's sequences are, so memlab takes "
             f"{given:,} tokens: give --set rollout_max_context_len=TOKENS"
@@ -288,6 +287,7 @@ def _longest_sequence(reading: Reading) -> int | None:
     if context:
         return int(context)
     if response:
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "rollout_max_prompt_len and rollout_max_context_len are not in the file, so memlab takes sequences as long "
             f"as a response, {response} tokens: give --set rollout_max_context_len=TOKENS"

@@ -30,6 +30,7 @@ from memlab.engines.megatron.layers.torch_layers import (
     TorchNormLinear,
     TorchRowLinear,
 )
+from memlab.engines.megatron.layers.weight_gradients import empty_weight_gradient
 from memlab.engines.megatron.megatron_versions import grouped_experts
 from memlab.meter.labels import keeping, kept_by_collective
 
@@ -225,7 +226,7 @@ class _Linear(torch.autograd.Function):
         grad_entered = weight.new_empty((*_entered_shape(grads[0], split, backward=True), width))
         del in_transfer
         grad_inputs = split.enter_backward(grad_entered)
-        grad_weight = weight.new_empty(weight.shape)
+        grad_weight = empty_weight_gradient(layer.weight)
         del grad, saved, entered
         return grad_inputs, grad_weight, None, None
 
@@ -273,7 +274,7 @@ class _NormLinear(torch.autograd.Function):
         layer.complete_weight()
         grad_entered = weight.new_empty((*grads[0].shape[:-1], width))
         grad_normalised = split.enter_backward(grad_entered)
-        grad_weight = weight.new_empty(weight.shape)
+        grad_weight = empty_weight_gradient(layer.weight)
         del grad_entered, in_transfer
         entered.clear()
         normalised.clear()
@@ -313,7 +314,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad = recipe.quantize_rows(splits, out_width, columnwise=True)
         grad_inputs = grad_output.new_empty((grad_output.shape[0], width))
         layer.complete_weight()
-        grad_weights = [weight.new_empty(weight.shape) for weight in weights]
+        grad_weights = [empty_weight_gradient(weight) for weight in layer.parameters()]
         if ctx.saves_inputs:
             saved = recipe.quantize_rows(splits, width, rowwise=recipe.gathers_rows_only, columnwise=True)
         saved.clear()

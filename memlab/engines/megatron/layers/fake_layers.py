@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memlab.engines.megatron.layers.torch_layers import TorchGroupedLinear, TorchProvider
+from memlab.engines.megatron.layers.weight_gradients import empty_weight_gradient
 from memlab.engines.megatron.megatron_versions import grouped_experts
 
 
@@ -43,11 +44,12 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, *weights)
+        ctx.parameters = weights
         return inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        inputs, *weights = ctx.saved_tensors
+        inputs, *_ = ctx.saved_tensors
         grad = grads[0].contiguous()
         with torch._C.DisableTorchFunction():  # they are where the weights are
-            return grad.new_empty(inputs.shape), *(torch.empty_like(weight) for weight in weights)
+            return grad.new_empty(inputs.shape), *map(empty_weight_gradient, ctx.parameters)

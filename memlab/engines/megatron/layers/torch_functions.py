@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memlab.engines.megatron.layers.tensor_parallel import WHOLE, Split
+from memlab.engines.megatron.layers.weight_gradients import weight_gradient
 from memlab.engines.megatron.packed_sequences import lengths_of
 from memlab.meter.labels import one_kernel
 
@@ -37,7 +38,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.split = split
+        ctx.split, ctx.parameter = split, weight
         return split.leave(_matmul(split.enter(inputs), weight.T))
 
     @staticmethod
@@ -47,7 +48,7 @@ class Linear(torch.autograd.Function):
         inputs = ctx.split.enter(inputs)
         grad_entered = _matmul(grad, weight)  # stays allocated during the weight's gradient, while it is reduced
         grad_inputs = ctx.split.enter_backward(grad_entered)
-        return grad_inputs, _flat(grad).T @ _flat(inputs), None
+        return grad_inputs, weight_gradient(ctx.parameter, _flat(grad), _flat(inputs)), None
 
 
 class NormLinear(torch.autograd.Function):
@@ -68,7 +69,7 @@ class NormLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
         ctx.save_for_backward(inputs, norm_weight, weight, normalised, reciprocal)
-        ctx.split, ctx.has_bias = split, bias is not None
+        ctx.split, ctx.has_bias, ctx.parameter = split, bias is not None, weight
         return _matmul(split.enter(normalised), weight.T, bias)
 
     @staticmethod
@@ -77,7 +78,7 @@ class NormLinear(torch.autograd.Function):
         entered = ctx.split.enter(normalised)
         grad_entered = _matmul(grads[0], weight)
         grad_normalised = ctx.split.enter_backward(grad_entered)
-        grad_weight = _flat(grads[0]).T @ _flat(entered)
+        grad_weight = weight_gradient(ctx.parameter, _flat(grads[0]), _flat(entered))
         grad_bias = _flat(grads[0]).sum(0) if ctx.has_bias else None  # cuBLAS adds it up beside the weight's gradient
         del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
@@ -100,7 +101,7 @@ class GroupedLinear(torch.autograd.Function):
         for part, row, weight in zip(torch.split(output, splits), rows, weights, strict=True):
             torch.mm(row, weight.T, out=part)
         ctx.save_for_backward(*((inputs,) if save_original_input else rows), *weights)
-        ctx.splits = splits
+        ctx.splits, ctx.parameters = splits, weights
         return output
 
     @staticmethod
@@ -114,7 +115,7 @@ class GroupedLinear(torch.autograd.Function):
         rows = saved[: -len(splits)]
         if len(rows) == 1 and len(splits) > 1:
             rows = torch.split(rows[0], splits)
-        grad_weights = [grad_row.T @ row for grad_row, row in zip(grad_rows, rows, strict=True)]
+        grad_weights = map(weight_gradient, ctx.parameters, grad_rows, rows)
         return grad_inputs, None, None, *grad_weights
 
 

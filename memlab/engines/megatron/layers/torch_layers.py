@@ -32,6 +32,7 @@ from memlab.engines.megatron.layers.torch_functions import (
     RmsNorm,
 )
 from memlab.engines.megatron.layers.unfused_attention import unfused_attention
+from memlab.engines.megatron.layers.weight_gradients import set_fusion
 from memlab.engines.megatron.megatron_versions import grouped_experts
 
 
@@ -269,6 +270,7 @@ def _new_weight(
     rows: int, columns: int, *, config: TransformerConfig, init_method: Any, way: str | None
 ) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
+    set_fusion(weight, config)
     if way is not None:
         # Megatron leaves the gradients of all others but the first rank's out of the norm, as copies of them.
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1 if way == "row" else 0, stride=1)

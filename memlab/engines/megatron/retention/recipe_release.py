@@ -9,24 +9,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Literal, get_args
 
 import torch
 
 from memlab.engines.megatron.build import LiveModel
-
-Held = Literal["nothing", "model", "optimizer"]
-"""What something else than the trainer refers to: the model, or the optimizer, as a learning rate scheduler does."""
-
-
-def check_held(held: str) -> None:
-    """Checks what is held.
-
-    Raises:
-        ValueError: If it is none of `Held`.
-    """
-    if held not in get_args(Held):
-        raise ValueError(f"held is {held!r}, must be one of {', '.join(get_args(Held))}: choose one of them")
+from memlab.engines.protocol import Held
 
 
 def objects_held(live: LiveModel, held: Held) -> list[object]:

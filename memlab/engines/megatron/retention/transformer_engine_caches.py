@@ -28,6 +28,8 @@ TE_GROUPED_GEMM_STREAMS = 4
 _simulated_workspaces: list[torch.Tensor] = []
 simulated_causal_masks: dict[int, torch.Tensor] = {}
 """What `memlab.engines.megatron.layers.unfused_attention` keeps as TE keeps its ``_default_causal_mask``, by length."""
+simulated_unused_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
+"""What `memlab.engines.megatron.layers.weight_gradients` keeps as TE keeps its ``_dummy_wgrads``, by shape and type."""
 
 
 def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
@@ -38,7 +40,7 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield "Transformer Engine's cuBLAS workspaces", gc.get_referents(workspace), workspace.cache_clear
     base = sys.modules.get(f"{_PACKAGE}.module.base")
     if base is not None:
-        yield "Transformer Engine's dummy gradients of weights", base._dummy_wgrads, base._dummy_wgrads.clear
+        yield "Transformer Engine's unused gradients", base._dummy_wgrads, base._dummy_wgrads.clear
     attention = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.utils")
     if attention is not None:
         yield "Transformer Engine's sequence lengths", attention._cu_seqlens_cache, attention._cu_seqlens_cache.clear
@@ -57,6 +59,8 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield "Transformer Engine's FP8 scales and maxima", buffers, manager.reset
     if simulated_causal_masks:
         yield "simulated causal masks", simulated_causal_masks, simulated_causal_masks.clear
+    if simulated_unused_gradients:
+        yield "simulated unused gradients", simulated_unused_gradients, simulated_unused_gradients.clear
     if _simulated_workspaces:
         yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
 

@@ -1,4 +1,4 @@
-"""Five real errors in the transfer of parameters, gradients and optimizer state, each as a `Residency` that has it.
+"""Five real errors in the transfer of parameters, gradients and optimizer state: each is a `Residency` or groups.
 
 They show that the audit finds each of them; `memlab.engines.residency.residency` has none of them. None accesses memory
 that it does not have: it stops before upstream's code would, and `audit.require_resident` refuses the next step.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.groups import MegatronGroups
 from memlab.engines.residency.residency import Residency
 from memlab.record.transfer import GROUPS
 
@@ -46,7 +47,7 @@ class InvertedCondition(SizeNotSaved):
         return super().load([group for group in groups if group != "gradients"])
 
 
-class ExpertBuffersForgotten(Residency):
+class ExpertBuffersForgotten(MegatronGroups):
     """Only ``buffers`` are offloaded, not ``expert_parallel_buffers`` (verl #1766): most of a large MoE model.
 
     Raises:
@@ -65,7 +66,7 @@ class ExpertBuffersForgotten(Residency):
         yield from (buffer for name, buffer in self._live.buffers() if name == "buffers")
 
 
-class GradientsHeldByMainParameters(Residency):
+class GradientsHeldByMainParameters(MegatronGroups):
     """Each main parameter's ``.grad`` is a copy of its own, and outlives the step (verl #5105).
 
     megatron-core's ``copy_group_grads`` sets it to ``main_grad...float()``
@@ -107,11 +108,11 @@ class PinnedAgain(Residency):
 
 
 FAULTS: dict[str, Callable[[LiveModel], Residency]] = {
-    "size_not_saved": SizeNotSaved,
-    "inverted_condition": InvertedCondition,
-    "expert_buffers_forgotten": ExpertBuffersForgotten,
-    "gradients_held_by_main_parameters": GradientsHeldByMainParameters,
-    "pinned_again": PinnedAgain,
+    "size_not_saved": lambda live: SizeNotSaved(MegatronGroups(live)),
+    "inverted_condition": lambda live: InvertedCondition(MegatronGroups(live)),
+    "expert_buffers_forgotten": lambda live: Residency(ExpertBuffersForgotten(live)),
+    "gradients_held_by_main_parameters": lambda live: Residency(GradientsHeldByMainParameters(live)),
+    "pinned_again": lambda live: PinnedAgain(MegatronGroups(live)),
 }
 
 

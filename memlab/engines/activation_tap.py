@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from memlab.engines.megatron.build import LiveModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +39,16 @@ class Tap:
     """Keeps a layer's output after each forward without gradients: its storage is also the next checkpoint's input.
 
     Args:
-        live: The model.
-        layer: Counted from 0.
+        layers: Of the model.
+        layer: Which one, counted from 0.
         every: Appends the output of every forward to a list, with or without gradients: a leak.
     """
 
-    def __init__(self, live: LiveModel, layer: int, *, every: bool = False) -> None:
+    def __init__(self, layers: Sequence[torch.nn.Module], layer: int, *, every: bool = False) -> None:
         self._layer = layer
         self._every = every
         self._kept: list[torch.Tensor] = []
-        self._handle = live.layers[layer].register_forward_hook(self._keep)
+        self._handle = layers[layer].register_forward_hook(self._keep)
 
     def _keep(self, _module: Any, _inputs: Any, output: Any) -> None:
         if self._every:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from memlab.engines.megatron.build import LiveModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,21 +33,32 @@ class Retained:
         return f"{self.holder} -> {' -> '.join(self.path)} -> leaf {size}"
 
 
-def find_retained(live: LiveModel, of_replayed: Mapping[int, Sequence[Retained]]) -> list[Retained]:
+class Model(Protocol):
+    """A model whose modules are looked at."""
+
+    @property
+    def layers(self) -> list[Any]:
+        """Its transformer layers."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields its modules by name."""
+
+
+def find_retained(model: Model, of_replayed: Mapping[int, Sequence[Retained]]) -> list[Retained]:
     """Finds the leaves other than parameters that module attributes keep allocated through their graphs.
 
     Args:
-        live: A model between two steps.
+        model: Between two steps.
         of_replayed: By number of a layer whose last pass was replayed and has made no graph: what an equal layer keeps,
             with holders named from the layer on.
 
     Returns:
         One entry per leaf with the shortest path to it, in the order of the modules.
     """
-    numbers = {id(layer): number for number, layer in enumerate(live.layers)}
+    numbers = {id(layer): number for number, layer in enumerate(model.layers)}
     found: list[Retained] = []
     seen: set[int] = set()
-    for name, module in live.named_modules():
+    for name, module in model.named_modules():
         replayed = of_replayed.get(numbers.get(id(module), -1), ())
         found += [replace(one, holder=f"{name}.{one.holder}") for one in replayed]
         found += retained_by([(name, module)], seen)
@@ -84,9 +93,9 @@ def retained_by(modules: Iterable[tuple[str, torch.nn.Module]], seen: set[int]) 
     return found
 
 
-def drop_graphs(live: LiveModel) -> None:
+def drop_graphs(model: Model) -> None:
     """Detaches every tensor that a module keeps with its graph: after a failed step nothing uses the graph."""
-    for _, owner, attribute in list(_differentiable_attributes(live.named_modules())):
+    for _, owner, attribute in list(_differentiable_attributes(model.named_modules())):
         vars(owner)[attribute] = vars(owner)[attribute].detach()
 
 

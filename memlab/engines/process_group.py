@@ -1,4 +1,4 @@
-"""The process groups of one rank, joined with the others or alone as one rank of any layout, and Megatron's seeds."""
+"""The process group of one rank, joined with the others or alone as one rank of any layout."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import sys
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from memlab.config.layout import Layout
-from memlab.engines.megatron.megatron_config import interleaved_chunks
 from memlab.started_ranks import check_meeting_point, rank, world_size
 
 _store: list[Any] = []
@@ -104,26 +101,3 @@ def _init(distributed_backend: str, store: Any, rank: int, world_size: int) -> N
         torch.distributed.init_process_group(distributed_backend, store=store, rank=rank, world_size=world_size)
     finally:
         sys.excepthook = excepthook
-
-
-def initialize_megatron(layout: Layout) -> None:
-    """Makes Megatron's process groups of a joined one."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=interleaved_chunks(layout),
-        expert_model_parallel_size=layout.expert_model_parallel_size,
-        expert_tensor_parallel_size=layout.expert_tensor_size,
-        create_gloo_process_groups=False,
-    )
-
-
-def seed_megatron(seed: int) -> None:
-    """Seeds torch's random states and Megatron's, so that a model that is built next has the weights of this seed.
-
-    Each pipeline stage has its own (``_set_random_seed`` in megatron/training/initialize.py).
-    """
-    of_stage = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    torch.manual_seed(of_stage)
-    model_parallel_cuda_manual_seed(of_stage, force_reset_rng=True)
