@@ -142,14 +142,23 @@ class Architecture:
 
     def kinds_of(self, layers: Sequence[int]) -> dict[FeedForward, int]:
         """Returns how many of the layers, which are numbered from 0, have each kind of second part."""
+        kinds = self.feed_forwards
         if self.moe_layer_freq is None:
-            return dict.fromkeys(self.feed_forwards, len(layers))
-        routing = sum(self.layer_routes(layer) for layer in layers)
-        return {part: routing if part.routes else len(layers) - routing for part in self.feed_forwards}
+            return dict.fromkeys(kinds, len(layers))
+        return {kind: sum(self.moe_layer_freq[layer] == kind.routes for layer in layers) for kind in kinds}
 
-    def layer_routes(self, layer: int) -> bool:
-        """Whether a layer, by its number from 0, sends tokens to experts."""
-        return self.routes if self.moe_layer_freq is None else self.moe_layer_freq[layer] == 1
+    def num_routing(self, layers: Sequence[int]) -> int:
+        """Returns how many of the layers, which are numbered from 0, send tokens to experts."""
+        return sum(count for part, count in self.kinds_of(layers).items() if part.routes)
+
+    def parts_of(self, layer: int) -> tuple[GroupedQueryAttention, FeedForward]:
+        """Returns the parts of a layer, by its number from 0."""
+        (feed_forward,) = (part for part, count in self.kinds_of([layer]).items() if count)
+        return self.attention, feed_forward
+
+    def is_divided_by(self, ranks: str) -> bool:
+        """Whether a part has something that a size of the layout, by its name, divides."""
+        return any(size.ranks == ranks for size in self.shared_sizes)
 
     def with_layers(self, num_layers: int) -> Architecture:
         """Returns the model of the first layers."""

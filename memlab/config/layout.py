@@ -236,14 +236,13 @@ class Layout:
 
     def _check_unshared(self, architecture: Architecture) -> None:
         """Refuses to divide what no part of the model has."""
-        shared = {size.ranks for size in architecture.shared_sizes}
         tensor, experts = self.expert_tensor_parallel_size, self.expert_model_parallel_size
-        if "expert_tensor_parallel_size" not in shared and tensor is not None:
+        if tensor is not None and not architecture.is_divided_by("expert_tensor_parallel_size"):
             raise RuleError(
                 f"expert_tensor_parallel_size is {tensor}, and {architecture.name} is dense: leave it out",
                 "expert_tensor_parallel_size",
             )
-        if "expert_model_parallel_size" not in shared and experts > 1:
+        if experts > 1 and not architecture.is_divided_by("expert_model_parallel_size"):
             raise RuleError(
                 f"expert_model_parallel_size is {experts}, must be 1, since {architecture.name} is dense: choose 1",
                 "expert_model_parallel_size",

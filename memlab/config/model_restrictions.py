@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 
@@ -114,15 +115,17 @@ def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
     repairs it). Under full recompute it does not.
     """
     num_passes = scenario.num_microbatches * scenario.layout.virtual_pipeline_model_parallel_size
-    if _megatron_version() < (0, 19) or settings.recompute_granularity == "full" or num_passes == 1:
+    is_full = settings.recompute_granularity == "full"
+    if _megatron_version() < (0, 19) or is_full or num_passes == 1 or not settings.offload_modules:
         return
-    groups, num_layers = _groups_in_turn(settings, scenario.architecture), min(scenario.layers_of_chunks)
+    groups = [group for chunk in scenario.chunks if len(group := _groups_in_turn(settings, scenario, chunk)) > 1]
+    alone = [names for names in groups if names.count(names[0]) == 1]
     chunk, delta_bytes = _whole(scenario.layers_of_chunks), settings.delta_offload_bytes_across_pp_ranks
-    if num_layers * len(groups) <= 1:
+    if not groups:
         return
-    if num_layers == 1:
-        field, cause = "offload_modules", f"offload_modules has {groups}, and {chunk} has one layer"
-        remedy = f"name one of them, or give {chunk} two layers"
+    if alone:
+        field, cause = "offload_modules", f"offload_modules has {alone[0]}, and {chunk} has one layer with them"
+        remedy = f"name one of them, or give {chunk} two such layers"
     elif settings.activation_offload_fraction == 0:
         field, cause = "activation_offload_fraction", "activation_offload_fraction is 0"
         remedy = "leave offload_modules out, which is the same"
@@ -138,15 +141,13 @@ def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
     )
 
 
-def _groups_in_turn(settings: MemorySettings, architecture: Architecture) -> list[str]:
-    """Returns the groups of a layer that begin after another one has ended: ``mlp_norm`` spans those of the experts."""
+def _groups_in_turn(settings: MemorySettings, scenario: Scenario, chunk: Sequence[int]) -> list[str]:
+    """Returns the groups of a pass through a model chunk that begin after another one has ended, in their order."""
     offloaded = set(settings.offload_modules or ())
     if "core_attn" in (settings.recompute_modules or ()):
         offloaded.discard("core_attn")
-    in_turn = ["qkv_linear", "core_attn", "attn_proj"]
-    if architecture.routes:
-        in_turn += ["mlp_norm"] if "mlp_norm" in offloaded else ["expert_fc1", "moe_act"]
-    return [name for name in in_turn if name in offloaded]
+    parts = (part for layer in chunk for part in scenario.architecture.parts_of(layer))
+    return [name for part in parts for name in part.groups_in_turn(offloaded)]
 
 
 def _given_since_megatron_0_19(settings: MemorySettings) -> list[str]:

@@ -277,23 +277,26 @@ class Scenario:
     @property
     def layers_of_chunks(self) -> tuple[int, ...]:
         """Layers of each model chunk of the job; a single chunk without pipeline stages."""
-        stages, chunks = self.layout.pipeline_model_parallel_size, self.layout.virtual_pipeline_model_parallel_size
-        counts = [self.layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
-        return tuple(count for count in counts for _ in range(chunks))
+        return tuple(map(len, self.chunks))
 
     @property
-    def chunks_of_rank(self) -> tuple[range, ...]:
-        """The layers of each model chunk of the rank's pipeline stage: their numbers in the whole model, from 0.
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of each model chunk of the job, stage by stage: their numbers in the whole model, from 0.
 
         Layers are numbered stage by stage, and then from the first stage on again (``get_transformer_layer_offset``,
         megatron/core/transformer/transformer_layer.py, 0.16.1).
         """
-        layout = self.layout
-        stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
-        before, own = sum(sizes[: layout.pipeline_stage]), sizes[layout.pipeline_stage]
-        starts = (chunk * sum(sizes) + before for chunk in range(chunks))
-        return tuple(range(start, start + own) for start in starts)
+        layout, chunks = self.layout, self.layout.virtual_pipeline_model_parallel_size
+        stages = range(layout.pipeline_model_parallel_size)
+        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in stages]
+        first = [[chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(chunks)] for stage in stages]
+        return tuple(range(at, at + sizes[stage]) for stage in stages for at in first[stage])
+
+    @property
+    def chunks_of_rank(self) -> tuple[range, ...]:
+        """The layers of each model chunk of the rank's pipeline stage, as `chunks`."""
+        stage, chunks = self.layout.pipeline_stage, self.layout.virtual_pipeline_model_parallel_size
+        return self.chunks[stage * chunks : (stage + 1) * chunks]
 
     @property
     def layers_of_rank(self) -> tuple[int, ...]:

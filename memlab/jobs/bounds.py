@@ -65,7 +65,7 @@ def _replayed_routing_bytes(scenario: Scenario) -> int:
     them; before, it packs and scatters the row's of all layers (``set_router_replay_data`` in
     verl/utils/megatron/router_replay_utils.py, main of August 2026).
     """
-    layers = sum(scenario.architecture.layer_routes(layer) for layer in scenario.layers_of_rank)
+    layers = scenario.architecture.num_routing(scenario.layers_of_rank)
     kept = scenario.tokens_of_rank * scenario.architecture.moe_router_topk * layers * scenario.num_microbatches
     return 2 * 8 * kept + 2 * _bytes_of_a_row_s_experts(scenario)
 
@@ -73,7 +73,7 @@ def _replayed_routing_bytes(scenario: Scenario) -> int:
 def _bytes_of_a_row_s_experts(scenario: Scenario) -> int:
     """Returns the numbers of the experts in all layers of the model, of whole rows, in 8 bytes each."""
     model = scenario.architecture
-    layers = sum(model.layer_routes(layer) for layer in range(model.num_layers))
+    layers = model.num_routing(range(model.num_layers))
     return 8 * scenario.micro_batch_size * scenario.seq_length * model.moe_router_topk * layers
 
 
@@ -235,7 +235,7 @@ def _router_tensors_bytes(kept: float, at_once: float) -> Callable[[Scenario], i
 def _expert_bias_bytes(scenario: Scenario) -> int:
     """Returns a bias and a count of tokens for each expert in each of the rank's layers, and one biased score."""
     model = scenario.architecture
-    layers, experts = sum(map(model.layer_routes, scenario.layers_of_rank)), 4 * (model.num_moe_experts or 0)
+    layers, experts = model.num_routing(scenario.layers_of_rank), 4 * (model.num_moe_experts or 0)
     return 2 * layers * max(experts, _SMALLEST_BLOCK) + _router_tensors_bytes(0, 1)(scenario)
 
 

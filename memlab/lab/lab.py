@@ -7,7 +7,7 @@ import warnings
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from memlab.backends import Backend, find_backend
 from memlab.config.allocator_settings import AllocatorSettings
@@ -23,17 +23,18 @@ from memlab.engines.protocol import Held, check_held
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
 from memlab.lab.lab_part import OF_ONE_PROCESS
-from memlab.lab.many_ranks import ManyRanks
 from memlab.lab.one_process import OneProcess
 from memlab.lab.probes import Probes
 from memlab.lab.progress import Progress
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.lab.residency import Residency
 from memlab.lab.session import NamedBackend, OnProgress, Session
-from memlab.ranks.ranks import Ranks
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from memlab.ranks.ranks import Ranks
 
 __all__ = ["OF_ONE_PROCESS", "Lab", "Progress"]
 
@@ -128,6 +129,8 @@ class Lab(Residency, Probes):
         self._opened = scenario
         self._session: Session
         if ranks is not None:
+            from memlab.lab.many_ranks import ManyRanks  # with ipyparallel, which most labs do not need
+
             name = backend if isinstance(backend, str) else backend.name
             self._session = ManyRanks(scenario, ranks, name, has_allocator=has_allocator)
         else:
@@ -458,9 +461,12 @@ class Lab(Residency, Probes):
         """
         if method not in OF_ONE_PROCESS:
             raise ValueError(f"method is {method!r}, must be one of {', '.join(OF_ONE_PROCESS)}: call others directly")
-        if isinstance(self._session, ManyRanks):
-            return self._session.each(method, *args, **kwargs)
-        return [getattr(self, method)(*args, **kwargs)]
+        if isinstance(self._session, OneProcess):
+            return [getattr(self, method)(*args, **kwargs)]
+        from memlab.lab.many_ranks import ManyRanks
+
+        assert isinstance(self._session, ManyRanks), "there are no other sessions"
+        return self._session.each(method, *args, **kwargs)
 
     def close(self) -> None:
         """Frees model, optimizer, process group and thread. Records stay readable. A second call does nothing."""

@@ -354,7 +354,8 @@ def test_no_advice_names_what_the_framework_cannot_express() -> None:
     job = Scenario.of("phi-4-tiny", num_layers=2, seq_length=64)
 
     def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
-        return Prediction.of(step_record(scenario=scenario, settings=settings), ALWAYS, MIB)
+        record = step_record(scenario=scenario, settings=settings)
+        return Prediction.of(record, ALWAYS, MIB, communicated_bytes={})
 
     for name, is_advised in ((None, True), ("bridge", False), ("nemo-rl", False), ("verl", False)):
         found = search(MemorySettings(), [job], predict, MIB, is_allowed=writable(name, job, MemorySettings()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,8 +36,19 @@ class Experts(FeedForward):
     without_effect: ClassVar = {
         "recompute_modules:mlp": "it recomputes dense MLPs, and every layer of this model is MoE"
     }
+    offload_groups: ClassVar = ("mlp_norm", "expert_fc1", "moe_act")
     routes: ClassVar = True
     formulas: ClassVar = ("none", "full")
+
+    @property
+    def megatron_spec(self) -> dict[str, Any]:
+        """Arguments of Megatron's specification: grouped experts."""
+        return {"num_experts": self.num_moe_experts, "moe_grouped_gemm": True}
+
+    def groups_in_turn(self, offloaded: Collection[str]) -> list[str]:
+        """Returns the groups: ``mlp_norm`` spans those of the experts."""
+        groups = FeedForward.groups_in_turn(self, offloaded)
+        return groups[:1] if "mlp_norm" in groups else groups
 
     def check(self, name: str) -> None:
         """Checks the fields, and Megatron's rules for the experts of a token."""

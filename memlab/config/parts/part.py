@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -69,6 +69,8 @@ class Part(ABC):
     """The same of ``offload_modules``."""
     without_effect: ClassVar[Mapping[str, str]] = {}
     """What Megatron accepts and ignores in layers with this part: ``field:module`` to the reason."""
+    offload_groups: ClassVar[tuple[str, ...]] = ()
+    """The groups of ``offload_modules`` that begin in a layer after another one has ended, in their order."""
     routes: ClassVar[bool] = False
     """Whether it sends tokens to experts, so that the rows of its matrices are known only when the step runs."""
 
@@ -90,6 +92,10 @@ class Part(ABC):
             check_whole_number(f"{name}: {field}", getattr(self, field), at_most=at_most, action="correct it")
         for field, (above, largest) in self.ranges.items():
             check_number(f"{name}: {field}", getattr(self, field), above, largest, action="correct it")
+
+    def groups_in_turn(self, offloaded: Collection[str]) -> list[str]:
+        """Returns those of `offload_groups` that a layer has with these offload modules."""
+        return [name for name in self.offload_groups if name in offloaded]
 
     @classmethod
     @abstractmethod
@@ -138,3 +144,8 @@ class FeedForward(Part):
 
     formulas: ClassVar[tuple[str, ...]]
     """What `kept_bytes` has a formula for."""
+
+    @property
+    def megatron_spec(self) -> dict[str, Any]:
+        """Arguments of Megatron's ``get_gpt_layer_with_transformer_engine_spec`` for a layer with this part."""
+        return {}

@@ -224,17 +224,15 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     # `get_gpt_decoder_block_spec`, which makes both kinds of layers, cannot be imported without Transformer Engine.
     with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
         specs = {
-            part.routes: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                num_experts=architecture.num_moe_experts if part.routes else None,
-                moe_grouped_gemm=part.routes,
-                qk_layernorm=architecture.qk_layernorm,
+            part: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                qk_layernorm=architecture.qk_layernorm, **part.megatron_spec
             )
             for part in architecture.feed_forwards
         }
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
-        layer_specs=[specs[architecture.layer_routes(layer)] for layer in scenario.chunks_of_rank[chunk]],
+        layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
     return GPTModel(
