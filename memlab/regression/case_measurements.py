@@ -12,7 +12,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.backend_kind import KINDS
 from memlab.config.from_json import build, read_json
 from memlab.config.scenario import Scenario
-from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
+from memlab.config.settings import NEWER_SETTINGS, MemorySettings
 from memlab.cpu_info import processor_features, processor_name
 from memlab.record.notebook_result import RECORD_NAME
 from memlab.record.saved_records import load_record
@@ -179,7 +179,7 @@ def _on(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that are on, and ``offload_gradients`` where it is off while the optimizer is offloaded."""
     stay = {"offload_gradients"} if settings["offload_optimizer"] else set()
     usual = MemorySettings()  # baselines from before these settings existed do not name them
-    idle = {name for name in SINCE_MEGATRON_0_19 if settings[name] == getattr(usual, name)}
+    idle = {name for name in NEWER_SETTINGS if settings[name] == getattr(usual, name)}
     return {
         name: value
         for name, value in settings.items()
