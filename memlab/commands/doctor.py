@@ -27,8 +27,8 @@ from memlab.cpu_info import processor_name
 from memlab.units import format_bytes
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"
-_TESTED_MEGATRON_CORE = ("0.16", "0.19")
-"""memlab's tests run with one release of each; the versions between are allowed."""
+_TESTED_MEGATRON_CORE = ("0.16", "0.18", "0.19")
+"""The tests that depend on versions were run with one release of each; the versions between are allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Finding:
 class _Requirement:
     name: str
     specifier: str
-    """Allowed versions, such as ``>=2.11,<2.14``."""
+    """Allowed versions, such as ``>=2.11,<2.16``."""
     only_cuda: bool
 
 
@@ -156,7 +156,7 @@ def _package(requirement: _Requirement) -> Finding:
         why = f"not one of the versions that memlab allows ({requirement.specifier})"
         return Finding(name=name, version=version, problem=why, remedy=remedy)
     if name == "megatron-core" and not version.startswith(tuple(f"{tested}." for tested in _TESTED_MEGATRON_CORE)):
-        note = f"memlab was never run with it, only with {' and '.join(_TESTED_MEGATRON_CORE)}"
+        note = f"memlab was never run with it, only with {', '.join(_TESTED_MEGATRON_CORE)}"
         return Finding(name=name, version=version, note=note)
     return Finding(name=name, version=version)
 
