@@ -210,14 +210,15 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
     job, rank = pair
     predicted = predict_rank(job, rank)
     step = job["ranks"][rank]["steps"][-1]
-    outside, stated = step["outside_torch_bytes"], estimate_outside_torch(predicted.scenario.layout)
-    inside = stated.total_bytes <= outside <= stated.most_bytes
+    outside = step.get("outside_torch_bytes")  # left out where other processes used the same GPU
+    stated = estimate_outside_torch(predicted.scenario.layout)
+    inside = outside is None or stated.total_bytes <= outside <= stated.most_bytes
     cells = [
         *(f"{job['name']}", f"{rank}"),
         *figures(step["start_bytes"], predicted.static_bytes, hidden=True),
         *figures(step["peak_bytes"], predicted.peak_allocated_bytes),
         *figures(step["peak_reserved_bytes"], predicted.peak_reserved_bytes or 0, hidden=True),
-        f"{outside / GIB:.2f}",
+        "" if outside is None else f"{outside / GIB:.2f}",
         f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{'' if inside else ', wrong'}",
     ]
     return f"| {' | '.join(cells)} |"
