@@ -231,12 +231,14 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         job: A line of ``ranks.jsonl``.
         rank: The rank.
     """
-    from memlab import Lab, Layout, MemorySettings, TrainingState
+    from memlab import Lab, Layout, MemorySettings, TrainingState, Versions
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
 
     architecture = find_architecture(job["model"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
+    environment = job["ranks"][rank]["environment"]
+    versions = Versions(transformer_engine=environment["transformer-engine"], torch=environment["torch"])
     with Lab(
         replace(architecture, vocab_size=job["vocab_size"], **sizes),
         num_layers=job["num_layers"],
@@ -245,6 +247,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
         state=TrainingState(**job["state"], deallocate_pipeline_outputs="deallocate_pipeline_outputs" in job["config"]),
         routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),
+        versions=versions,
         backend="simulated",
     ) as lab:
         return lab.step(MemorySettings(**job["settings"]))
