@@ -16,9 +16,9 @@ from memlab.config.fp8_restrictions import check_fp8_settings
 from memlab.config.option import Option, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
+    NEWER_SETTINGS,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
-    SINCE_MEGATRON_0_19,
     MemorySettings,
 )
 from memlab.config.training_state import TrainingState
@@ -31,7 +31,7 @@ _MODULES = ("recompute_modules", "offload_modules")
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
     """Whether MoE layers are recomputed as a whole; their checkpoints then keep input and gradient alive."""
     whole = settings.recompute_granularity == "full" or "moe" in (settings.recompute_modules or ())
-    return architecture.routes and whole
+    return architecture.keeps_graph and whole
 
 
 def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
@@ -150,8 +150,8 @@ def _groups_in_turn(settings: MemorySettings, scenario: Scenario, chunk: Sequenc
     return [name for part in parts for name in part.groups_in_turn(offloaded)]
 
 
-def _given_since_megatron_0_19(settings: MemorySettings) -> list[str]:
-    return [name for name in SINCE_MEGATRON_0_19 if getattr(settings, name) != getattr(_DEFAULT, name)]
+def _given_of_newer(settings: MemorySettings) -> list[str]:
+    return [name for name in NEWER_SETTINGS if getattr(settings, name) != getattr(_DEFAULT, name)]
 
 
 @cache
@@ -175,14 +175,14 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     if settings.offload_modules is None and settings.min_offloaded_tensor_size != _DEFAULT.min_offloaded_tensor_size:
         reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
     if settings.offload_modules is None:
-        idle = _given_since_megatron_0_19(settings)
+        idle = _given_of_newer(settings)
         reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
     if settings.offload_optimizer and settings.offload_optimizer_except_update:
         reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
     if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
         reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
             "choose recompute_granularity 'full', or recompute 'moe'"
-            if architecture.routes
+            if architecture.keeps_graph
             else f"{architecture.name} is dense and has none"
         )
     if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):

@@ -27,10 +27,9 @@ KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", 
 _MOST_BYTES = 2**50
 _FULL = {"group": "Recompute", "needs": "recompute_granularity", "needs_value": "full", "megatron": "model"}
 _OFFLOAD = {"group": "Offload during the step", "megatron": "model"}
-_OFFLOAD_SINCE_0_19 = {
-    "group": "Offload, since megatron-core 0.19",
+_NEWER_OFFLOAD = {
+    "group": "Offload, in newer versions of megatron-core",
     "needs": "offload_modules",
-    "since": (0, 19),
     "megatron": "model",
 }
 _ON_HOST = {"group": "On host between steps", "words": {"device": False, "host": True}}
@@ -111,7 +110,8 @@ class MemorySettings:
     activation_offload_fraction: float = option(
         1.0,
         "share of the groups to offload, 0 to 1; a group is what a module saves in one layer (default 1)",
-        **_OFFLOAD_SINCE_0_19,
+        **_NEWER_OFFLOAD,
+        since=(0, 19),
         label="share of groups offloaded",
         at_most=1,
         advice="give a share from 0 to 1",
@@ -121,7 +121,8 @@ class MemorySettings:
         0,
         "number of bytes that each pipeline stage leaves on the device in addition to those of the stage before it "
         "(default 0)",
-        **_OFFLOAD_SINCE_0_19,
+        **_NEWER_OFFLOAD,
+        since=(0, 19),
         label="extra bytes per later stage",
         at_least=0,
         at_most=_MOST_BYTES,
@@ -132,7 +133,8 @@ class MemorySettings:
         None,
         "number of transfers per offload module that may still be in progress while the model computes (default: no "
         "limit)",
-        **_OFFLOAD_SINCE_0_19,
+        **_NEWER_OFFLOAD,
+        since=(0, 18),
         label="copies at once (-1: no limit)",
         shown_for_none=-1,
         at_least=0,
@@ -266,7 +268,7 @@ class MemorySettings:
             words.append(self.checkpoint_input_remedy.replace("_", " "))
         if self.offload_modules:
             words.append("offload " + "+".join(self.offload_modules))
-        words += [f"{name} {value}" for name, value in self.changed().items() if name in SINCE_MEGATRON_0_19]
+        words += [f"{name} {value}" for name, value in self.changed().items() if name in NEWER_SETTINGS]
         host = [name for name in ("parameters", "gradients", "optimizer") if getattr(self, f"offload_{name}")]
         if host:
             words.append("on host " + "+".join(host))
@@ -275,7 +277,7 @@ class MemorySettings:
         return ", ".join(words) or "none"
 
 
-SINCE_MEGATRON_0_19 = tuple(name for name, one in options_of(MemorySettings).items() if one.since == (0, 19))
+NEWER_SETTINGS = tuple(name for name, one in options_of(MemorySettings).items() if one.since)
 """Settings of activation offload that megatron-core 0.16 does not have."""
 
 

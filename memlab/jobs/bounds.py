@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copied, kept_bytes, parameters_of_rank
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -115,6 +115,24 @@ _SMALLEST_BLOCK = 512
 """Bytes that torch's allocator gives at least."""
 
 
+def _whole_rows_bytes(scenario: Scenario, settings: MemorySettings) -> int | None:
+    """Returns what dense layers keep of whole rows, where sequence parallelism does not share them among tensor ranks.
+
+    These are input and output of both norms of a layer, and of a recomputed layer its input; a few more tensors of
+    whole rows are in flight at a peak. Simulated steps with the same collectives, 4,096 tokens, have 4.0 to 4.1 such
+    tensors more for each layer of Llama 3.1 8B with 2 to 8 layers on 2 and 4 ranks, 35 of the bound's 40 with 4 stages
+    of 2 layers, and 11 of 20 where these recompute.
+    """
+    if scenario.architecture.routes:
+        return None
+    tensor, passes = scenario.layout.tensor_model_parallel_size, scenario.most_passes_in_flight
+    elements = scenario.tokens_of_rank * (tensor - 1) * scenario.architecture.hidden_size
+    kept = 4 * _layers_that_keep(scenario, settings, set()) + passes + 4
+    if settings.recompute_granularity == "full":
+        kept += scenario.num_layers_of_chunk * passes
+    return (2 if scenario.dtype == "bf16" else 4) * elements * kept
+
+
 def _mask_bytes(scenario: Scenario) -> int:
     """Returns the attention masks of all micro-batches in flight, whole sequences on every rank."""
     return scenario.micro_batch_size * scenario.seq_length**2 * scenario.most_passes_in_flight
@@ -139,29 +157,8 @@ def _elements_of_routers(scenario: Scenario) -> int:
 
 def _trained_bytes(scenario: Scenario) -> int:
     """Returns what gradients and optimizer state of all parameters take on the device of a rank."""
-    return bytes_of_gradient(scenario) * sum(parameters_of_rank(scenario)) + _optimizer_bytes(scenario)
-
-
-def _optimizer_bytes(scenario: Scenario) -> int:
-    """Returns what the optimizer state of all parameters takes on the device of a rank, sharded as in the job.
-
-    A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
-    parameters.
-    """
-    state = scenario.state
-    on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
-    main, moments = bytes_of_optimizer(state, scenario.dtype)
-    of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
-    return sum(
-        round(of_optimizer * -(-count // (copies if state.use_distributed_optimizer else 1)))
-        for count, copies in _counts_and_copies(scenario)
-    )
-
-
-def _counts_and_copies(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns parameters and how many ranks hold each of them, outside experts and in them."""
-    counts, layout = parameters_of_rank(scenario), scenario.layout
-    return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
+    kept = kept_bytes(scenario)
+    return kept.gradients + kept.optimizer
 
 
 def _sharded_bytes(scenario: Scenario) -> int:
@@ -173,7 +170,7 @@ def _sharded_bytes(scenario: Scenario) -> int:
     if scenario.state.use_distributed_optimizer:
         optimizer = 0
     of_parameter = weight + bytes_of_gradient(scenario) + optimizer
-    return sum(of_parameter * (count - count // copies) for count, copies in _counts_and_copies(scenario))
+    return sum(of_parameter * (count - count // copies) for count, copies in copied(scenario))
 
 
 def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
@@ -252,20 +249,20 @@ def _jitter_bytes(scenario: Scenario) -> int:
 def _exchanged_gradient_bytes(scenario: Scenario) -> int:
     """Returns a copy of all gradients, and a rank's own part in fp32 (``reduce_scatter_with_fp32_accumulation``)."""
     gradient = bytes_of_gradient(scenario)
-    return sum(gradient * count + 4 * -(-count // copies) for count, copies in _counts_and_copies(scenario))
+    return sum(gradient * count + 4 * -(-count // copies) for count, copies in copied(scenario))
 
 
 def _remainder_bytes(scenario: Scenario) -> int:
     """Returns 2 bytes for each parameter whose state a rank has: the half of a main parameter that is in the weight."""
     is_spread = scenario.state.use_distributed_optimizer
-    return sum(2 * -(-count // (copies if is_spread else 1)) for count, copies in _counts_and_copies(scenario))
+    return sum(2 * -(-count // (copies if is_spread else 1)) for count, copies in copied(scenario))
 
 
 def _unspread_optimizer_bytes(scenario: Scenario) -> int:
     """Returns what the distributed optimizer spreads over ranks, apart from each rank's own share."""
     spread = scenario.state.use_distributed_optimizer
     main, moments = bytes_of_optimizer(scenario.state, scenario.dtype)
-    counts = _counts_and_copies(scenario) if spread else ()
+    counts = copied(scenario) if spread else ()
     return sum(round((main + moments) * (count - count // copies)) for count, copies in counts)
 
 
@@ -339,12 +336,13 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
-    "offload_optimizer_states": _optimizer_bytes,
+    "offload_optimizer_states": lambda scenario: kept_bytes(scenario).optimizer,
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
 
-BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
+BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] = {
+    "sequence_parallel": _whole_rows_bytes,
     "attention_dropout": _dropped_scores_bytes,
     "hidden_dropout": _dropout_bytes,
 }

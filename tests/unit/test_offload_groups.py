@@ -103,7 +103,7 @@ def test_megatron_itself_fails_with_what_is_refused(
     model: str | Architecture, settings: dict[str, Any], workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = MemorySettings(**settings)
-    if MINOR < 19 and model_restrictions._given_since_megatron_0_19(chosen):
+    if MINOR < 19 and model_restrictions._given_of_newer(chosen):
         pytest.skip("needs megatron-core 0.19")
     monkeypatch.setattr(model_restrictions, "_check_offload_groups", lambda *_: None)
     with pytest.raises(AssertionError, match="Chunk mismatch") if MINOR >= 19 else nullcontext():

@@ -401,3 +401,27 @@ def test_the_exit_code_of_a_script_s_verdict(
         printed = capfd.readouterr().out
         assert cause in printed
         assert ("the real peak is" in printed) is bool(cause)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tensor", "stages", "recompute", "measured"),
+    [
+        (2, 2, 1, False, 134_258_688),
+        (8, 4, 1, False, 822_292_480),
+        (8, 4, 1, True, 218_116_096),
+        (8, 2, 4, False, 587_333_632),
+        (8, 2, 4, True, 184_549_376),
+    ],
+)
+def test_whole_rows_on_each_tensor_parallel_rank_are_bounded(
+    layers: int, tensor: int, stages: int, recompute: bool, measured: int
+) -> None:
+    """What simulated steps need more without sequence parallelism: layers with an all-reduce in place of its collectives."""
+    layout = Layout(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages)
+    scenario = Scenario.of("llama-3.1-8b", num_layers=layers, seq_length=4096, num_microbatches=stages, layout=layout)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings = MemorySettings(**full if recompute else {})
+    bound = bound_bytes(missing("sequence_parallel", "more"), scenario, settings)
+    assert bound is not None and measured <= bound <= 2 * measured
+    with_experts = Scenario.of("qwen3-moe-tiny", layout=Layout(tensor_model_parallel_size=2))
+    assert bound_bytes(missing("sequence_parallel", "more"), with_experts, MemorySettings()) is None

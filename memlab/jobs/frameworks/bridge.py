@@ -20,7 +20,7 @@ from memlab.jobs.frameworks.bridge_keys import (
 )
 from memlab.jobs.frameworks.bridge_recipes import RECIPES
 from memlab.jobs.frameworks.bridge_recipes import VERSION as RECIPES_OF
-from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
+from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -316,6 +316,11 @@ BRIDGE = Framework(
     name="bridge",
     title="Megatron-Bridge",
     source="0.6.2",
+    signs=Signs(
+        looked_for="run_recipe.py, or the key model with ddp or train",
+        programs=("run_recipe",),
+        of_tree=lambda begins: begins("model.") and (begins("ddp.") or begins("train.")),
+    ),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

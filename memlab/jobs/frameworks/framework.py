@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
+from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
 from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
@@ -123,6 +124,27 @@ class Reading:
         self.not_modelled.append(NotModelled(key, value, effect, reason, place))
 
 
+def flags_of(words: Iterable[str]) -> set[str]:
+    """Returns the flags of a command, without their values."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """By what memlab recognizes the jobs of a framework."""
+
+    looked_for: str
+    """In a phrase, for whoever has a file that memlab does not recognize."""
+    programs: tuple[str, ...] = ()
+    """Modules that are started, also by their files, and that no other framework has."""
+    key: str = ""
+    """How one of its keys begins in each of its configurations and overrides."""
+    of_command: Callable[[list[str]], bool] = lambda _: False
+    """Whether the words of a command are those of a job."""
+    of_tree: Callable[[Callable[[str], bool]], bool] = lambda _: False
+    """Whether a configuration is a job's; it is given a function that says whether a key begins so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One framework: its table of keys, and what a table cannot express."""
@@ -132,6 +154,10 @@ class Framework:
     title: str
     source: str
     """The versions whose names and defaults the table has."""
+    transformer_engine: str = Versions().transformer_engine
+    """The release of Transformer Engine that the framework's own images or requirements install with that version; the
+    usual one where they name none."""
+    signs: Signs
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]

@@ -14,7 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
@@ -48,6 +48,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.model_args import is_started_by_a_launcher
 
 FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
 _FLAGS_OF_BUCKETS = tuple(
@@ -600,10 +601,16 @@ SWITCHES = (
 )  # fmt: skip
 """Flags without a value that memlab reads, or that end many scripts."""
 
+_USUAL_FLAGS = {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}
+
 MEGATRON_LM = Framework(
     name="megatron-lm",
     title="Megatron-LM",
     source="core 0.16.1 and 0.19.2",
+    signs=Signs(
+        looked_for="a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size",
+        of_command=lambda words: is_started_by_a_launcher(words) or not _USUAL_FLAGS.isdisjoint(flags_of(words)),
+    ),
     style="flags",
     keys=KEYS,
     missing=FLAGS_MISSING,

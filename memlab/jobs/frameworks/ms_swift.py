@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
@@ -66,6 +66,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rollout,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.swift_file import is_command
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
 _RECOMPUTE = tuple(
@@ -656,6 +657,8 @@ MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
     source="4.6.0",
+    transformer_engine="2.16",
+    signs=Signs(looked_for="args.json, 'megatron sft', or YAML with its arguments", of_command=is_command),
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

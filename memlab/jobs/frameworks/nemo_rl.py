@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -543,6 +543,12 @@ NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
     source="main of August 2026",
+    transformer_engine="2.15",  # release_v2.15 in pyproject.toml
+    signs=Signs(
+        looked_for="policy.megatron_cfg",
+        key="policy.megatron_cfg.",
+        of_tree=lambda begins: begins("policy.") and begins("defaults"),
+    ),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -12,7 +12,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, with_defaults
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
@@ -343,6 +343,8 @@ SLIME = Framework(
     name="slime",
     title="slime",
     source="main of August 2026, with Megatron-LM core 0.16.1",
+    transformer_engine="2.16",
+    signs=Signs(looked_for="--actor-num-nodes", of_command=lambda words: "--actor-num-nodes" in flags_of(words)),
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
