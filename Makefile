@@ -1,4 +1,4 @@
-# memlab: everything here works in a fresh clone with nothing but Python 3.11 or 3.12 and pip. Start with `make run`.
+# memlab: everything here works in a fresh clone with nothing but Python 3.11, 3.12 or 3.13 and pip. Start with `make run`.
 .DEFAULT_GOAL := help
 .PHONY: help run test test-versions lab docs hooks clean
 
@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 # Distributions compile Python with profile-guided optimization, and pyenv by default does not: the tests then take 25 %
 # more processor time. So the system's own Python comes first, if it can make virtual environments (on Debian, that is a
 # package of its own). A name on the PATH may be a shim that runs nothing, so each candidate is asked for its version.
-PYTHON ?= $(firstword $(foreach name,$(addprefix /usr/bin/,python3.11 python3.12) python3.11 python3.12 python3,$(shell \
-	$(name) -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(name))))
+PYTHON ?= $(firstword $(foreach name,$(addprefix /usr/bin/,python3.11 python3.12 python3.13) python3.11 python3.12 python3.13 python3,$(shell \
+	$(name) -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $(name))))
 # Python compiles a module when it first imports it. pip would compile 12,000 of them, of which 3,500 are ever imported.
 export PYTHONDONTWRITEBYTECODE :=
 # Twice quiet: errors only.
@@ -55,7 +55,7 @@ clean: ## Remove the virtual environment and caches; runs stay
 	@rm -rf $(VENV) .venv-3.* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "memlab needs Python 3.11 or 3.12: put one on the PATH, or name it: make PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "memlab needs Python 3.11, 3.12 or 3.13: put one on the PATH, or name it: make PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv --clear $(VENV)
 

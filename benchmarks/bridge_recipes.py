@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.framework_defaults import packages_in
+from memlab.config.architectures import published_architecture
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.bridge_recipes import RECIPES, VERSION
-from memlab.jobs.model import published_architecture
 
 _SECTIONS = ("model", "train", "optimizer", "ddp", "dataset", "comm_overlap", "mixed_precision", "peft")
 

@@ -86,7 +86,7 @@ def _plain_copy() -> tuple[float, float]:
 
 def _naive(lab: Lab, plain: tuple[float, float]) -> None:
     """The way of ``.cpu().pin_memory()`` each time (SkyRL #563, verl before #6193)."""
-    buffer = inside(lab).model.live.chunk.buffers[0].param_data
+    buffer = inside(lab).model.engine.live.chunk.buffers[0].param_data
     down = statistics.median(_seconds(lambda: buffer.cpu().pin_memory()) for _ in range(3))
     held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     _bandwidth_row("parameters, .cpu().pin_memory()", buffer.nbytes, down, float("nan"), plain, held)

@@ -33,7 +33,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import float16_to_fp32
 
 from memlab.config.training_state import TrainingState
-from memlab.model.losses import LossFromLogits
+from memlab.engines.megatron.losses import LossFromLogits
 
 SIZES = ((8192, 32_768), (4096, 75_968))
 """Tokens and vocabulary of one rank."""

@@ -1,4 +1,4 @@
-"""Jobs of two and four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
+"""Jobs of one to four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
 
 Each job steps the first layers of a published model, on one sequence of 4,096 tokens per micro-batch.
 Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,32 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 64,
+        "layernorm_epsilon": 1e-5,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "ffn_hidden_size": 18944,
+        "num_attention_heads": 28,
+        "num_query_groups": 4,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536,
+        "ffn_hidden_size": 8960,
+        "num_attention_heads": 12,
+        "num_query_groups": 2,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    },
     "qwen3-4b": {
         "hidden_size": 2560,
         "ffn_hidden_size": 9728,
@@ -104,6 +130,9 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     },
     "llama-3.1-8b": {"vocab_size": 128256, "rotary_base": 500000},
     "qwen3-8b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "llama-3.2-1b": {"vocab_size": 128256, "rotary_base": 500000, "share_embeddings_and_output_weights": True},
+    "qwen2.5-7b": {"vocab_size": 152064, "rotary_base": 1000000},
+    "qwen2.5-1.5b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
     "qwen3-4b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
 }
 """Arguments of Megatron's ``GPTModel``."""
@@ -120,12 +149,12 @@ class Job:
     model: str
     num_layers: int
     layout: str
-    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out."""
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``)."""
     num_microbatches: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's configs of DDP and of the optimizer, and ``grad_reduce_in_bf16``."""
+    """Options of the training state as `memlab.TrainingState` names them, which are nearly Megatron's own names."""
     config: dict[str, Any] = field(default_factory=dict)
     """Further fields of ``TransformerConfig``, which change the model or the schedule."""
     vocab_size: int
@@ -162,7 +191,7 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, QWEN_4B = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -174,6 +203,8 @@ LOW_PRECISION: dict[str, Any] = {
     "main_grads_dtype": "bf16",
 }
 """The state of nearly all MoE recipes of NeMo-RL, and of the story of ``labs/README.md``."""
+FUSED_GRADIENTS = {"gradient_accumulation_fusion": True}
+UNFUSED_ACTIVATION = {"bias_activation_fusion": False}
 STORY = {"num_moe_experts": 64}
 """With half of the experts, each of 4 ranks has as many experts, and gets as many rows, as each of 8 ranks in the
 story of ``labs/README.md``."""
@@ -235,6 +266,9 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
+    yield from one_rank(of)
+    yield from dense_families(of)
+    yield from defaults_of_frameworks(of)
     # Two ranks.
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
@@ -249,3 +283,70 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
+    yield from fusions_of_two_ranks(of)
+
+
+def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank: what a version of Transformer Engine may change is not in the layout."""
+    alone = "one rank"
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("layernorm", "moe_act"), EXPERTS)
+    yield from of(PHI, 2, alone, {}, FULL, recompute("mlp"), ATTENTION)
+    yield from of(QWEN, 2, alone, num_microbatches=3)
+    yield from of(PHI, 2, alone, FULL, num_microbatches=3)
+    moments = [{"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype} for dtype in ("bf16", "fp16", "fp8")]
+    blockwise = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    for state in (
+        {"grad_reduce_in_bf16": True},
+        {"use_precision_aware_optimizer": True},
+        LOW_PRECISION,
+        *(LOW_PRECISION | each for each in moments),
+        LOW_PRECISION | {"exp_avg_dtype": "bf16"},
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+        {"apply_rope_fusion": True},
+        blockwise,
+        {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    ):
+        yield from of(QWEN, 2, alone, state=state)
+    for state in (LOW_PRECISION | moments[0], blockwise):
+        yield from of(PHI, 2, alone, {}, FULL, state=state)
+
+
+def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks with the fusions of frameworks, each kind of parallelism once."""
+    both = FUSED_GRADIENTS | UNFUSED_ACTIVATION
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=both)
+    yield from of(QWEN2_7B, 4, "TP2", {}, FULL)
+    yield from of(QWEN2_7B, 4, "TP2", state=both)
+    yield from of(QWEN, 4, "TP2 EP2 ETP1", {}, recompute("moe_act"), state=both)
+    yield from of(PHI, 4, "PP2", num_microbatches=4, config=DEALLOCATE, state=both)
+    yield from of(QWEN_4B, 4, "PP2", num_microbatches=4, config=DEALLOCATE, state=FUSED_GRADIENTS)
+    yield from of(QWEN_8B, 4, "DP2", state=both | {"overlap_grad_reduce": True})
+    yield from of(QWEN2_1B, 4, "DP2", {}, state=FUSED_GRADIENTS)
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL, state=both)
+
+
+def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of dense families, with untied and with tied embeddings."""
+    alone = "one rank"
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 4, alone, {}, FULL, recompute("mlp"), recompute("layernorm", "core_attn"), ATTENTION)
+        yield from of(model, 4, alone, state=LOW_PRECISION)
+        yield from of(model, 4, alone, num_microbatches=3)
+    for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
+        yield from of(model, 4, alone, {}, FULL, recompute("mlp"), ATTENTION)
+        yield from of(model, 4, alone, num_microbatches=3, state=FUSED_GRADIENTS)
+
+
+def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with the fusions of Megatron-LM, Megatron-Bridge and Megatron-Core."""
+    alone, blockwise = "one rank", {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    for model, own in ((QWEN, (recompute("moe_act"), EXPERTS)), (PHI, (recompute("mlp"), ATTENTION))):
+        for state in (FUSED_GRADIENTS, UNFUSED_ACTIVATION):
+            yield from of(model, 2, alone, {}, FULL, *own, state=state)
+        yield from of(model, 2, alone, {}, state=LOW_PRECISION | FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+        yield from of(model, 2, alone, num_microbatches=3, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+        yield from of(model, 2, alone, state=blockwise | FUSED_GRADIENTS)
+        yield from of(model, 2, alone, state=blockwise | UNFUSED_ACTIVATION)
+    yield from of(QWEN, 2, alone, recompute("moe"), recompute("moe_act") | EXPERTS, state=UNFUSED_ACTIVATION)
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 4, alone, {}, FULL, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)

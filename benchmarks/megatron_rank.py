@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
@@ -43,7 +45,13 @@ NUM_STEPS = 4
 """The first allocates Adam's moments and teaches Megatron its offload groups. The last is compared."""
 SEED = 1234
 COLLECTIVES_SECONDS = 60
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.uint8}
+_OPTIONS_OF_MODEL = {
+    "fp8_format": "fp8",
+    **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
+    **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
+}
+"""Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
@@ -94,16 +102,35 @@ def on_device(rank: int) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         torch.ones(1, device="cuda")  # makes CUDA's context
-        yield
+        with patch.multiple(linears, create=True, **APEX):
+            yield
         return
     cpu = importlib.import_module("memlab.backends.cpu")
-    layers = importlib.import_module("memlab.model.layers.torch_layers")
+    layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
     specs = {"TESpecProvider": layers.TorchProvider, "TENorm": layers.TorchProvider().layer_norm(rms_norm=True)}
     with ExitStack() as replaced:
         for name, value in specs.items():
             replaced.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
         replaced.enter_context(cpu.cuda_replaced_on_ranks())
         yield
+
+
+def add_product(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Adds a weight's gradient to its buffer as Apex' extension does, by Transformer Engine's product.
+
+    Megatron's output layer calls it under ``gradient_accumulation_fusion``. Neither product allocates anything.
+    """
+    gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    gemm(inputs, grad, out_dtype=main_grad.dtype, accumulate=True, layout="NT", out=main_grad, grad=True)
+
+
+APEX = {
+    "_grad_accum_fusion_available": True,
+    "fused_weight_gradient_mlp_cuda": SimpleNamespace(
+        wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product
+    ),
+}
+"""Stands in for an Apex that is not installed, in ``megatron/core/tensor_parallel/layers.py``."""
 
 
 def join(store: Any, rank: int, world_size: int, job: Job) -> None:
@@ -172,6 +199,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         "finalize_model_grads_func": finalize_model_grads,
         **settings,
         **job.config,
+        **{_OPTIONS_OF_MODEL[name]: value for name, value in job.state.items() if name in _OPTIONS_OF_MODEL},
     }
     return TransformerConfig(**values)
 
@@ -181,7 +209,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     seed = SEED + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    state = {name: _DTYPES.get(value, value) for name, value in job.state.items()}
+    options = {name: value for name, value in job.state.items() if name not in _OPTIONS_OF_MODEL}
+    state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
@@ -365,6 +394,7 @@ def release(chunks: list[Any], optimizer: Any) -> None:
     if torch.cuda.is_available():
         gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
         gemm.get_cublas_workspace.cache_clear()
+        importlib.import_module("transformer_engine.pytorch.module.base")._dummy_wgrads.clear()
         torch._C._cuda_clearCublasWorkspaces()
 
 

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from memlab import GROUPS, Lab, MemorySettings
+from memlab.engines.megatron.training_step import train_step
+from memlab.engines.protocol import Held
 from memlab.lab.environment import hardware, versions
 from memlab.lab.stepper import Stepper
-from memlab.model.retention.recipe_release import Held
-from memlab.model.training_step import train_step
 from tests.unit.inside import inside
 
 ROUNDS = 9
@@ -102,7 +102,7 @@ class _Weights:
     """
 
     def __init__(self, stepper: Stepper) -> None:
-        self._buffers = [buffer for _, buffer in stepper.model.live.buffers()]
+        self._buffers = [buffer for _, buffer in stepper.model.engine.live.buffers()]
         self._copies = [torch.empty_like(each.param_data, device="cpu", pin_memory=True) for each in self._buffers]
         self._param_bytes = [each.param_data.untyped_storage().nbytes() for each in self._buffers]
         self._grad_bytes = [each.grad_data.untyped_storage().nbytes() for each in self._buffers]
@@ -180,7 +180,7 @@ def crash_inverted_condition() -> None:
             lab.offload(*GROUPS)
             lab.load(*GROUPS)
             inside(lab).run_exclusive(
-                lambda: _report(lambda: train_step(inside(lab).model.live, inside(lab).model.labels))
+                lambda: _report(lambda: train_step(inside(lab).model.engine.live, inside(lab).model.labels))
             )
 
 
@@ -188,7 +188,7 @@ def crash_inverted_condition_in_backward() -> None:
     """The same, and the step does not zero its gradient buffers: what backward does with them."""
     with Lab("qwen3-moe-tiny", **SMALL) as lab:
         lab.step()
-        live = inside(lab).model.live
+        live = inside(lab).model.engine.live
         with lab.residency_fault("inverted_condition"):
             lab.offload(*GROUPS)
             lab.load(*GROUPS)
@@ -200,7 +200,7 @@ def crash_size_not_saved() -> None:
     """SkyRL #563's load with its condition repaired: megatron-core's own ``grad_data_size`` is 0, and zero_ follows."""
     with Lab("qwen3-moe-tiny", **SMALL) as lab:
         lab.step()
-        (buffer,) = inside(lab).model.live.chunk.buffers
+        (buffer,) = inside(lab).model.engine.live.chunk.buffers
 
         def load() -> None:
             buffer.grad_data.untyped_storage().resize_(0)  # the offload

@@ -2,7 +2,7 @@
 
 ``gc.get_objects`` and ``gc.get_referrers`` also return tuples that another thread is still building, for example in
 ``tuple(x for x in y)``. While a list refers to such a tuple, that thread cannot grow it: it gets ``SystemError: bad
-argument to internal function`` (``_PyTuple_Resize`` in CPython 3.11 and 3.12, ``Objects/tupleobject.c``). The functions
+argument to internal function`` (``_PyTuple_Resize`` in CPython 3.11 to 3.13, ``Objects/tupleobject.c``). The functions
 here look at the list within one call of C, in which no other thread runs, and return no tuple.
 """
 

@@ -14,7 +14,7 @@ import memlab.regression  # noqa: F401  # before any test imports nbformat, with
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Imports Megatron before a test does, which then would import more of torch's compiler (memlab/model/__init__.py).
+    """Imports Megatron before a test does, which then would import more of torch's compiler (memlab/engines/megatron/__init__.py).
 
     The process that only hands tests out to others, with ``-n``, runs none, and imports neither torch nor Megatron.
     """

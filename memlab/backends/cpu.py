@@ -27,12 +27,13 @@ from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
 from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer
 from memlab.config.scenario import Scenario
+from memlab.engines.megatron.layers import torch_moe
+from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
+from memlab.engines.megatron.layers.torch_layers import TorchProvider
+from memlab.engines.megatron.layers.weight_gradients import APEX_EXTENSION, unused_gradient
+from memlab.engines.process_group import join_with_gloo, require_started_ranks
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import plain_meter
-from memlab.model.layers import torch_moe
-from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
-from memlab.model.layers.torch_layers import TorchProvider
-from memlab.model.process_group import join_with_gloo, require_started_ranks
 from memlab.started_ranks import world_size
 from memlab.units import format_bytes
 from memlab.upstream.patching import patched, swapped
@@ -134,6 +135,7 @@ def _replacements() -> dict[str, Any]:
         "multi_tensor_applier": utils.local_multi_tensor_applier,
         "multi_tensor_scale_impl": _as_one_kernel(utils.local_multi_tensor_scale),
     }
+    linear = "megatron.core.tensor_parallel.layers"
     rope = "megatron.core.models.common.embeddings.rope_utils"
     return {
         **{f"torch.cuda.{name}": value for name, value in CUDA_API.items()},
@@ -148,6 +150,10 @@ def _replacements() -> dict[str, Any]:
         f"{random}._get_share_storage": lambda: _move_block,
         f"{offload}.ChunkOffloadHandler._can_manage_tensor_for_offload": staticmethod(_is_offloadable),
         "megatron.core.extensions.transformer_engine.cpu_offload": SimpleNamespace(CPUOffloadEnabled=False),
+        f"{linear}.HAVE_TE": True,
+        f"{linear}._grad_accum_fusion_available": True,
+        f"{linear}.fused_weight_gradient_mlp_cuda": APEX_EXTENSION,
+        f"{linear}.get_dummy_wgrad": unused_gradient,
         f"{rope}.fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
         f"{rope}.fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
         f"{moe}.HAVE_TE": True,

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,11 @@ from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
+from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
+from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
+from memlab.engines.process_group import join_with_nccl, require_started_ranks
 from memlab.meter.cuda.meter import AllocatorMeter
-from memlab.model.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.model.process_group import join_with_nccl, require_started_ranks
-from memlab.model.retention.transformer_engine_caches import fill_cublas_workspaces
 from memlab.started_ranks import local_rank
 from memlab.upstream.patching import swapped
 
@@ -28,6 +30,8 @@ EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUD
 """What Transformer Engine and CUDA read once, and the value that Megatron needs: TE 2.10 and later copies weights to
 the host with the activations unless ``NVTE_CPU_OFFLOAD_V1`` is set (NVIDIA/TransformerEngine#1762); tensor parallelism
 overlaps in order on one connection (Megatron-LM, ``arguments.py``); TE imports JAX where it finds it."""
+
+_APEX_EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 _MOST_RECOMPILES = 512
 """torch.compile runs a function uncompiled for good, silently and with other roundings, after 8 kinds of arguments
@@ -102,13 +106,35 @@ def backend(reason: str) -> Backend:
         meter=AllocatorMeter,
         check=check,
         allocator=allocator_of_process,
-        fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
+        versions=installed_versions,
+        fill_workspaces=lambda scenario: fill_cublas_workspaces(),
         compiles=True,
     )
 
 
+def installed_versions(asked: Versions) -> Versions:
+    """Returns the versions that this process has, whatever the default is.
+
+    Raises:
+        ValueError: If others are asked for than these, and than those that a scenario has by itself.
+    """
+    installed = Versions(
+        transformer_engine=metadata.version("transformer-engine"),
+        megatron_core=metadata.version("megatron-core"),
+        torch=torch.__version__,
+    )
+    wrong = {name: value for name, value in asked.changed().items() if value != getattr(installed, name)}
+    if wrong:
+        named = ", ".join(f"{name} {value}" for name, value in wrong.items())
+        raise ValueError(
+            f"versions has {named}, must be what is installed here with backend 'cuda' "
+            f"({installed.words(str(installed.megatron_core))}): leave versions out, or choose backend 'simulated'"
+        )
+    return installed
+
+
 def check(scenario: Scenario) -> None:
-    """Checks that the ranks are started with these options of the allocator, and that FP8 recipe and attention can run.
+    """Checks that the ranks are started with these options of the allocator, and that the state's kernels are there.
 
     Raises:
         ValueError: If not.
@@ -116,6 +142,12 @@ def check(scenario: Scenario) -> None:
     require_started_ranks(scenario.layout)
     check_allocator(scenario.allocator)
     check_fp8_support(scenario.state)
+    if scenario.state.gradient_accumulation_fusion and find_spec(_APEX_EXTENSION) is None:
+        raise ValueError(
+            f"gradient_accumulation_fusion is True, but needs Apex' module {_APEX_EXTENSION} for the output layer of "
+            "Megatron, which is not installed here: install Apex with its CUDA extensions, leave the option out, or "
+            "predict the step (memlab predict, backend 'simulated')"
+        )
     check_environment(scenario.state.attention_backend)
     if scenario.state.attention_backend == "flash":
         check_flash_attention_is_installed()

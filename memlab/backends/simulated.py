@@ -21,13 +21,14 @@ from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
-from memlab.backends.simulated_version import is_te_min_version
+from memlab.backends.simulated_version import is_te_min_version, known
 from memlab.config.backend_kind import KINDS
+from memlab.config.scenario import Scenario
+from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
+from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.retention.transformer_engine_caches import hold_fake_workspaces
+from memlab.engines.process_group import join_alone
 from memlab.meter.storage_meter import plain_meter, simulated_meter
-from memlab.model.layers import fake_fp8, fp8_parameters
-from memlab.model.layers.fake_layers import FakeProvider
-from memlab.model.process_group import join_alone
-from memlab.model.retention.transformer_engine_caches import hold_fake_workspaces
 from memlab.upstream.patching import patched
 
 
@@ -41,7 +42,8 @@ def backend(reason: str) -> Backend:
         join=join_alone,
         active=on_fake_tensors,
         meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
-        fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
+        fill_workspaces=_fill_workspaces,
+        versions=known,
     )
 
 
@@ -52,13 +54,18 @@ def of_the_cpu_backend() -> Backend:
         simulated,
         kind=replace(simulated.kind, has_allocator=False),
         meter=lambda labels: plain_meter(labels, MetaResultCache.of_process().answer),
-        fill_workspaces=lambda is_moe: None,
+        fill_workspaces=lambda scenario: None,
     )
 
 
 def predicting(backend_name: str) -> Backend:
     """Returns the simulated backend that predicts the bytes of another one: the ``cpu``, or else a GPU."""
     return backend("predicts a GPU") if KINDS[backend_name].has_allocator else of_the_cpu_backend()
+
+
+def _fill_workspaces(scenario: Scenario) -> None:
+    weights = scenario.architecture.weights_of(scenario.layers_of_rank)
+    hold_fake_workspaces(grouped=any(weight.num_experts for weight in weights))
 
 
 @contextmanager

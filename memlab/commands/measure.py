@@ -13,13 +13,13 @@ from dataclasses import replace
 from memlab.backends import BACKEND_VARIABLE, BACKENDS
 from memlab.backends.allocator_environment import start_with
 from memlab.commands.shared.asked_step import AskedStep, asked_step
+from memlab.commands.shared.option_flags import whole_number
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import exit_now, stdout_reserved_for_result
 from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank_folder
 from memlab.commands.shared.step_flags import (
     add_pass_arguments,
     add_step_arguments,
-    whole_number,
 )
 from memlab.config.backend_kind import KINDS
 from memlab.config.model_restrictions import check_on_model

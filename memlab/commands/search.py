@@ -16,6 +16,7 @@ from memlab.commands.shared.asked_step import asked_step
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
 from memlab.commands.shared.exit_codes import EXIT_CODES
 from memlab.commands.shared.job_flags import add_writing_option
+from memlab.commands.shared.option_flags import whole_number
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
@@ -24,7 +25,6 @@ from memlab.commands.shared.step_flags import (
     limit_for_torch,
     memory_size,
     rank_or_all,
-    whole_number,
 )
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memlab.config.validation import check_whole_number, is_number, shortened
+from memlab.config.option import check_options, option
+from memlab.config.validation import RuleError, is_number, shortened
 
 SMALLEST_MAX_SPLIT_SIZE_MB = 20
 """torch refuses smaller ones (``parseMaxSplitSize`` in c10/core/AllocatorConfig.cpp, 2.13): large requests below 10 MiB
 share segments of 20 MiB, ``kLargeBuffer``. Older releases refuse 20 as well."""
-_LARGEST_MAX_SPLIT_SIZE_MB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,28 +24,35 @@ class AllocatorSettings:
         ValueError: If a rule is broken. The message is one line with the value, the rule and what to do.
     """
 
-    expandable_segments: bool = False
-    """Grow one segment per stream as needed, in place of many segments of fixed size."""
-    garbage_collection_threshold: float | None = None
-    """When torch has reserved more than this share of its limit, it frees cached blocks before it reserves more; None
-    turns this off."""
-    max_split_size_mb: int | None = None
-    """Blocks larger than this, in MiB, are never split; with None, every block may be split."""
+    expandable_segments: bool = option(
+        False,
+        "enlarge the segments that are reserved already, instead of reserving more segments",
+        group="torch's allocator",
+    )
+    garbage_collection_threshold: float | None = option(
+        None,
+        "when torch has reserved more than this share of the memory that it may reserve, it frees cached blocks before "
+        "it reserves more (default: never)",
+        group="torch's allocator",
+        shown_for_none=0,
+    )
+    max_split_size_mb: int | None = option(
+        None,
+        "split only blocks of at most N MiB (default: no limit)",
+        group="torch's allocator",
+        shown_for_none=0,
+        at_least=SMALLEST_MAX_SPLIT_SIZE_MB,
+        at_most=2**20,
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.expandable_segments, bool):
-            raise ValueError(
-                f"expandable_segments is {shortened(self.expandable_segments)}, must be True or False: choose one"
-            )
+        check_options(self)
         threshold = self.garbage_collection_threshold
         if threshold is not None and not (is_number(threshold) and 0 < threshold < 1):
-            raise ValueError(
+            raise RuleError(
                 f"garbage_collection_threshold is {shortened(threshold)}, must be a number above 0 and below 1: give a "
-                "share such as 0.8"
-            )
-        if self.max_split_size_mb is not None:
-            check_whole_number(
-                "max_split_size_mb", self.max_split_size_mb, SMALLEST_MAX_SPLIT_SIZE_MB, _LARGEST_MAX_SPLIT_SIZE_MB
+                "share such as 0.8",
+                "garbage_collection_threshold",
             )
 
     def without_effect(self, *, has_allocator: bool, has_limit: bool) -> dict[str, str]:

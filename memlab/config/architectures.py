@@ -6,6 +6,7 @@ their family's shape (grouped-query attention, q/k norms, experts) at widths tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,6 +128,11 @@ class Architecture:
         """Whether a layer sends tokens to experts."""
         return any(part.routes for part in self.parts)
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a layer keeps the graph of its last forward pass."""
+        return any(part.keeps_graph for part in self.parts)
+
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
         absent = [getattr(kind, field) for kind in (Dense, Experts) if kind not in map(type, self.feed_forwards)]
@@ -141,14 +147,23 @@ class Architecture:
 
     def kinds_of(self, layers: Sequence[int]) -> dict[FeedForward, int]:
         """Returns how many of the layers, which are numbered from 0, have each kind of second part."""
+        kinds = self.feed_forwards
         if self.moe_layer_freq is None:
-            return dict.fromkeys(self.feed_forwards, len(layers))
-        routing = sum(self.layer_routes(layer) for layer in layers)
-        return {part: routing if part.routes else len(layers) - routing for part in self.feed_forwards}
+            return dict.fromkeys(kinds, len(layers))
+        return {kind: sum(self.moe_layer_freq[layer] == kind.routes for layer in layers) for kind in kinds}
 
-    def layer_routes(self, layer: int) -> bool:
-        """Whether a layer, by its number from 0, sends tokens to experts."""
-        return self.routes if self.moe_layer_freq is None else self.moe_layer_freq[layer] == 1
+    def num_routing(self, layers: Sequence[int]) -> int:
+        """Returns how many of the layers, which are numbered from 0, send tokens to experts."""
+        return sum(count for part, count in self.kinds_of(layers).items() if part.routes)
+
+    def parts_of(self, layer: int) -> tuple[GroupedQueryAttention, FeedForward]:
+        """Returns the parts of a layer, by its number from 0."""
+        (feed_forward,) = (part for part, count in self.kinds_of([layer]).items() if count)
+        return self.attention, feed_forward
+
+    def is_divided_by(self, ranks: str) -> bool:
+        """Whether a part has something that a size of the layout, by its name, divides."""
+        return any(size.ranks == ranks for size in self.shared_sizes)
 
     def with_layers(self, num_layers: int) -> Architecture:
         """Returns the model of the first layers."""
@@ -191,6 +206,11 @@ _LLAMA: dict[str, Any] = {
     "family": "llama", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 128256, "rotary_base": 500000.0,
     "layernorm_epsilon": 1e-5,
 }  # fmt: skip
+_LLAMA_2 = _LLAMA | {"vocab_size": 32000, "rotary_base": 10000.0}
+_MISTRAL: dict[str, Any] = {
+    "family": "mistral", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 32768, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-5,
+}  # fmt: skip
 _QWEN3: dict[str, Any] = {
     "family": "qwen3", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 151936, "rotary_base": 1e6,
     "layernorm_epsilon": 1e-6, "qk_layernorm": True,
@@ -231,7 +251,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("llama-3.2-3b", 28, 3072, 8192, 24, tied=True, **_LLAMA),
         _row("llama-3.1-8b", 32, 4096, 14336, 32, **_LLAMA),
         _row("llama-3.1-70b", 80, 8192, 28672, 64, **_LLAMA),
+        _row("llama-3.1-405b", 126, 16384, 53248, 128, **_LLAMA),
+        _row("llama-2-7b", 32, 4096, 11008, 32, **(_LLAMA_2 | {"num_query_groups": 32})),
+        _row("llama-2-13b", 40, 5120, 13824, 40, **(_LLAMA_2 | {"num_query_groups": 40})),
+        _row("llama-2-70b", 80, 8192, 28672, 64, **_LLAMA_2),
         _row("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
+        # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json, and likewise. (The sliding window of
+        # v0.1 is not modelled.)
+        _row("mistral-7b-v0.2", 32, 4096, 14336, 32, **(_MISTRAL | {"vocab_size": 32000})),
+        _row("mistral-7b-v0.3", 32, 4096, 14336, 32, **_MISTRAL),
+        _row("mistral-nemo-12b", 40, 5120, 14336, 32, **(_MISTRAL | {"vocab_size": 131072})),
+        _row("mistral-small-24b", 40, 5120, 32768, 32, **(_MISTRAL | {"vocab_size": 131072, "rotary_base": 1e8})),
+        _row("mistral-large-123b", 88, 12288, 28672, 96, **_MISTRAL),
         # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json, and likewise
         _row("qwen3-0.6b", 28, 1024, 3072, 16, tied=True, **_QWEN3),
         _row("qwen3-1.7b", 28, 2048, 6144, 16, tied=True, **_QWEN3),
@@ -239,6 +270,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen3-8b", 36, 4096, 12288, 32, **_QWEN3),
         _row("qwen3-14b", 40, 5120, 17408, 40, **_QWEN3),
         _row("qwen3-32b", 64, 5120, 25600, 64, **_QWEN3),
+        _row("qwen3-dense-tiny", 4, 128, 384, 4, tied=True, **(_QWEN3 | _TINY)),
         # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json, and likewise
         _row("qwen2.5-0.5b", 24, 896, 4864, 14, tied=True, **(_SMALL_QWEN2_5 | {"kv_channels": 64})),
         _row("qwen2.5-1.5b", 28, 1536, 8960, 12, tied=True, **_SMALL_QWEN2_5),
@@ -257,7 +289,16 @@ HUGGING_FACE_NAMES = {
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     "phi-4": "microsoft/phi-4",
     "phi-4-mini": "microsoft/Phi-4-mini-instruct",
-    **{f"llama-{size}": f"meta-llama/Llama-{size.upper()}" for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")},
+    **{
+        f"llama-{size}": f"meta-llama/Llama-{size.upper()}"
+        for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b", "3.1-405b")
+    },
+    **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
+    "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
+    "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
+    "mistral-nemo-12b": "mistralai/Mistral-Nemo-Base-2407",
+    "mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501",
+    "mistral-large-123b": "mistralai/Mistral-Large-Instruct-2407",
     **{f"qwen2.5-{size}b": f"Qwen/Qwen2.5-{size}B" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")},
     **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
 }
@@ -267,17 +308,51 @@ HUGGING_FACE_NAMES = {
 SAME_SIZES = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
     "llama-3.3-70b": "llama-3.1-70b",
+    **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
+    **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
+    **{f"deepseek-r1-distill-qwen-{size}b": f"qwen2.5-{size}b" for size in (7, 14, 32)},
+    **{f"mistral-7b-instruct-v0.{version}": f"mistral-7b-v0.{version}" for version in (2, 3)},
+    "mistral-nemo": "mistral-nemo-12b",
+    "mistral-large": "mistral-large-123b",
+    **{f"qwen2-{size}b": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "7", "72")},
     **{f"qwen2.5-math-{size}b": f"qwen2.5-{size}b" for size in ("1.5", "7", "72")},
     **{f"qwen2.5-coder-{size}b": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
 }
 """Published models that have the sizes of another one."""
+# Suffixes of checkpoints that have the same shapes as the model that they were made from.
+_VARIANTS = re.compile(
+    r"([-_](base|instruct|chat|thinking|reasoning|plus|2407|2411|2501|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron"
+    r"|fp8|int4|int8))+$"
+)
+
+
+def known_names() -> str:
+    """Returns the names of `ARCHITECTURES` for a message: those that differ in their last part as ``qwen3-{4b,8b}``."""
+    ends: dict[str, list[str]] = {}
+    for name in ARCHITECTURES:
+        start, _, end = name.rpartition("-")
+        ends.setdefault(start, []).append(end)
+    return ", ".join(
+        f"{start}-{found[0]}" if len(found) == 1 else f"{start}-{{{','.join(found)}}}" for start, found in ends.items()
+    )
+
+
+def published_architecture(name: str) -> Architecture | None:
+    """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown.
+
+    Args:
+        name: Its name, ``OWNER/NAME`` on Hugging Face, or the path of a folder of such a name, in a cache too.
+    """
+    plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
+    return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
 
 
 def find_architecture(name: str | Path) -> Architecture:
     """Finds an architecture by its name, or reads it from a local Hugging Face config.
 
     Args:
-        name: A key of `ARCHITECTURES`, or the path of a ``config.json`` or of a folder that holds one.
+        name: A key of `ARCHITECTURES`, the path of a ``config.json`` or of a folder that holds one, or the name of a
+            published model on Hugging Face.
 
     Raises:
         ValueError: If it is neither, or the config is damaged, or the model has parts that memlab does not model.
@@ -285,7 +360,7 @@ def find_architecture(name: str | Path) -> Architecture:
     if not isinstance(name, (str, Path)):
         raise ValueError(
             f"architecture is {shortened(name)}, must be a name, a path or an Architecture: choose from "
-            f"{', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+            f"{known_names()}, or give the path of a config.json or its folder"
         )
     known = ARCHITECTURES.get(str(name))
     if known is not None:
@@ -294,14 +369,16 @@ def find_architecture(name: str | Path) -> Architecture:
     try:
         config_path = path / "config.json" if path.is_dir() else path
         if not config_path.exists():
+            if (published := published_architecture(str(name))) is not None:
+                return published
             raise ValueError(
                 f"architecture {shortened(str(name))} is neither a known name nor a Hugging Face config.json: "
-                f"choose from {', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+                f"choose from {known_names()}, or give the path of a config.json or its folder"
             )
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ValueError(
             f"architecture {shortened(str(name))} cannot be read ({(error.strerror or '').lower()}): choose from "
-            f"{', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+            f"{known_names()}, or give the path of a config.json or its folder"
         ) from error
     config = read_json(config_path, "give a Hugging Face config.json")
     if not isinstance(config, dict):

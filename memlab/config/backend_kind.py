@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.rebuilds import Rebuilt, what_rebuilds
-from memlab.config.training_state import TrainingState
+from memlab.config.option import Rebuilt
+from memlab.config.training_state import TrainingState, what_rebuilds
 
 if TYPE_CHECKING:  # `memlab doctor` asks for backends where numpy is missing, which scenarios need
     from memlab.config.scenario import Scenario

@@ -12,6 +12,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
 
 _ROWS, _WIDTH = 8, 16
 """What rows and columns of a matrix in FP8 must divide by; cuBLAS reads the transposed matrix in rows of 16 bytes."""
@@ -31,22 +32,25 @@ def check_fp8(
     if state.fp8_format is None:
         return
     if dtype != "bf16":
-        raise ValueError(
+        raise RuleError(
             f"dtype is {dtype!r}, must be 'bf16' with fp8_format {state.fp8_format!r}, because the products "
-            "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out"
+            "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out",
+            *("dtype", "fp8_format"),
         )
     multiple = _multiple_of_sizes(state)
     for name, size in _sizes(architecture, layout).items():
         if size % multiple:
-            raise ValueError(
+            raise RuleError(
                 f"{name} is {size}, must be a multiple of {multiple} under fp8_recipe {state.fp8_recipe!r}: choose "
-                "another model or layout, or leave fp8_format out"
+                "another model or layout, or leave fp8_format out",
+                *("fp8_format", "fp8_recipe"),
             )
     required = required_multiple_of_tokens(state, layout)
     if tokens_of_rank % required:
-        raise ValueError(
+        raise RuleError(
             f"a rank holds {tokens_of_rank} tokens of a micro-batch, must be a multiple of {required} under fp8_recipe "
-            f"{state.fp8_recipe!r}: change seq_length or micro_batch_size, or leave fp8_format out"
+            f"{state.fp8_recipe!r}: change seq_length or micro_batch_size, or leave fp8_format out",
+            *("fp8_recipe", "seq_length", "micro_batch_size"),
         )
 
 
@@ -89,20 +93,23 @@ def check_fp8_settings(settings: MemorySettings, state: TrainingState) -> None:
         for field, refused in _NEEDS_ORIGINAL_INPUT:
             for name in refused:
                 if name in (getattr(settings, field) or ()):
-                    raise ValueError(
+                    raise RuleError(
                         f"{field} has {name!r}, which the FP8 recipe 'delayed' does not support, since it cannot save "
                         f"a linear's input unquantized: choose fp8_recipe 'tensorwise' or 'blockwise', or leave "
-                        f"{name!r} out"
+                        f"{name!r} out",
+                        *(field, "fp8_recipe"),
                     )
     if settings.checkpoint_input_remedy in ("clear_gradient", "release_storage"):
-        raise ValueError(
+        raise RuleError(
             f"checkpoint_input_remedy is {settings.checkpoint_input_remedy!r} under FP8, where layers are checkpointed "
-            "by Transformer Engine, must be 'detach': choose that, or leave checkpoint_input_remedy out"
+            "by Transformer Engine, must be 'detach': choose that, or leave checkpoint_input_remedy out",
+            *("checkpoint_input_remedy", "fp8_format"),
         )
     weights = [name for name in settings.offload_modules or () if name in _OFFLOADS_A_WEIGHT]
     if weights and not state.fp8_param_gather:
-        raise ValueError(
+        raise RuleError(
             f"offload_modules has {weights} under FP8, must have none of {', '.join(_OFFLOADS_A_WEIGHT)}: Megatron "
             "would offload the linear's FP8 weight too, and Transformer Engine's matrix product then fails: leave them "
-            "out, or set fp8_param_gather"
+            "out, or set fp8_param_gather",
+            *("offload_modules", "fp8_param_gather"),
         )

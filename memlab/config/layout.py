@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 from memlab.config.architectures import Architecture
+from memlab.config.option import option
 from memlab.config.parts.part import SharedSize, Weight
 from memlab.config.validation import RuleError, check_whole_number, is_whole_number
 
@@ -33,24 +34,31 @@ class Layout:
         ValueError: If a size is not a positive whole number, or the expert groups do not fit the other ranks.
     """
 
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices. With 2 or more, sequence parallelism is on, which MoE models need."""
-    context_parallel_size: int = 1
-    """Ranks that share each sequence: each has two chunks of it, one from the front and one from the back."""
-    pipeline_model_parallel_size: int = 1
-    """Stages of layers, one after the other (1F1B)."""
-    virtual_pipeline_model_parallel_size: int = 1
-    """Chunks of layers per stage (interleaved 1F1B): a stage has chunks from several depths of the model; 1 is 1F1B."""
-    expert_model_parallel_size: int = 1
-    """Ranks that share a layer's experts, out of those of one pipeline stage."""
-    expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert's matrices; None takes `tensor_model_parallel_size`."""
+    tensor_model_parallel_size: int = option(
+        1, "number of ranks that share each layer's matrices; 2 or more also switch on sequence parallelism (default 1)"
+    )
+    """MoE models need sequence parallelism."""
+    context_parallel_size: int = option(1, "number of ranks that share each sequence (default 1)")
+    """Each has two chunks of a sequence, one from the front and one from the back."""
+    pipeline_model_parallel_size: int = option(1, "number of pipeline stages (default 1)")
+    """The schedule is 1F1B."""
+    virtual_pipeline_model_parallel_size: int = option(
+        1, "number of model chunks per stage; with 2 or more, the schedule is interleaved (default 1)"
+    )
+    """A stage has chunks from several depths of the model."""
+    expert_model_parallel_size: int = option(1, "number of ranks that share the experts of a layer (default 1)")
+    """They are out of those of one pipeline stage."""
+    expert_tensor_parallel_size: int | None = option(
+        None, "number of ranks that share the matrices of an expert (default: the tensor parallel size)"
+    )
     data_parallel_size: int = 1
     """Copies of the model, each with its own batch; the distributed optimizer shards its state over them."""
-    num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage; None splits the layers evenly."""
-    num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage; None splits the layers evenly."""
+    num_layers_in_first_pipeline_stage: int | None = option(
+        None, "number of layers in the first stage (default: all stages have the same number)"
+    )
+    num_layers_in_last_pipeline_stage: int | None = option(
+        None, "number of layers in the last stage (default: all stages have the same number)"
+    )
     rank: int = 0
     """The rank that memlab runs, of `world_size` ranks in Megatron's order: tensor, context, data, pipeline."""
 
@@ -59,7 +67,7 @@ class Layout:
             value = getattr(self, field.name)
             if field.name == "rank" or (value is None and field.default is None):
                 continue
-            check_whole_number(field.name, value, at_most=MOST_RANKS)
+            check_whole_number(field.name, value)
         if self.world_size > MOST_RANKS:
             raise RuleError(
                 f"the layout has {self.world_size:,} ranks ({self}), must have at most {MOST_RANKS:,} (more than "
@@ -228,14 +236,13 @@ class Layout:
 
     def _check_unshared(self, architecture: Architecture) -> None:
         """Refuses to divide what no part of the model has."""
-        shared = {size.ranks for size in architecture.shared_sizes}
         tensor, experts = self.expert_tensor_parallel_size, self.expert_model_parallel_size
-        if "expert_tensor_parallel_size" not in shared and tensor is not None:
+        if tensor is not None and not architecture.is_divided_by("expert_tensor_parallel_size"):
             raise RuleError(
                 f"expert_tensor_parallel_size is {tensor}, and {architecture.name} is dense: leave it out",
                 "expert_tensor_parallel_size",
             )
-        if "expert_model_parallel_size" not in shared and experts > 1:
+        if experts > 1 and not architecture.is_divided_by("expert_model_parallel_size"):
             raise RuleError(
                 f"expert_model_parallel_size is {experts}, must be 1, since {architecture.name} is dense: choose 1",
                 "expert_model_parallel_size",

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
+from memlab.config.option import Option, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
+    NEWER_SETTINGS,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
-    SINCE_MEGATRON_0_19,
     MemorySettings,
 )
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
 
 _DEFAULT = MemorySettings()
 _MODULES = ("recompute_modules", "offload_modules")
@@ -28,7 +31,7 @@ _MODULES = ("recompute_modules", "offload_modules")
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
     """Whether MoE layers are recomputed as a whole; their checkpoints then keep input and gradient alive."""
     whole = settings.recompute_granularity == "full" or "moe" in (settings.recompute_modules or ())
-    return architecture.routes and whole
+    return architecture.keeps_graph and whole
 
 
 def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
@@ -49,48 +52,58 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
-        raise ValueError(
+        raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
-            f"give a number from 1 to {num_layers}"
+            f"give a number from 1 to {num_layers}",
+            "recompute_num_layers",
         )
     # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1). From 0.17.0 on, the
     # last group is smaller.
     num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
     if settings.recompute_method == "uniform" and num_layers % (settings.recompute_num_layers or 1):
         divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
-        raise ValueError(
+        raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
             "divide into groups of that size, on which megatron-core 0.16 fails, and memlab predicts no smaller last "
-            f"group, as 0.17 makes it: choose from {', '.join(divisors)}"
+            f"group, as 0.17 makes it: choose from {', '.join(divisors)}",
+            "recompute_num_layers",
         )
     if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:
         # Its forward opens no chunks of the offload manager for the micro-batches, and their backward needs them:
         # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
-        raise ValueError(
+        raise RuleError(
             f"recompute_granularity 'full' cannot be combined with offload_modules {list(settings.offload_modules)} "
             "on pipeline stages, because the offload manager of megatron-core 0.16.1 fails there: leave one of the two "
-            "out"
+            "out",
+            *("recompute_granularity", "offload_modules"),
         )
     _check_offload_groups(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
         absent = architecture.absent_modules(field)
         wrong = [name for name in getattr(settings, field) or () if name in absent]
         if wrong:
-            raise ValueError(
+            raise RuleError(
                 f"{field} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
-                f"choose from {', '.join(name for name in choices if name not in absent)}"
+                f"choose from {', '.join(name for name in choices if name not in absent)}",
+                field,
             )
 
 
 def _check_megatron(settings: MemorySettings) -> None:
-    for name in _given_since_megatron_0_19(settings):
-        if _megatron_version() < (0, 19):
-            installed = ".".join(str(part) for part in _megatron_version())
-            raise ValueError(
-                f"{name} is {getattr(settings, name)}, but the installed megatron-core {installed} does not have "
-                "this setting "
-                "(0.19 has it): leave it out, or install megatron-core 0.19"
+    for name, one in options_of(MemorySettings).items():
+        value = getattr(settings, name)
+        if value != one.default and (reason := not_in_megatron(one)):
+            raise RuleError(
+                f"{name} is {value}, but {reason}: leave it out, or install megatron-core {one.since_words}", name
             )
+
+
+def not_in_megatron(option: Option) -> str:
+    """Says that the installed megatron-core does not have an option; empty if it does."""
+    if option.since is None or _megatron_version() >= option.since:
+        return ""
+    installed = ".".join(str(part) for part in _megatron_version())
+    return f"the installed megatron-core {installed} does not have this setting ({option.since_words} has it)"
 
 
 def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
@@ -102,40 +115,43 @@ def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
     repairs it). Under full recompute it does not.
     """
     num_passes = scenario.num_microbatches * scenario.layout.virtual_pipeline_model_parallel_size
-    if _megatron_version() < (0, 19) or settings.recompute_granularity == "full" or num_passes == 1:
+    is_full = settings.recompute_granularity == "full"
+    if _megatron_version() < (0, 19) or is_full or num_passes == 1 or not settings.offload_modules:
         return
-    groups, num_layers = _groups_in_turn(settings, scenario.architecture), min(scenario.layers_of_chunks)
+    groups = [group for chunk in scenario.chunks if len(group := _groups_in_turn(settings, scenario, chunk)) > 1]
+    alone = [names for names in groups if names.count(names[0]) == 1]
     chunk, delta_bytes = _whole(scenario.layers_of_chunks), settings.delta_offload_bytes_across_pp_ranks
-    if num_layers * len(groups) <= 1:
+    if not groups:
         return
-    if num_layers == 1:
-        cause = f"offload_modules has {groups}, and {chunk} has one layer"
-        remedy = f"name one of them, or give {chunk} two layers"
+    if alone:
+        field, cause = "offload_modules", f"offload_modules has {alone[0]}, and {chunk} has one layer with them"
+        remedy = f"name one of them, or give {chunk} two such layers"
     elif settings.activation_offload_fraction == 0:
-        cause, remedy = "activation_offload_fraction is 0", "leave offload_modules out, which is the same"
+        field, cause = "activation_offload_fraction", "activation_offload_fraction is 0"
+        remedy = "leave offload_modules out, which is the same"
     elif delta_bytes and scenario.layout.pipeline_model_parallel_size > 1:
-        cause, remedy = f"delta_offload_bytes_across_pp_ranks is {delta_bytes}", "leave it out"
+        field, remedy = "delta_offload_bytes_across_pp_ranks", "leave it out"
+        cause = f"{field} is {delta_bytes}"
     else:
         return
-    raise ValueError(
+    raise RuleError(
         f"{cause}: with {num_passes} passes, megatron-core 0.19's offload manager mixes them up, and the second step "
-        f"fails ('Chunk mismatch'; Megatron-LM #6783 repairs it): {remedy}"
+        f"fails ('Chunk mismatch'; Megatron-LM #6783 repairs it): {remedy}",
+        *(field, "offload_modules"),
     )
 
 
-def _groups_in_turn(settings: MemorySettings, architecture: Architecture) -> list[str]:
-    """Returns the groups of a layer that begin after another one has ended: ``mlp_norm`` spans those of the experts."""
+def _groups_in_turn(settings: MemorySettings, scenario: Scenario, chunk: Sequence[int]) -> list[str]:
+    """Returns the groups of a pass through a model chunk that begin after another one has ended, in their order."""
     offloaded = set(settings.offload_modules or ())
     if "core_attn" in (settings.recompute_modules or ()):
         offloaded.discard("core_attn")
-    in_turn = ["qkv_linear", "core_attn", "attn_proj"]
-    if architecture.routes:
-        in_turn += ["mlp_norm"] if "mlp_norm" in offloaded else ["expert_fc1", "moe_act"]
-    return [name for name in in_turn if name in offloaded]
+    parts = (part for layer in chunk for part in scenario.architecture.parts_of(layer))
+    return [name for part in parts for name in part.groups_in_turn(offloaded)]
 
 
-def _given_since_megatron_0_19(settings: MemorySettings) -> list[str]:
-    return [name for name in SINCE_MEGATRON_0_19 if getattr(settings, name) != getattr(_DEFAULT, name)]
+def _given_of_newer(settings: MemorySettings) -> list[str]:
+    return [name for name in NEWER_SETTINGS if getattr(settings, name) != getattr(_DEFAULT, name)]
 
 
 @cache
@@ -159,14 +175,14 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     if settings.offload_modules is None and settings.min_offloaded_tensor_size != _DEFAULT.min_offloaded_tensor_size:
         reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
     if settings.offload_modules is None:
-        idle = _given_since_megatron_0_19(settings)
+        idle = _given_of_newer(settings)
         reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
     if settings.offload_optimizer and settings.offload_optimizer_except_update:
         reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
     if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
         reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
             "choose recompute_granularity 'full', or recompute 'moe'"
-            if architecture.routes
+            if architecture.keeps_graph
             else f"{architecture.name} is dense and has none"
         )
     if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +11,13 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
+from memlab.config.option import check_options, option
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
-from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number, shortened
+from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
+from memlab.config.versions import OLDER_FILES, Versions
 
 Dtype = Literal["bf16", "fp32"]
-DTYPES = ("bf16", "fp32")
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
 _KINDS: dict[str, type] = {
@@ -25,13 +26,7 @@ _KINDS: dict[str, type] = {
     "routing": Routing,
     "state": TrainingState,
     "allocator": AllocatorSettings,
-}
-# Beyond any real job, and below what overflows the bytes of a tensor or steps for days.
-_MOST = {
-    "num_layers": MOST_LAYERS,
-    "seq_length": MOST_TOKENS_OF_A_SEQUENCE,
-    "micro_batch_size": 2**16,
-    "num_microbatches": 2**14,
+    "versions": Versions,
 }
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 """Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
@@ -50,32 +45,45 @@ class Scenario:
     """
 
     architecture: Architecture
-    num_layers: int
-    """Transformer layers that are built."""
-    seq_length: int
-    """Tokens in a sequence."""
-    micro_batch_size: int = 1
-    """Sequences in one forward and backward pass."""
-    num_microbatches: int = 1
+    num_layers: int = option(MISSING, "build only the first N layers of the model (default: all)", at_most=MOST_LAYERS)
+    seq_length: int = option(
+        MISSING,
+        "tokens in a sequence (default: depends on ARCH)",
+        group="Workload",
+        label="tokens",
+        at_most=MOST_TOKENS_OF_A_SEQUENCE,
+    )
+    micro_batch_size: int = option(
+        1, "sequences in a micro-batch (default 1)", group="Workload", label="micro-batch", at_most=2**16
+    )
+    num_microbatches: int = option(1, "micro-batches in a step (default 1)", at_most=2**14)
     """Passes whose gradients are accumulated before one optimizer step."""
-    packed_sequences: int | None = None
-    """How many sequences share the row of a micro-batch (Megatron's ``PackedSeqParams``, format ``thd``). Together they
-    have `seq_length` tokens, and they are about equally long. None gives each sequence a row of its own."""
-    seed: int = 1234
-    """Seed of the weights and of the batch; every step uses the same batch."""
-    dtype: Dtype = "bf16"
-    """Type of parameters and activations."""
+    packed_sequences: int | None = option(
+        None,
+        "pack N sequences of about equal length into a micro-batch of one row; `seq_length` is then the number of "
+        "tokens in the row (default: each sequence has a row of its own). Under context parallelism, `seq_length` "
+        "must be a multiple of twice the context parallel size; memlab makes each sequence's length such a multiple",
+    )
+    """Megatron's ``PackedSeqParams``, format ``thd``."""
+    seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0)
+    """Every step uses the same batch."""
+    dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)")
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
     """Which experts the tokens go to on the simulated backend; on other backends the router decides."""
-    expert_buffers: bool = False
-    """Whether experts get DDP buffers of their own, as Megatron gives them where they are spread over ranks."""
+    expert_buffers: bool = option(
+        False,
+        "keep the parameters and gradients of the experts in separate buffers, as Megatron does under expert "
+        "parallelism",
+    )
 
     state: TrainingState = field(default_factory=TrainingState)
     """Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed."""
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     """Options of torch's allocator; a process on a GPU has those that it was started with."""
+    versions: Versions = field(default_factory=Versions)
+    """The libraries of the machines where the job runs; a process on a GPU has the installed ones."""
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -86,39 +94,39 @@ class Scenario:
                 raise ValueError(
                     f"{name} is {shortened(value)}, must be {kind.__name__}(...): name its fields{by_name}"
                 )
-        for name, at_most in _MOST.items():
-            check_whole_number(name, getattr(self, name), at_most=at_most)
+        check_options(self)
         tokens = self.seq_length * self.micro_batch_size
         if tokens > _MOST_TOKENS_OF_A_MICRO_BATCH:
-            raise ValueError(
+            raise RuleError(
                 f"micro_batch_size {self.micro_batch_size} x seq_length {self.seq_length} is {tokens:,} tokens, must "
                 f"be at most {_MOST_TOKENS_OF_A_MICRO_BATCH:,} (more than any real job has): give fewer or "
-                "shorter sequences"
+                "shorter sequences",
+                *("micro_batch_size", "seq_length"),
             )
         largest_row = self.architecture.largest_row
         if tokens * largest_row > _MOST_ELEMENTS_OF_AN_ACTIVATION:
-            raise ValueError(
+            raise RuleError(
                 f"the largest activation has {tokens:,} tokens x {largest_row:,} elements, must be at most "
                 f"{_MOST_ELEMENTS_OF_AN_ACTIVATION:,} elements in all (more than any real job has): give fewer or "
-                "shorter sequences"
+                "shorter sequences",
+                *("seq_length", "micro_batch_size"),
             )
-        check_whole_number("seed", self.seed, at_least=0)
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
         if self.state.optimizer_cpu_offload and self.dtype != "bf16":
             # Its main parameters are then views of the parameters, and torch.optim.Optimizer refuses tensors that are
             # not leaves (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2).
-            raise ValueError(
+            raise RuleError(
                 f"dtype is {self.dtype!r} with optimizer_cpu_offload, must be bf16, because Megatron's CPU optimizer "
-                "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out"
+                "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out",
+                *("dtype", "optimizer_cpu_offload"),
             )
         deepest = len(self.architecture.moe_layer_freq or range(self.num_layers))
         if self.num_layers > deepest:
-            raise ValueError(
+            raise RuleError(
                 f"num_layers is {self.num_layers}, must be at most {deepest}, since moe_layer_freq of "
-                f"{self.architecture.name} says which of so many layers have experts: give fewer layers"
+                f"{self.architecture.name} says which of so many layers have experts: give fewer layers",
+                "num_layers",
             )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
@@ -130,14 +138,16 @@ class Scenario:
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         if ranks > 1 and backend in ("flash", "unfused"):
             reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
-            raise ValueError(
+            raise RuleError(
                 f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}: choose auto or fused, "
-                "or context_parallel_size 1"
+                "or context_parallel_size 1",
+                *("attention_backend", "context_parallel_size"),
             )
         if self.dtype == "fp32" and backend in ("flash", "fused"):
-            raise ValueError(
+            raise RuleError(
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
-                "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16"
+                "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
+                *("attention_backend", "dtype"),
             )
 
     def _check_packing(self) -> None:
@@ -147,19 +157,22 @@ class Scenario:
         check_whole_number("packed_sequences", self.packed_sequences, at_most=self.seq_length)
         given = f"packed_sequences is {self.packed_sequences}"
         if self.packed_sequences > self.seq_length // chunks:
-            raise ValueError(
+            raise RuleError(
                 f"{given} with context_parallel_size {ranks}, must be at most {self.seq_length // chunks}, so that "
-                f"each sequence has {chunks} chunks, two per rank: pack fewer sequences, or make seq_length larger"
+                f"each sequence has {chunks} chunks, two per rank: pack fewer sequences, or make seq_length larger",
+                *("packed_sequences", "seq_length"),
             )
         if self.micro_batch_size != 1:
-            raise ValueError(
+            raise RuleError(
                 f"{given}, so micro_batch_size must be 1, not {self.micro_batch_size}, because packed sequences "
-                "share one row: make seq_length larger instead, or leave packed_sequences out"
+                "share one row: make seq_length larger instead, or leave packed_sequences out",
+                *("packed_sequences", "micro_batch_size"),
             )
         if self.state.attention_backend == "unfused":
-            raise ValueError(
+            raise RuleError(
                 f"{given} with attention_backend 'unfused', which memlab does not predict for packed sequences: choose "
-                "auto, fused or flash"
+                "auto, fused or flash",
+                *("packed_sequences", "attention_backend"),
             )
 
     def _check_experts(self) -> None:
@@ -167,10 +180,11 @@ class Scenario:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
-        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.routes):
-            raise ValueError(
+        if self.expert_buffers and not self.architecture.routes:
+            raise RuleError(
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
-                f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out"
+                f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out",
+                "expert_buffers",
             )
 
     @classmethod
@@ -263,23 +277,26 @@ class Scenario:
     @property
     def layers_of_chunks(self) -> tuple[int, ...]:
         """Layers of each model chunk of the job; a single chunk without pipeline stages."""
-        stages, chunks = self.layout.pipeline_model_parallel_size, self.layout.virtual_pipeline_model_parallel_size
-        counts = [self.layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
-        return tuple(count for count in counts for _ in range(chunks))
+        return tuple(map(len, self.chunks))
 
     @property
-    def chunks_of_rank(self) -> tuple[range, ...]:
-        """The layers of each model chunk of the rank's pipeline stage: their numbers in the whole model, from 0.
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of each model chunk of the job, stage by stage: their numbers in the whole model, from 0.
 
         Layers are numbered stage by stage, and then from the first stage on again (``get_transformer_layer_offset``,
         megatron/core/transformer/transformer_layer.py, 0.16.1).
         """
-        layout = self.layout
-        stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
-        before, own = sum(sizes[: layout.pipeline_stage]), sizes[layout.pipeline_stage]
-        starts = (chunk * sum(sizes) + before for chunk in range(chunks))
-        return tuple(range(start, start + own) for start in starts)
+        layout, chunks = self.layout, self.layout.virtual_pipeline_model_parallel_size
+        stages = range(layout.pipeline_model_parallel_size)
+        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in stages]
+        first = [[chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(chunks)] for stage in stages]
+        return tuple(range(at, at + sizes[stage]) for stage in stages for at in first[stage])
+
+    @property
+    def chunks_of_rank(self) -> tuple[range, ...]:
+        """The layers of each model chunk of the rank's pipeline stage, as `chunks`."""
+        stage, chunks = self.layout.pipeline_stage, self.layout.virtual_pipeline_model_parallel_size
+        return self.chunks[stage * chunks : (stage + 1) * chunks]
 
     @property
     def layers_of_rank(self) -> tuple[int, ...]:
@@ -372,6 +389,8 @@ class Scenario:
         Raises:
             ValueError: If a field is missing, unknown, not of its type, or breaks a rule.
         """
+        if isinstance(values, dict) and "versions" not in values:
+            values = values | {"versions": OLDER_FILES}
         return build(cls, values, "scenario")
 
     def __str__(self) -> str:

@@ -13,26 +13,26 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
+from memlab.config.option import check_options, option, options_of
 from memlab.config.parts.moe import Experts
-from memlab.config.validation import check_number, check_whole_number, is_whole_number, shortened
+from memlab.config.validation import RuleError, shortened
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
 
-RECOMPUTE_GRANULARITIES = ("full", "selective")
-RECOMPUTE_METHODS = ("uniform", "block")
-CHECKPOINT_INPUT_REMEDIES = ("detach", "clear_gradient", "release_storage")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-SINCE_MEGATRON_0_19 = (
-    "activation_offload_fraction",
-    "delta_offload_bytes_across_pp_ranks",
-    "fine_grained_offloading_max_inflight_offloads",
-)
-"""Settings of activation offload that megatron-core 0.16 does not have."""
-_MOST_BYTES = 2**50
 KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
+_MOST_BYTES = 2**50
+_FULL = {"group": "Recompute", "needs": "recompute_granularity", "needs_value": "full", "megatron": "model"}
+_OFFLOAD = {"group": "Offload during the step", "megatron": "model"}
+_NEWER_OFFLOAD = {
+    "group": "Offload, in newer versions of megatron-core",
+    "needs": "offload_modules",
+    "megatron": "model",
+}
+_ON_HOST = {"group": "On host between steps", "words": {"device": False, "host": True}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,54 +46,135 @@ class MemorySettings:
         ValueError: If a rule is broken. The message is one line with the value, the rule and what to do.
     """
 
-    recompute_granularity: RecomputeGranularity | None = None
-    """``full`` recomputes whole layers, ``selective`` recomputes `recompute_modules`, None recomputes nothing."""
-    recompute_method: RecomputeMethod | None = None
-    """Under ``full``: ``uniform`` checkpoints all layers in groups, ``block`` checkpoints each of the first layers."""
-    recompute_num_layers: int | None = None
-    """Under ``full``: layers per checkpoint (uniform), or the number of layers that are recomputed (block)."""
-    recompute_modules: tuple[str, ...] | None = None
-    """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is only ``core_attn``."""
-    checkpoint_input_remedy: CheckpointInputRemedy | None = None
-    """Remedy for the input and gradient that a checkpoint of an MoE layer keeps alive after its backward: ``detach``,
-    ``clear_gradient`` or ``release_storage``, which `memlab.model.retention.remedies` explains."""
-    offload_modules: tuple[str, ...] | None = None
-    """Modules whose saved tensors go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
-    min_offloaded_tensor_size: int = 1024 * 1024
-    """Smallest saved tensor, in elements, that `offload_modules` transfers to the host."""
-    activation_offload_fraction: float = 1.0
-    """Share of the groups of `offload_modules` that are transferred, from 0 to 1. (A group is what a module saves in
-    one layer.) In each pass, the later groups stay on the device. Needs megatron-core 0.19."""
-    delta_offload_bytes_across_pp_ranks: int = 0
-    """How many more bytes of `offload_modules` each pipeline stage leaves on the device than the stage before it,
-    because later stages have fewer passes in flight. Needs megatron-core 0.19."""
-    fine_grained_offloading_max_inflight_offloads: int | None = None
-    """How many transfers to the host, per offload module, may still be in progress while the model computes. With 0,
-    the model waits for each transfer; with None, it waits for no transfer. Needs megatron-core 0.19."""
-    offload_parameters: bool = False
-    """Keep the parameters on the host between steps (copied to the host and back)."""
-    offload_gradients: bool | None = None
-    """Drop the gradient buffers between steps (nothing is copied; they come back as zeros). None takes the value of
-    `offload_optimizer` when the settings are made; ``dataclasses.replace`` keeps that value."""
-    offload_optimizer: bool = False
-    """Keep main parameters and Adam's moments on the host between steps (copied to the host and back)."""
-    offload_optimizer_except_update: bool = False
-    """Keep main parameters and Adam's moments on the host between steps, and also during forward and backward: they
-    are on the device only while the optimizer updates the parameters. Gradients stay on the device unless
-    `offload_gradients` is set."""
+    recompute_granularity: RecomputeGranularity | None = option(
+        None,
+        "full: backward recomputes whole layers; selective: it recomputes only `recompute_modules`",
+        group="Recompute",
+        label="granularity",
+        megatron="model",
+    )
+    """None recomputes nothing."""
+    recompute_method: RecomputeMethod | None = option(
+        None,
+        "uniform recomputes all layers, in groups with one checkpoint each, block only the first ones, with one "
+        "checkpoint per layer",
+        **_FULL,
+        label="method",
+    )
+    recompute_num_layers: int | None = option(
+        None,
+        "layers per checkpoint (uniform), or number of layers to recompute (block)",
+        **_FULL,
+        label="layers",
+        advice="give the number of layers",
+    )
+    recompute_modules: tuple[str, ...] | None = option(
+        None,
+        f"recompute some of {', '.join(RECOMPUTE_MODULES)}",
+        group="Recompute",
+        needs="recompute_granularity",
+        needs_value="selective",
+        choices=RECOMPUTE_MODULES,
+        megatron="model",
+    )
+    """Megatron's default is only ``core_attn``."""
+    checkpoint_input_remedy: CheckpointInputRemedy | None = option(
+        None,
+        "how to free the inputs that checkpoints of MoE layers keep allocated after backward (default: none)",
+        group="Recompute",
+        label="remedy for retention",
+        words={
+            "none": None,
+            "detach": "detach",
+            "clear gradient": "clear_gradient",
+            "release storage": "release_storage",
+        },
+    )
+    """It frees their gradients too. `memlab.engines.megatron.retention.remedies` explains each remedy."""
+    offload_modules: tuple[str, ...] | None = option(
+        None,
+        "copy the saved tensors of these modules to the host in forward, and back for backward: some of "
+        f"{', '.join(OFFLOAD_MODULES)}",
+        **_OFFLOAD,
+        choices=OFFLOAD_MODULES,
+    )
+    min_offloaded_tensor_size: int = option(
+        1024 * 1024,
+        "offload only tensors of at least N elements (default 1048576, as in Megatron)",
+        **_OFFLOAD,
+        label="smallest tensor (elements)",
+        needs="offload_modules",
+        at_least=0,
+        advice="use 0 to offload tensors of any size",
+    )
+    activation_offload_fraction: float = option(
+        1.0,
+        "share of the groups to offload, 0 to 1; a group is what a module saves in one layer (default 1)",
+        **_NEWER_OFFLOAD,
+        since=(0, 19),
+        label="share of groups offloaded",
+        at_most=1,
+        advice="give a share from 0 to 1",
+    )
+    """In each pass, the later groups stay on the device."""
+    delta_offload_bytes_across_pp_ranks: int = option(
+        0,
+        "number of bytes that each pipeline stage leaves on the device in addition to those of the stage before it "
+        "(default 0)",
+        **_NEWER_OFFLOAD,
+        since=(0, 19),
+        label="extra bytes per later stage",
+        at_least=0,
+        at_most=_MOST_BYTES,
+        advice="give bytes",
+    )
+    """Later stages have fewer passes in flight."""
+    fine_grained_offloading_max_inflight_offloads: int | None = option(
+        None,
+        "number of transfers per offload module that may still be in progress while the model computes (default: no "
+        "limit)",
+        **_NEWER_OFFLOAD,
+        since=(0, 18),
+        label="copies at once (-1: no limit)",
+        shown_for_none=-1,
+        at_least=0,
+        at_most=_MOST_BYTES,
+        advice="give a number, or None",
+    )
+    """With 0, the model waits for each transfer; with None, it waits for no transfer."""
+    offload_parameters: bool = option(
+        False, "keep parameters on the host between steps", **_ON_HOST, label="parameters"
+    )
+    """They are copied to the host and back."""
+    # Gradients are dropped, not copied: between steps the optimizer has already used them.
+    offload_gradients: bool | None = option(
+        None,
+        "free the gradient buffers between steps (default: yes if `offload_optimizer` is given, otherwise no)",
+        group="On host between steps",
+        label="gradients",
+        words={"as optimizer": None, "device": False, "dropped": True},
+    )
+    """Nothing is copied; they come back as zeros. None takes the value of `offload_optimizer` when the settings are
+    made; ``dataclasses.replace`` keeps that value."""
+    offload_optimizer: bool = option(
+        False, "keep optimizer state on the host between steps", **_ON_HOST, label="optimizer"
+    )
+    """Main parameters and Adam's moments, which are copied to the host and back."""
+    offload_optimizer_except_update: bool = option(
+        False,
+        "keep optimizer state on the host in forward and backward too, and load it only for the update",
+        **_ON_HOST,
+        label="optimizer except update",
+    )
+    """Gradients stay on the device unless `offload_gradients` is set."""
 
     def __post_init__(self) -> None:
-        self._set("recompute_modules", _modules("recompute_modules", self.recompute_modules, RECOMPUTE_MODULES))
-        self._set("offload_modules", _modules("offload_modules", self.offload_modules, OFFLOAD_MODULES))
+        for name, one in options_of(MemorySettings).items():
+            if one.kind == "modules":
+                self._set(name, _modules(name, getattr(self, name), one.choices))
+        check_options(self)
         self._check_recompute()
         self._check_offload()
-        _one_of("checkpoint_input_remedy", self.checkpoint_input_remedy, CHECKPOINT_INPUT_REMEDIES)
-        for name in KEPT_ON_HOST:
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
-                raise ValueError(
-                    f"{name} is {shortened(value)}, must be True or False: True frees device memory between steps"
-                )
 
         # By default gradients follow the optimizer: between steps they contain nothing that it has not used
         # (SkyRL #563).
@@ -104,68 +185,48 @@ class MemorySettings:
         object.__setattr__(self, name, value)
 
     def _check_recompute(self) -> None:
-        granularity, modules = self.recompute_granularity, self.recompute_modules
-        _one_of("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES)
-        _one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
-        if self.recompute_num_layers is not None:
-            check_whole_number("recompute_num_layers", self.recompute_num_layers, action="give the number of layers")
-        if granularity == "full":
-            if self.recompute_method is None:
-                raise ValueError(
-                    "recompute_granularity 'full' needs a recompute_method: choose 'uniform' (every layer, in groups) "
-                    "or 'block' (the first layers)"
+        granularity = self.recompute_granularity
+        for name, one in options_of(MemorySettings).items():
+            value = getattr(self, name)
+            if one.needs == "recompute_granularity" and one.needs_value != granularity and value is not None:
+                shown = list(value) if isinstance(value, tuple) else repr(value)
+                raise RuleError(
+                    f"{name} is {shown}, but only {one.needed} reads it, and granularity is "
+                    f"{granularity!r}: leave {name} out, or choose {one.needed}",
+                    *(name, "recompute_granularity"),
                 )
-            if self.recompute_num_layers is None:
-                raise ValueError(
-                    f"recompute_method {self.recompute_method!r} needs recompute_num_layers: give the number of layers "
-                    + ("in a checkpoint, for example 1" if self.recompute_method == "uniform" else "to recompute")
-                )
-        else:
-            for name in ("recompute_method", "recompute_num_layers"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)!r}, but only recompute_granularity 'full' reads it, and "
-                        f"granularity is {granularity!r}: leave {name} out, or choose granularity 'full'"
-                    )
-        if granularity == "selective":
-            self._set("recompute_modules", modules or ("core_attn",))
-        elif modules is not None:
-            raise ValueError(
-                f"recompute_modules is {list(modules)}, but only recompute_granularity 'selective' reads it, and "
-                f"granularity is {granularity!r}: choose granularity 'selective', or leave recompute_modules out"
+        if granularity == "full" and self.recompute_method is None:
+            raise RuleError(
+                "recompute_granularity 'full' needs a recompute_method: choose 'uniform' (every layer, in groups) "
+                "or 'block' (the first layers)",
+                *("recompute_granularity", "recompute_method"),
             )
+        if granularity == "full" and self.recompute_num_layers is None:
+            raise RuleError(
+                f"recompute_method {self.recompute_method!r} needs recompute_num_layers: give the number of layers "
+                + ("in a checkpoint, for example 1" if self.recompute_method == "uniform" else "to recompute"),
+                *("recompute_method", "recompute_num_layers"),
+            )
+        if granularity == "selective":
+            self._set("recompute_modules", self.recompute_modules or ("core_attn",))
 
     def _check_offload(self) -> None:
         offload = self.offload_modules or ()
-        if not is_whole_number(self.min_offloaded_tensor_size, at_least=0):
-            raise ValueError(
-                f"min_offloaded_tensor_size is {shortened(self.min_offloaded_tensor_size)}, must be a whole number of "
-                "elements, 0 or more: use 0 to offload tensors of any size"
-            )
-        check_number(
-            "activation_offload_fraction",
-            self.activation_offload_fraction,
-            None,
-            1,
-            action="give a share from 0 to 1",
-        )
-        delta, inflight = self.delta_offload_bytes_across_pp_ranks, self.fine_grained_offloading_max_inflight_offloads
-        check_whole_number("delta_offload_bytes_across_pp_ranks", delta, 0, _MOST_BYTES, action="give bytes")
-        if inflight is not None:
-            check_whole_number(SINCE_MEGATRON_0_19[-1], inflight, 0, _MOST_BYTES, action="give a number, or None")
         if "attn_proj" in offload and "core_attn" not in offload:
-            raise ValueError(
+            raise RuleError(
                 "offload_modules has 'attn_proj' without 'core_attn': attn_proj's input is core_attn's output, which "
-                "core_attn's backward needs on the device: add 'core_attn' or leave 'attn_proj' out"
+                "core_attn's backward needs on the device: add 'core_attn' or leave 'attn_proj' out",
+                "offload_modules",
             )
         recomputed = self.recompute_modules or ()
         inside_moe = [name for name in offload if name in Experts.offload_modules]
         if inside_moe and "moe" in recomputed:
             names = " and ".join(f"'{name}'" for name in inside_moe)
-            raise ValueError(
+            raise RuleError(
                 f"offload_modules has {inside_moe} under selective recompute of 'moe': the whole MoE part is "
                 f"recomputed, so no tensor inside it is saved for backward: leave {names} out, or recompute 'moe_act' "
-                "instead of 'moe'"
+                "instead of 'moe'",
+                *("offload_modules", "recompute_modules"),
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,13 +268,17 @@ class MemorySettings:
             words.append(self.checkpoint_input_remedy.replace("_", " "))
         if self.offload_modules:
             words.append("offload " + "+".join(self.offload_modules))
-        words += [f"{name} {value}" for name, value in self.changed().items() if name in SINCE_MEGATRON_0_19]
+        words += [f"{name} {value}" for name, value in self.changed().items() if name in NEWER_SETTINGS]
         host = [name for name in ("parameters", "gradients", "optimizer") if getattr(self, f"offload_{name}")]
         if host:
             words.append("on host " + "+".join(host))
         if self.offload_optimizer_except_update:
             words.append("optimizer on host except update")
         return ", ".join(words) or "none"
+
+
+NEWER_SETTINGS = tuple(name for name, one in options_of(MemorySettings).items() if one.since)
+"""Settings of activation offload that megatron-core 0.16 does not have."""
 
 
 @cache
@@ -230,13 +295,6 @@ def validation_error(**fields: Any) -> str | None:
     return None
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise ValueError(
-            f"{name} is {shortened(value)}, must be one of {', '.join(choices)}, or None: choose one of them"
-        )
-
-
 def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, ...] | None:
     if value is None:
         return None
@@ -246,13 +304,16 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
             if isinstance(value, str)
             else f"name some of {', '.join(choices)}"
         )
-        raise ValueError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}")
+        raise RuleError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}", name)
     given = list(value)
     if not given:
-        raise ValueError(f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out")
+        raise RuleError(
+            f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
+        )
     unknown = [module for module in given if module not in choices]
     if unknown:
-        raise ValueError(
-            f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}"
+        raise RuleError(
+            f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}",
+            name,
         )
     return tuple(module for module in choices if module in given)

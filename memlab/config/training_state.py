@@ -11,14 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from memlab.config.from_json import build
-from memlab.config.validation import check_number, check_whole_number, shortened
-
-LOSS_OPTIONS = (
-    "loss", "fp32_output", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size",
-)  # fmt: skip
+from memlab.config.option import Rebuilt, check_options, option, options_of, unread
+from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
 MainParamsDtype = Literal["fp32", "fp16"]
@@ -32,23 +29,15 @@ AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "main_grads_dtype": get_args(MainGradsDtype),
-    "main_params_dtype": get_args(MainParamsDtype),
-    "exp_avg_dtype": get_args(MomentDtype),
-    "exp_avg_sq_dtype": get_args(MomentDtype),
-    "loss": get_args(Loss),
-    "cross_entropy_fusion_impl": get_args(CrossEntropyFusionImpl),
-    "attention_backend": get_args(AttentionBackend),
-    "fp8_format": get_args(Fp8Format),
-    "fp8_recipe": get_args(Fp8Recipe),
-}
-"""The values of each option that is a choice; `fp8_format` may be None as well."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_MOST_ELEMENTS_OF_A_BUCKET = 2**40
-_MOST_TOKENS_OF_A_CHUNK = 2**26
+_ON_CPU = {"group": "CPU optimizer", "needs": "optimizer_cpu_offload", "rebuilds": "optimizer", "megatron": "optimizer"}
+_OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimizer"}
+_GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
+_LOSS = {"group": "Loss", "rebuilds": "nothing"}
+_FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_FP8 = {"group": "FP8", "rebuilds": "model"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,104 +47,189 @@ class TrainingState:
     The default is plain Megatron in bf16: fp32 gradients, the distributed optimizer with fp32 main parameters and
     moments, an unfused loss, cuDNN's attention, no FP8.
 
+    What a change rebuilds is the smallest part that reads the option: Megatron reads some in each step, some when it
+    builds the optimizer, and the others when it builds layers and DDP's buffers. Read in megatron-core 0.16.1 and
+    0.19.2; ``tests/unit/test_state_change.py`` compares the bytes of changed labs with those of fresh ones.
+
     Raises:
         ValueError: If a rule is broken. The message is one line with the value, the rule and what to do.
     """
 
-    use_distributed_optimizer: bool = True
-    """Split the optimizer state over the data-parallel ranks; False keeps all of it on each rank."""
-    grad_reduce_in_bf16: bool = False
-    """Accumulate and reduce gradients in bf16, in place of fp32.
+    # DDP allocates, divides and reduces its buffers by these, and puts its hooks on the model
+    # (distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py).
+    use_distributed_optimizer: bool = option(
+        True, "split the optimizer state over the data-parallel ranks", **_GRADIENTS, megatron="ddp optimizer"
+    )
+    grad_reduce_in_bf16: bool = option(
+        False,
+        "accumulate and reduce gradients in bf16 (default: fp32)",
+        **_GRADIENTS,
+        megatron="ddp.grad_reduce_in_fp32",
+    )
+    """Without the precision-aware optimizer Megatron copies them to fp32 for the update, and sets the copies to None
+    only when the next step zeroes its gradients. So `StepRecord.static_bytes`, the bytes when a step begins, include 4
+    bytes of copies per parameter; between the zeroing and the next update the copies are not allocated."""
+    overlap_grad_reduce: bool = option(
+        False, "reduce the gradients of a bucket while backward computes the next one", **_GRADIENTS, megatron="ddp"
+    )
+    overlap_param_gather: bool = option(
+        False,
+        "gather the parameters of a bucket while forward computes with those of the previous one",
+        **_GRADIENTS,
+        megatron="ddp optimizer",
+    )
+    """Without `overlap_grad_reduce`, each buffer is a single bucket, which is gathered when forward begins.
+    (Megatron-Core's DDP allows this; the arguments of Megatron-LM's own scripts do not.)"""
+    ddp_bucket_size: int | None = option(
+        None,
+        "elements in a bucket of gradients; used only with `overlap_grad_reduce` (default: Megatron's rule)",
+        **_GRADIENTS,
+        shown_for_none=0,
+        at_most=2**40,
+        megatron="ddp.bucket_size",
+    )
 
-    Without the precision-aware optimizer Megatron copies them to fp32 for the update, and sets the copies to None only
-    when the next step zeroes its gradients. So `StepRecord.static_bytes`, the bytes when a step begins, include 4 bytes
-    of copies per parameter; between the zeroing and the next update the copies are not allocated.
-    """
-    overlap_grad_reduce: bool = False
-    """Reduce the gradients of a bucket while backward computes the next one."""
-    overlap_param_gather: bool = False
-    """Gather the parameters of a bucket while forward computes with the one before it. Without `overlap_grad_reduce`,
-    each buffer is a single bucket, which is gathered when forward begins. (Megatron-Core's DDP allows this; the
-    arguments of Megatron-LM's own scripts do not.)"""
-    ddp_bucket_size: int | None = None
-    """Elements of a bucket; None takes Megatron's rule, and has an effect only with an overlap."""
+    # Linears read it when they are built (extensions/transformer_engine.py, tensor_parallel/layers.py).
+    gradient_accumulation_fusion: bool = option(
+        False,
+        "add each weight's gradient to its buffer in the matrix product that computes it (Megatron-LM's default)",
+        **_GRADIENTS,
+        megatron="model",
+    )
+    """Megatron-Core's own default is False; Megatron-LM's arguments and Megatron-Bridge's providers switch it on.
+    Transformer Engine then keeps, between steps too, an unused gradient in the weights' type for every shape of
+    weight."""
 
-    use_precision_aware_optimizer: bool = False
-    """Let Transformer Engine's Adam hold the main parameters, and store them and the moments in other types."""
-    main_grads_dtype: MainGradsDtype = "fp32"
-    """Type of the gradients that the optimizer reads. Megatron-Core ignores this option. With the
-    precision-aware optimizer, `grad_reduce_in_bf16` decides the type; without it, the type is always fp32."""
-    main_params_dtype: MainParamsDtype = "fp32"
-    """Type of the main parameters; with ``fp32``, only the 16 bits that the bf16 parameters lack are stored. With an
-    `fp8_recipe` other than ``delayed``, Megatron itself keeps the fp32 main parameters, with all 32 bits."""
-    exp_avg_dtype: MomentDtype = "fp32"
-    """Type of Adam's first moment. A moment of another type than fp32 is copied to fp32 during the update, as a whole.
+    # Only the optimizer reads these, when it is built (optimizer/__init__.py, optimizer/distrib_optimizer.py,
+    # optimizer/cpu_offloading/hybrid_optimizer.py).
+    use_precision_aware_optimizer: bool = option(
+        False,
+        "let Transformer Engine's Adam hold the main parameters; `main_params_dtype`, `main_grads_dtype`, "
+        "`exp_avg_dtype` and `exp_avg_sq_dtype` need this option",
+        **_OPTIMIZER,
+    )
+    main_grads_dtype: MainGradsDtype = option(
+        "fp32",
+        "type of the gradients that the optimizer reads (default fp32); Megatron-Core ignores it, so no bytes "
+        "change: the actual type is fp32, or, with `use_precision_aware_optimizer`, the type in which gradients "
+        "are reduced",
+        **_OPTIMIZER,
+    )
+    # Each step writes the main parameters into the parameters, and in fp16 they lose bits: a model that is built again
+    # has the weights of the seed.
+    main_params_dtype: MainParamsDtype = option(
+        "fp32", "type of the main parameters (default fp32)", group="Optimizer", rebuilds="model", megatron="optimizer"
+    )
+    """With ``fp32``, only the 16 bits that the bf16 parameters lack are stored. With an `fp8_recipe` other than
+    ``delayed``, Megatron itself keeps the fp32 main parameters, with all 32 bits."""
+    exp_avg_dtype: MomentDtype = option("fp32", "type of Adam's first moment (default fp32)", **_OPTIMIZER)
+    """A moment of another type than fp32 is copied to fp32 during the update, as a whole. ``fp8`` takes 2 bytes per
+    parameter, as ``bf16`` does: Transformer Engine stores FP8 twice, once transposed."""
+    exp_avg_sq_dtype: MomentDtype = option("fp32", "type of Adam's second moment (default fp32)", **_OPTIMIZER)
+    # For it a simulated model has as many parameters as a real one (memlab/engines/megatron/layers/fake_layers.py).
+    optimizer_cpu_offload: bool = option(
+        False,
+        "keep main parameters and moments on the host, and update them on the CPU",
+        group="CPU optimizer",
+        rebuilds="model",
+        megatron="optimizer",
+    )
+    """Megatron's ``HybridDeviceOptimizer``."""
+    optimizer_offload_fraction: float = option(
+        1.0,
+        "share of the parameters whose state is on the host, 0 to 1 (default 1)",
+        **_ON_CPU,
+        at_most=1,
+        advice="give a share from 0 to 1",
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(False, "transfer some tensors while the CPU updates others", **_ON_CPU)
+    pin_cpu_grads: bool = option(True, "page-lock the gradients on the host", **_ON_CPU)
+    pin_cpu_params: bool = option(True, "page-lock the parameters on the host", **_ON_CPU)
+    manual_gc: bool = option(
+        False,
+        "collect Python's garbage before the first step; this frees memory only with `optimizer_cpu_offload`",
+        group="CPU optimizer",
+        rebuilds="optimizer",
+    )
+    """An argument of Megatron-LM. Without it, the fp32 copies that Megatron makes for its CPU optimizer and then
+    discards stay allocated (`memlab.engines.megatron.cpu_optimizer`)."""
 
-    ``fp8`` takes 2 bytes per parameter, as ``bf16`` does: Transformer Engine stores FP8 twice, once transposed.
-    """
-    exp_avg_sq_dtype: MomentDtype = "fp32"
-    """Type of Adam's second moment."""
-    optimizer_cpu_offload: bool = False
-    """Keep main parameters and moments in host memory, and update them on the CPU (`HybridDeviceOptimizer`)."""
-    optimizer_offload_fraction: float = 1.0
-    """Share of the parameters whose state is on the CPU under `optimizer_cpu_offload`, from 0 to 1."""
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Under `optimizer_cpu_offload`, transfer gradients and parameters while the CPU updates others."""
-    pin_cpu_grads: bool = True
-    """Under `optimizer_cpu_offload`, page-lock the gradients on the host, so that copies are faster."""
-    pin_cpu_params: bool = True
-    """Under `optimizer_cpu_offload`, page-lock the parameters on the host."""
-    manual_gc: bool = False
-    """Collect Python's garbage before the first step, as Megatron's ``--manual-gc`` does. Without it, the fp32 copies
-    that Megatron makes for its CPU optimizer and then discards stay allocated (`memlab.model.cpu_optimizer`)."""
+    # Each forward reads these from the config (models/common/language_module/language_module.py,
+    # models/common/embeddings/rope_utils.py, transformer/mlp.py, transformer/moe/experts.py), or from the scenario
+    # (memlab/engines/megatron/training_step.py).
+    loss: Loss = option(
+        "cross_entropy",
+        "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
+        "logits: those of SkyRL (logprobs), NeMo-RL (logprobs_by_sequence or logprobs_one_hot; topk_logits for its "
+        "distillation), verl (vocab_parallel_cross_entropy), slime (softmax or scaled_softmax) and ms-swift "
+        "(log_softmax)",
+        **_LOSS,
+    )
+    """What each has in memory says `memlab.engines.megatron.losses.LOSSES`."""
+    fp32_output: bool = option(
+        False, "with a `loss` other than cross_entropy: copy the logits to fp32 when the model returns them", **_LOSS
+    )
+    """As Megatron's ``Float16Module`` does by default; only in bf16."""
+    cross_entropy_loss_fusion: bool = option(
+        False, "compute the cross entropy with fewer kernels", **_LOSS, megatron="model"
+    )
+    cross_entropy_fusion_impl: CrossEntropyFusionImpl = option(
+        "native",
+        "fused cross entropy of Megatron (native) or of Transformer Engine (te) (default native)",
+        **_LOSS,
+        needs="cross_entropy_loss_fusion",
+        megatron="model",
+    )
+    """Transformer Engine's kernel overwrites the logits. megatron-core 0.19 warns of it, and its
+    ``megatron/training/arguments.py`` refuses it."""
+    logprobs_chunk_size: int | None = option(
+        None,
+        "with the losses logprobs, logprobs_one_hot, logprobs_by_sequence, softmax and scaled_softmax: tokens "
+        "whose log-probabilities are computed at once (default: all)",
+        **_LOSS,
+        shown_for_none=0,
+        at_most=2**26,
+    )
 
-    loss: Loss = "cross_entropy"
-    """``cross_entropy`` is Megatron's language-model loss, which the model computes. The others are computed from the
-    logits that the model returns: what each has in memory, and whose it is, says `memlab.model.losses.LOSSES`."""
-    fp32_output: bool = False
-    """Copy the logits to fp32 when the model returns them, as Megatron's ``Float16Module`` does by default. Only losses
-    that are computed from the logits read it, and only in bf16."""
-    cross_entropy_loss_fusion: bool = False
-    """Compute the cross entropy with fewer kernels."""
-    cross_entropy_fusion_impl: CrossEntropyFusionImpl = "native"
-    """Whose fused cross entropy: Megatron's compiled one, or Transformer Engine's kernel, which overwrites the logits.
-    megatron-core 0.19 warns of the latter, and its ``megatron/training/arguments.py`` refuses it."""
-    logprobs_chunk_size: int | None = None
-    """Tokens of each sequence whose log-probabilities are computed at once; None computes all at once."""
+    # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
+    # built (memlab/engines/megatron/attention_environment.py).
+    attention_backend: AttentionBackend = option(
+        "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
+    )
+    apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
+    bias_activation_fusion: bool = option(
+        True, "compute the activation of MLPs, SwiGLU, in one kernel (Megatron-LM's default)", **_FORWARD
+    )
+    """Megatron-Core's own default is False: SiLU of the gate, the other half and, of experts, the product are then
+    tensors of their own, which are kept for backward."""
+    # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
+    deallocate_pipeline_outputs: bool = option(
+        False,
+        "free what a pipeline stage has sent to the next one, as Megatron-LM and Megatron-Bridge always do",
+        **_FORWARD,
+    )
+    """Its graph for backward stays. Megatron-Core's own default is False."""
 
-    attention_backend: AttentionBackend = "auto"
-    """Which attention Transformer Engine uses; ``auto`` chooses."""
-    apply_rope_fusion: bool = False
-    """Rotate queries and keys in one kernel."""
-
-    deallocate_pipeline_outputs: bool = False
-    """Free what a pipeline stage has sent to the next one, and keep only its graph for backward. Megatron-Core's own
-    default is False; Megatron-LM's arguments and Megatron-Bridge's providers always set it."""
-
-    fp8_format: Fp8Format | None = None
-    """Multiply in FP8: ``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients; None multiplies in `dtype`."""
-    fp8_recipe: Fp8Recipe = "delayed"
-    """How FP8 tensors are scaled; ``mxfp8`` needs Blackwell, and memlab has never compared it with a measurement."""
-    fp8_param_gather: bool = False
-    """Store the matrices' parameters in FP8 themselves (Megatron's ``--fp8-param-gather``)."""
+    # Layers make their FP8 parameters, scales and paddings when they are built (extensions/transformer_engine.py).
+    fp8_format: Fp8Format | None = option(
+        None, "multiply matrices in this FP8 format (default: multiply them in `dtype`)", **_FP8, megatron="model.fp8"
+    )
+    """``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients."""
+    fp8_recipe: Fp8Recipe = option(
+        "delayed",
+        "how FP8 tensors are scaled (default delayed); no prediction for mxfp8 has ever been compared with a "
+        "measurement on a GPU",
+        **_FP8,
+        needs="fp8_format",
+        megatron="model",
+    )
+    """``mxfp8`` needs Blackwell."""
+    fp8_param_gather: bool = option(
+        False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.default in (True, False) and not isinstance(value, bool) and field.type == "bool":
-                raise ValueError(f"{field.name} is {shortened(value)}, must be True or False: choose one of them")
-        for name, choices in CHOICES.items():
-            if name != "fp8_format" or self.fp8_format is not None:
-                _one_of(name, getattr(self, name), choices)
-        for name, at_most in (
-            ("ddp_bucket_size", _MOST_ELEMENTS_OF_A_BUCKET),
-            ("logprobs_chunk_size", _MOST_TOKENS_OF_A_CHUNK),
-        ):
-            if getattr(self, name) is not None:
-                check_whole_number(name, getattr(self, name), at_most=at_most)
-        check_number(
-            "optimizer_offload_fraction", self.optimizer_offload_fraction, None, 1, action="give a share from 0 to 1"
-        )
+        check_options(self)
         self._check_optimizer()
         self._check_loss()
         self._check_fp8()
@@ -164,61 +238,72 @@ class TrainingState:
         if not self.use_precision_aware_optimizer:
             for name in _OPTIMIZER_DTYPES:
                 if getattr(self, name) != "fp32":
-                    raise ValueError(
+                    raise RuleError(
                         f"{name} is {getattr(self, name)!r}, must be fp32 without the precision-aware optimizer, by a "
-                        f"rule of Megatron-Core: set use_precision_aware_optimizer, or leave {name} out"
+                        f"rule of Megatron-Core: set use_precision_aware_optimizer, or leave {name} out",
+                        name,
+                        "use_precision_aware_optimizer",
                     )
         elif not self.use_distributed_optimizer:
-            raise ValueError(
+            raise RuleError(
                 "use_precision_aware_optimizer is True, but needs the distributed optimizer, by a rule of "
-                "Megatron-Core: set use_distributed_optimizer, or leave use_precision_aware_optimizer out"
+                "Megatron-Core: set use_distributed_optimizer, or leave use_precision_aware_optimizer out",
+                *("use_precision_aware_optimizer", "use_distributed_optimizer"),
             )
         if self.optimizer_cpu_offload and not self.use_distributed_optimizer:
             # Float16OptimizerWithFloat16Params replaces the parameters that HybridDeviceOptimizer looks up later.
-            raise ValueError(
+            raise RuleError(
                 "optimizer_cpu_offload is True without the distributed optimizer, where Megatron's CPU optimizer "
-                "fails: set use_distributed_optimizer, or leave optimizer_cpu_offload out"
+                "fails: set use_distributed_optimizer, or leave optimizer_cpu_offload out",
+                *("optimizer_cpu_offload", "use_distributed_optimizer"),
             )
 
     def _check_loss(self) -> None:
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
-            raise ValueError(
+            raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
-                f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out"
+                f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out",
+                *("logprobs_chunk_size", "loss"),
             )
         if self.fp32_output and self.loss == "cross_entropy":
-            raise ValueError(
+            raise RuleError(
                 "fp32_output is True, but loss 'cross_entropy' does not read it, since the model returns no logits: "
-                "choose another loss, or leave fp32_output out"
+                "choose another loss, or leave fp32_output out",
+                *("fp32_output", "loss"),
             )
         if self.cross_entropy_loss_fusion and self.loss != "cross_entropy":
-            raise ValueError(
+            raise RuleError(
                 f"cross_entropy_loss_fusion is True, but only loss 'cross_entropy' reads it, and loss is "
-                f"{self.loss!r}: choose loss 'cross_entropy', or leave cross_entropy_loss_fusion out"
+                f"{self.loss!r}: choose loss 'cross_entropy', or leave cross_entropy_loss_fusion out",
+                *("cross_entropy_loss_fusion", "loss"),
             )
 
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:
-            raise ValueError(
+            raise RuleError(
                 "fp8_param_gather is True, but needs an fp8_format: set fp8_format 'e4m3' or 'hybrid', or leave "
-                "fp8_param_gather out"
+                "fp8_param_gather out",
+                *("fp8_param_gather", "fp8_format"),
             )
         if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
-            raise ValueError(
+            raise RuleError(
                 "fp8_param_gather is True with fp8_recipe 'mxfp8', which memlab does not predict yet (Megatron "
                 "keeps mxfp8 "
-                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out"
+                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out",
+                *("fp8_param_gather", "fp8_recipe"),
             )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
-            raise ValueError(
+            raise RuleError(
                 "fp8_param_gather is True without the distributed optimizer, which alone writes FP8 parameters: set "
-                "use_distributed_optimizer, or leave fp8_param_gather out"
+                "use_distributed_optimizer, or leave fp8_param_gather out",
+                *("fp8_param_gather", "use_distributed_optimizer"),
             )
         if self.fp8_param_gather and self.optimizer_cpu_offload and self.fp8_recipe != "delayed":
-            raise ValueError(
+            raise RuleError(
                 f"fp8_recipe is {self.fp8_recipe!r} with fp8_param_gather and optimizer_cpu_offload, which the "
                 "arguments of Megatron-LM refuse and memlab does not predict: choose 'delayed', or leave one of the "
-                "two options out"
+                "two options out",
+                *("fp8_recipe", "fp8_param_gather", "optimizer_cpu_offload"),
             )
         if self.fp8_param_gather and self.use_precision_aware_optimizer:
             self._check_main_parameters_of_fp8()
@@ -229,11 +314,12 @@ class TrainingState:
         # other recipes' parameters Megatron gives it None (distrib_optimizer.py).
         needed = "fp16" if self.fp8_recipe == "delayed" else "fp32"
         if self.main_params_dtype != needed and not self.optimizer_cpu_offload:
-            raise ValueError(
+            raise RuleError(
                 f"main_params_dtype is {self.main_params_dtype!r} with fp8_param_gather, fp8_recipe "
                 f"{self.fp8_recipe!r} and the precision-aware optimizer, must be {needed!r} there, because the "
                 "step fails "
-                f"otherwise: choose {needed!r}, or leave fp8_param_gather out"
+                f"otherwise: choose {needed!r}, or leave fp8_param_gather out",
+                *("main_params_dtype", "fp8_param_gather", "fp8_recipe"),
             )
 
     @classmethod
@@ -249,8 +335,8 @@ class TrainingState:
         """
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {}
-        for option in options:
-            name, equals, text = option.partition("=")
+        for given in options:
+            name, equals, text = given.partition("=")
             if name in values:
                 raise ValueError(
                     f"option {name!r} of the training state is given twice, must be given once: leave one out"
@@ -274,21 +360,14 @@ class TrainingState:
 
     def without_effect(self) -> dict[str, str]:
         """Names the options that Megatron accepts and then ignores, each with the reason."""
-        reasons: dict[str, str] = {}
-        default = TrainingState()
+        changed, state = self.changed(), self.to_dict()
+        reasons = {name: reason for name, reason in unread(TrainingState, state).items() if name in changed}
 
         def ignored(name: str, reason: str) -> None:
-            if getattr(self, name) != getattr(default, name):
+            if name in changed:
                 reasons[name] = reason
 
         if not self.optimizer_cpu_offload:
-            for name in (
-                "optimizer_offload_fraction",
-                "overlap_cpu_optimizer_d2h_h2d",
-                "pin_cpu_grads",
-                "pin_cpu_params",
-            ):
-                ignored(name, "only optimizer_cpu_offload reads it")
             ignored("manual_gc", "only optimizer_cpu_offload leaves large tensors for the garbage collector")
         else:
             self._without_effect_on_cpu_optimizer(ignored)
@@ -305,10 +384,6 @@ class TrainingState:
             ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
-        if not self.cross_entropy_loss_fusion:
-            ignored("cross_entropy_fusion_impl", "only cross_entropy_loss_fusion reads it")
-        if self.fp8_format is None:
-            ignored("fp8_recipe", "no fp8_format is given, so nothing is multiplied in FP8")
         return reasons
 
     @property
@@ -362,6 +437,21 @@ class TrainingState:
         return ", ".join(option_words(name, value) for name, value in self.changed().items()) or "default state"
 
 
+LOSS_OPTIONS = tuple(name for name, one in options_of(TrainingState).items() if one.group == "Loss")
+_REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")
+"""Each is a part of the next."""
+
+
+def what_rebuilds(before: TrainingState, after: TrainingState) -> Rebuilt:
+    """Returns what a change of the training state rebuilds."""
+    old, new = before.to_dict(), after.to_dict()
+    needs = [one.rebuilds for name, one in options_of(TrainingState).items() if new[name] != old[name]]
+    part = max((part for part in needs if part is not None), key=_REBUILT.index, default=_REBUILT[0])
+    # An optimizer makes its main parameters from values that FP8 parameters keep on the host only until its first build
+    # (`get_high_precision_init_val`, optimizer/distrib_optimizer.py).
+    return "model" if part == "optimizer" and after.fp8_param_gather else part
+
+
 def option_words(name: str, value: object) -> str:
     """Writes an option of a training state for tables: its name alone if it is on, else with its value."""
     return name if value is True else f"{name} {value}"
@@ -375,8 +465,3 @@ def _value_of(text: str) -> Any:
     if re.fullmatch(r"[0-9]{1,18}", text):
         return int(text)
     return float(text) if re.fullmatch(r"[0-9]{0,9}[.][0-9]{1,18}", text) else text
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {shortened(value)}, must be one of {', '.join(choices)}: choose one of them")

@@ -87,9 +87,11 @@ def check_number(name: str, value: object, above: float | None, at_most: float, 
         action: What the user should do, as in the message.
 
     Raises:
-        ValueError: With value, rule and next action.
+        RuleError: With value, rule and next action.
     """
     # Every comparison with NaN is false. Comparisons take whole numbers of any size; conversions do not.
     if not is_number(value) or not (0 if above is None else above) <= value <= at_most or value == above:  # type: ignore[operator]
         rule = "of at least 0" if above is None else f"above {above:g}"
-        raise ValueError(f"{name} is {shortened(value)}, must be a number {rule} and at most {at_most:g}: {action}")
+        raise RuleError(
+            f"{name} is {shortened(value)}, must be a number {rule} and at most {at_most:g}: {action}", name
+        )

@@ -1,9 +1,9 @@
 """Estimates the peak that a step which ran out of memory would have had under other settings.
 
 Bytes are labelled with the module that allocated them; a setting acts on what a module keeps for backward. Two tables
-say which is which, for the layers of Transformer Engine and of `memlab.model.layers.torch_layers`; tests compare them
-with measured steps. Every estimate is a bound from below: a setting frees at most what was allocated where it acts, and
-adds at least what backward recomputes at one time.
+say which is which, for the layers of Transformer Engine and of `memlab.engines.megatron.layers.torch_layers`; tests
+compare them with measured steps. Every estimate is a bound from below: a setting frees at most what was allocated
+where it acts, and adds at least what backward recomputes at one time.
 """
 
 from __future__ import annotations

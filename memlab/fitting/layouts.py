@@ -6,19 +6,19 @@ The sequences of a step stay as many in every layout: num_microbatches x data_pa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 from memlab.config.layout import Layout
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
+from memlab.fitting.least_peak import least_peak_bytes, least_peak_with
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction, PredictionLostError
@@ -58,7 +58,7 @@ class FittingLayout:
     """Of the forward FLOPs of the layers."""
     transferred_bytes: int
     """To the host, and back again, in a step."""
-    communicated_bytes: dict[str, int] = field(default_factory=dict)
+    communicated_bytes: dict[str, int]
     """What the worst rank sends to others in a step, by kind of collective."""
 
     @property
@@ -146,7 +146,7 @@ def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
                     continue
                 for expert in choices[3]:
                     values = {SIZES[0]: tensor, SIZES[1]: context, SIZES[2]: pipeline, SIZES[3]: expert}
-                    if job.architecture.routes:
+                    if job.architecture.is_divided_by("expert_tensor_parallel_size"):
                         values["expert_tensor_parallel_size"] = given.get("expert_tensor_parallel_size", 1)
                     try:
                         layout = Layout(**values, data_parallel_size=num_gpus // split)
@@ -159,27 +159,6 @@ def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
 def _order(job: Scenario) -> tuple[int, ...]:
     sizes = [getattr(job.layout, name) for name in SIZES]
     return sizes[0] * sizes[1] * sizes[2], sizes[3], *sizes
-
-
-def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
-    """Returns what a rank of the last pipeline stage allocates at least, whatever it recomputes: a bound from below.
-
-    Counted are parameters, gradients, optimizer state, and the logits that the loss is computed from; the optimizer
-    state as the distributed optimizer shards it. So no layout is left out that would fit.
-    """
-    layout, state, is_bf16 = job.layout, job.state, job.dtype == "bf16"
-    last = replace(job, layout=replace(layout, rank=layout.world_size - 1))
-    counts = parameters_of_rank(last)
-    in_layers = (1 if state.fp8_param_gather else 2) + bytes_of_gradient(job)
-    optimizer = 0 if state.optimizer_cpu_offload else sum(bytes_of_optimizer(state, job.dtype))
-    static = counts.layers * in_layers + counts.vocabulary * (2 + bytes_of_gradient(job)) + counts.experts * in_layers
-    static += counts.outside_experts * optimizer // layout.copies_of_parameters
-    static += counts.experts * optimizer // layout.copies_of_experts
-    if base.offload_optimizer_except_update:
-        return static  # the logits are freed before the update, the only time at which all of it is on the device
-    tokens = job.seq_length * job.micro_batch_size // layout.context_parallel_size
-    of_logit = 4 if not is_bf16 else 2 + 4 * state.copies_logits_in_fp32
-    return static + tokens * (job.architecture.vocab_size // layout.tensor_model_parallel_size) * of_logit
 
 
 def deciding_ranks(job: Scenario) -> list[Scenario]:
@@ -219,7 +198,6 @@ def search_layouts(
     base: MemorySettings,
     gpu_memory_bytes: int,
     predict: Callable[[Step], Prediction],
-    communicate: Callable[[Scenario, MemorySettings], dict[str, int]],
     *,
     is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
     on_layout: Callable[[Scenario, FittingLayout | None, int], object] = lambda job, found, num_left: None,
@@ -233,7 +211,6 @@ def search_layouts(
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
         predict: Predicts a step.
-        communicate: Counts what a rank sends in a step, by kind of collective.
         is_allowed: Says which settings may be proposed; the base is always tried.
         on_layout: Called with each layout that was predicted, what was found, and how many may follow.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps of the
@@ -282,8 +259,6 @@ def search_layouts(
                 if fits is None:
                     not_fitting.append(one)
                 else:
-                    rank = replace(one, layout=replace(one.layout, rank=fits.rank))
-                    fits = replace(fits, communicated_bytes=communicate(rank, fits.settings))
                     fitting.append(fits)
                 on_layout(one, fits, sum(might_be_better(each) for each, _ in islice(left, 1, None)))
             left.popleft()
@@ -327,21 +302,28 @@ def _least_recompute(
 ) -> _Search:
     """Goes from the base to the most recompute, the least first, until all ranks fit.
 
-    One rank that does not fit decides, so the rank that was the last one not to fit is asked first. When a rank does
-    not fit for the first time, the most recompute is tried on it: if that does not help, nothing does.
+    One rank that does not fit decides, so the rank that was the last one not to fit is asked first. What cannot fit by
+    `least_peak_with` is left out. Where it says nothing, the most recompute is tried on a rank that does not fit for
+    the first time: if that does not help, nothing does.
     """
     ranks = deciding_ranks(job)
-    every = [one for one in _settings_to_try(base, tuple(ranks)) if one == base or is_allowed(one)]
+    left = deque(one for one in _settings_to_try(base, tuple(ranks)) if one == base or is_allowed(one))
+    most_recompute = left[-1]
     are_helped: set[int] = set()
-    for settings in every:
+    at_peak: Mapping[str, int] = {}
+    while left:
+        settings = left.popleft()
         predictions: list[Prediction] = []
         for rank in ranks:
             prediction = yield Step(rank, settings, limit_bytes)
             if prediction.fits:
                 predictions.append(prediction)
                 continue
-            if rank.layout.rank not in are_helped and settings != every[-1]:
-                most = yield Step(rank, every[-1], limit_bytes)
+            if settings == base and prediction.peak_range.is_exact:
+                at_peak = prediction.requested_at_peak
+                left = deque(one for one in left if least_peak_with(one, at_peak) <= limit_bytes)
+            if left and not at_peak and rank.layout.rank not in are_helped:
+                most = yield Step(rank, most_recompute, limit_bytes)
                 if not most.fits:
                     return None
                 are_helped.add(rank.layout.rank)
@@ -362,6 +344,7 @@ def _least_recompute(
                 outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
                 recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
                 transferred_bytes=max(one.transferred_bytes for one in predictions),
+                communicated_bytes=dict(worst.communicated_bytes),
             )
     return None
 

@@ -158,7 +158,7 @@ def _has_no_lower_end(one: NotModelled, scenario: Scenario, settings: MemorySett
         return False
     if one.effect == "less" and categories_it_can_take(one.key):
         return False
-    return one.effect == "unknown" or bound_bytes(one.key, scenario, settings) is None
+    return one.effect == "unknown" or bound_bytes(one, scenario, settings) is None
 
 
 def _causes(record: StepRecord, not_modelled: Iterable[NotModelled]) -> Iterator[Cause]:
@@ -176,7 +176,7 @@ def _causes(record: StepRecord, not_modelled: Iterable[NotModelled]) -> Iterator
 
 
 def _not_modelled(one: NotModelled, record: StepRecord) -> Cause:
-    bound = None if one.effect == "unknown" else bound_bytes(one.key, record.scenario, record.settings)
+    bound = None if one.effect == "unknown" else bound_bytes(one, record.scenario, record.settings)
     categories = categories_it_can_take(one.key) if one.effect == "less" else ()
     if categories:
         is_freezing = freezes_parameters(one.key)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Steps, Verdict, judge, transferred_bytes
+from memlab.fitting.least_peak import bytes_at_peak
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.record.step_record import StepRecord
@@ -35,6 +36,10 @@ class Prediction:
     """Settings that Megatron accepted and that had no effect."""
     peak_phase: str = ""
     """Phase in which the allocated bytes peak, of `memlab.vocabulary.PHASES`."""
+    communicated_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What the rank sends in a step, by kind of collective."""
+    requested_at_peak: Mapping[str, int] = field(default_factory=dict)
+    """As `memlab.fitting.least_peak.bytes_at_peak`."""
 
     @property
     def fits(self) -> bool:
@@ -42,7 +47,15 @@ class Prediction:
         return self.verdict != "does not fit"
 
     @classmethod
-    def of(cls, record: StepRecord, steps: Steps, limit_bytes: int, not_modelled: Sequence[NotModelled] = ()) -> Self:
+    def of(
+        cls,
+        record: StepRecord,
+        steps: Steps,
+        limit_bytes: int,
+        not_modelled: Sequence[NotModelled] = (),
+        *,
+        communicated_bytes: Mapping[str, int],
+    ) -> Self:
         """Judges a step that was taken without a limit.
 
         Args:
@@ -50,6 +63,7 @@ class Prediction:
             steps: Says whether it completes within the limit.
             limit_bytes: What torch may reserve.
             not_modelled: What the step's job does and memlab does not predict.
+            communicated_bytes: What the rank sent in it, by kind of collective.
         """
         peak_range = PeakRange.of(record, not_modelled)
         return cls(
@@ -63,6 +77,8 @@ class Prediction:
             verdict=judge(record, steps, limit_bytes, peak_range),
             without_effect=frozenset(record.without_effect),
             peak_phase=record.peak_phase,
+            communicated_bytes=communicated_bytes,
+            requested_at_peak=bytes_at_peak(record),
         )
 
 

@@ -51,7 +51,7 @@ def search(
     max_steps: int | None = None,
     alone: bool = False,
     is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
-    on_point: Callable[[Point, int, Callable[[], int]], object] = lambda point, num_left, count_likely: None,
+    on_point: Callable[[Point, SearchResult, Callable[[], int]], object] = lambda point, found, count_likely: None,
     look_ahead: Callable[[Likely], object] = lambda likely: None,
 ) -> SearchResult:
     """Predicts settings until no other setting can be on the front.
@@ -66,8 +66,8 @@ def search(
         max_steps: The most settings to predict; None is as many as are needed.
         alone: Predicts settings with one change only (`each_alone`), and all of them.
         is_allowed: Says which settings may be proposed; the base is always predicted.
-        on_point: Called with each point, how many settings may still follow, and a function that counts how many
-            probably will.
+        on_point: Called with each point, what has been found with it, and a function that counts how many settings
+            probably follow.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps will
             probably follow. Steps that are predicted ahead never change the result: the search asks for the same steps
             in the same order.
@@ -109,7 +109,7 @@ def search(
             if frontier.had_no_effect(settings, ranks):
                 continue
             point = frontier.add(settings, ranks)
-            on_point(point, len(frontier.pending), lambda: sum(1 for _ in likely_settings()))
+            on_point(point, found(), lambda: sum(1 for _ in likely_settings()))
     except (KeyboardInterrupt, PredictionLostError) as interrupt:
         if not frontier.points:
             raise

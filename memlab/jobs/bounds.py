@@ -5,43 +5,17 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from math import prod
 from typing import TypeVar
 
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copied, kept_bytes, parameters_of_rank
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS, Effect
+from memlab.jobs.frameworks.framework import NotModelled, Reading
+from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
-
-
-def _fused_accumulation_bytes(scenario: Scenario) -> int:
-    """Returns how much a step changes at most where weight gradients are added inside the matrix multiplication.
-
-    What Transformer Engine then keeps is more, and stays between steps. What it no longer makes is less, at a peak
-    during backward: of a linear, the gradient of one weight, which is among those that are kept; of the experts, those
-    of all experts of the rank at once (``wgrad_list`` in module/grouped_linear.py, 2.12).
-    """
-    kept, layout = unused_gradient_bytes(scenario), scenario.layout
-    grouped = (weight for weight in _weights(scenario) if weight.num_experts)
-    return max(kept, 2 * max((layout.elements_of(weight) for weight in grouped), default=0) - kept)
-
-
-def unused_gradient_bytes(scenario: Scenario) -> int:
-    """Returns what gradients of every shape of weight take in bf16, one of each shape, on one rank.
-
-    Transformer Engine and Megatron's output layer allocate them where weight gradients are added to the buffers inside
-    the matrix multiplication, and never free them (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py,
-    2.12). A published dense job had 0.16 % more than this, at its step's start and at its peak.
-    """
-    model, layout = scenario.architecture, scenario.layout
-    vocabulary = model.vocab_size // layout.tensor_model_parallel_size, model.hidden_size
-    shapes = {layout.shape_of(weight) for weight in _weights(scenario) if weight.is_matrix and not _is_router(weight)}
-    return sum(2 * prod(shape) for shape in {*shapes, vocabulary})
 
 
 def _weights(scenario: Scenario) -> dict[Weight, int]:
@@ -85,10 +59,36 @@ def _padded_logits_bytes(scenario: Scenario) -> int:
 
 
 def _replayed_routing_bytes(scenario: Scenario) -> int:
-    """Returns the numbers of the experts of a step's tokens, 8 bytes each, as chosen and as taken."""
+    """Returns what the numbers of a step's experts take, as chosen and as taken, beside those of one whole row, twice.
+
+    verl keeps those of a rank's layers in 8 bytes each, of all micro-batches, since only backward under recompute drops
+    them; before, it packs and scatters the row's of all layers (``set_router_replay_data`` in
+    verl/utils/megatron/router_replay_utils.py, main of August 2026).
+    """
+    layers = scenario.architecture.num_routing(scenario.layers_of_rank)
+    kept = scenario.tokens_of_rank * scenario.architecture.moe_router_topk * layers * scenario.num_microbatches
+    return 2 * 8 * kept + 2 * _bytes_of_a_row_s_experts(scenario)
+
+
+def _bytes_of_a_row_s_experts(scenario: Scenario) -> int:
+    """Returns the numbers of the experts in all layers of the model, of whole rows, in 8 bytes each."""
     model = scenario.architecture
-    layers = sum(model.layer_routes(layer) for layer in scenario.layers_of_rank)
-    return 2 * 8 * scenario.tokens_of_rank * model.moe_router_topk * layers * scenario.num_microbatches
+    layers = model.num_routing(range(model.num_layers))
+    return 8 * scenario.micro_batch_size * scenario.seq_length * model.moe_router_topk * layers
+
+
+def _taken_routing_bytes(scenario: Scenario) -> int:
+    """Returns the numbers of the experts in the layers in flight, in 4 bytes each (``pop_forward`` of slime)."""
+    return 4 * scenario.architecture.moe_router_topk * _routing_rows(scenario)
+
+
+def _entropy_of_slime_bytes(scenario: Scenario) -> int:
+    """Returns what slime's entropy takes at most beside the log-probabilities: three tensors like the logits, in fp32.
+
+    These are the logits, kept for backward, and there the entropy's gradient; where a mask leaves out what was not
+    sampled, also the probabilities of all (``_VocabParallelLogProbEntropy`` in slime/utils/ppo_utils.py, 624b824a).
+    """
+    return 3 * 4 * _logits(scenario)
 
 
 def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
@@ -115,6 +115,24 @@ _SMALLEST_BLOCK = 512
 """Bytes that torch's allocator gives at least."""
 
 
+def _whole_rows_bytes(scenario: Scenario, settings: MemorySettings) -> int | None:
+    """Returns what dense layers keep of whole rows, where sequence parallelism does not share them among tensor ranks.
+
+    These are input and output of both norms of a layer, and of a recomputed layer its input; a few more tensors of
+    whole rows are in flight at a peak. Simulated steps with the same collectives, 4,096 tokens, have 4.0 to 4.1 such
+    tensors more for each layer of Llama 3.1 8B with 2 to 8 layers on 2 and 4 ranks, 35 of the bound's 40 with 4 stages
+    of 2 layers, and 11 of 20 where these recompute.
+    """
+    if scenario.architecture.routes:
+        return None
+    tensor, passes = scenario.layout.tensor_model_parallel_size, scenario.most_passes_in_flight
+    elements = scenario.tokens_of_rank * (tensor - 1) * scenario.architecture.hidden_size
+    kept = 4 * _layers_that_keep(scenario, settings, set()) + passes + 4
+    if settings.recompute_granularity == "full":
+        kept += scenario.num_layers_of_chunk * passes
+    return (2 if scenario.dtype == "bf16" else 4) * elements * kept
+
+
 def _mask_bytes(scenario: Scenario) -> int:
     """Returns the attention masks of all micro-batches in flight, whole sequences on every rank."""
     return scenario.micro_batch_size * scenario.seq_length**2 * scenario.most_passes_in_flight
@@ -139,29 +157,8 @@ def _elements_of_routers(scenario: Scenario) -> int:
 
 def _trained_bytes(scenario: Scenario) -> int:
     """Returns what gradients and optimizer state of all parameters take on the device of a rank."""
-    return bytes_of_gradient(scenario) * sum(parameters_of_rank(scenario)) + _optimizer_bytes(scenario)
-
-
-def _optimizer_bytes(scenario: Scenario) -> int:
-    """Returns what the optimizer state of all parameters takes on the device of a rank, sharded as in the job.
-
-    A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
-    parameters.
-    """
-    state = scenario.state
-    on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
-    main, moments = bytes_of_optimizer(state, scenario.dtype)
-    of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
-    return sum(
-        round(of_optimizer * -(-count // (copies if state.use_distributed_optimizer else 1)))
-        for count, copies in _counts_and_copies(scenario)
-    )
-
-
-def _counts_and_copies(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns parameters and how many ranks hold each of them, outside experts and in them."""
-    counts, layout = parameters_of_rank(scenario), scenario.layout
-    return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
+    kept = kept_bytes(scenario)
+    return kept.gradients + kept.optimizer
 
 
 def _sharded_bytes(scenario: Scenario) -> int:
@@ -173,22 +170,7 @@ def _sharded_bytes(scenario: Scenario) -> int:
     if scenario.state.use_distributed_optimizer:
         optimizer = 0
     of_parameter = weight + bytes_of_gradient(scenario) + optimizer
-    return sum(of_parameter * (count - count // copies) for count, copies in _counts_and_copies(scenario))
-
-
-def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> int:
-    """Returns what an MLP's activation keeps for backward where its gate, product and probabilities are not one kernel.
-
-    Beside the input, which both keep, these are SiLU of the gate and the other half as a tensor of its own, in 2 bytes
-    per element; of experts also the product, and the probabilities in fp32 (``glu`` in megatron/core/transformer/mlp.py
-    and ``bias_act_func`` in moe/experts.py, 0.16.1). Layers that are recomputed keep it while their backward runs.
-    """
-    kept = 0
-    for part, layers in _most_layers_of_a_chunk(scenario).items():
-        freed, stays = part.unfused_activation_bytes()
-        kept += freed * _layers_that_keep(scenario, settings, part.activation_modules, layers)
-        kept += stays * layers * scenario.most_passes_in_flight
-    return kept * scenario.tokens_of_rank
+    return sum(of_parameter * (count - count // copies) for count, copies in copied(scenario))
 
 
 def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
@@ -230,6 +212,60 @@ def _router_rows_bytes(scenario: Scenario) -> int:
     return 4 * (experts * _routing_rows(scenario) + _elements_of_routers(scenario))
 
 
+def _router_tensors_bytes(kept: float, at_once: float) -> Callable[[Scenario], int]:
+    """Returns a bound: so many fp32 numbers per token and expert in each layer in flight, and more in one layer.
+
+    The numbers of a router's other score, loss or choice are those of ``z_loss_func``, ``group_limited_topk`` and
+    ``topk_routing_with_score_function`` (megatron/core/transformer/moe/moe_utils.py, 0.16.1), with 20 bytes for each
+    chosen expert. Simulated steps with Megatron's own code stay below, 2 layers of Qwen3-30B-A3B and 4,096 tokens: a
+    loss of the logits 4,228,608 bytes more, sigmoid 4,259,840, with a bias of the experts 4,261,888, groups 1,048,576.
+    """
+
+    def bound(scenario: Scenario) -> int:
+        model, rows = scenario.architecture, _routing_rows(scenario)
+        of_experts = 4 * (model.num_moe_experts or 0) * (kept * rows + at_once * scenario.tokens_of_rank)
+        return round(of_experts) + 20 * model.moe_router_topk * rows
+
+    return bound
+
+
+def _expert_bias_bytes(scenario: Scenario) -> int:
+    """Returns a bias and a count of tokens for each expert in each of the rank's layers, and one biased score."""
+    model = scenario.architecture
+    layers, experts = model.num_routing(scenario.layers_of_rank), 4 * (model.num_moe_experts or 0)
+    return 2 * layers * max(experts, _SMALLEST_BLOCK) + _router_tensors_bytes(0, 1)(scenario)
+
+
+def _jitter_bytes(scenario: Scenario) -> int:
+    """Returns the noise and the noisy input of each layer's router in flight, and three of these in one layer.
+
+    See ``apply_input_jitter`` in megatron/core/transformer/moe/router.py, 0.16.1. Simulated steps with it have
+    33,556,480 bytes more, 2 layers of Qwen3-30B-A3B and 4,096 tokens.
+    """
+    rows = 2 * _routing_rows(scenario) + 3 * scenario.tokens_of_rank
+    return (2 if scenario.dtype == "bf16" else 4) * rows * scenario.architecture.hidden_size
+
+
+def _exchanged_gradient_bytes(scenario: Scenario) -> int:
+    """Returns a copy of all gradients, and a rank's own part in fp32 (``reduce_scatter_with_fp32_accumulation``)."""
+    gradient = bytes_of_gradient(scenario)
+    return sum(gradient * count + 4 * -(-count // copies) for count, copies in copied(scenario))
+
+
+def _remainder_bytes(scenario: Scenario) -> int:
+    """Returns 2 bytes for each parameter whose state a rank has: the half of a main parameter that is in the weight."""
+    is_spread = scenario.state.use_distributed_optimizer
+    return sum(2 * -(-count // (copies if is_spread else 1)) for count, copies in copied(scenario))
+
+
+def _unspread_optimizer_bytes(scenario: Scenario) -> int:
+    """Returns what the distributed optimizer spreads over ranks, apart from each rank's own share."""
+    spread = scenario.state.use_distributed_optimizer
+    main, moments = bytes_of_optimizer(scenario.state, scenario.dtype)
+    counts = copied(scenario) if spread else ()
+    return sum(round((main + moments) * (count - count // copies)) for count, copies in counts)
+
+
 def _unfused_permutation_bytes(scenario: Scenario) -> int:
     """Returns what the permutation of tokens keeps where it is not fused, and its temporary tensors.
 
@@ -257,9 +293,17 @@ _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_router_dtype": _router_rows_bytes,
+    "moe_z_loss_coeff": _router_tensors_bytes(1, 3),
+    "moe_router_score_function": _router_tensors_bytes(2, 2),
+    **dict.fromkeys(("moe_router_group_topk", "moe_router_topk_limited_devices"), _router_tensors_bytes(0.25, 2.5)),
+    "moe_router_enable_expert_bias": _expert_bias_bytes,
+    "moe_input_jitter_eps": _jitter_bytes,
+    "reduce_scatter_with_fp32_accumulation": _exchanged_gradient_bytes,
+    "param_name_patterns_for_fp32_local_accumulation": lambda one: 4 * sum(parameters_of_rank(one)),
+    "store_param_remainders": _remainder_bytes,
+    "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
-    "gradient_accumulation_fusion": _fused_accumulation_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
@@ -270,6 +314,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
             "create_attention_mask_in_dataloader",
             "skip_getting_attention_mask_from_dataset",
             "get_attention_mask_from_fusion",
+            "padding_free",
         ),
         _mask_bytes,
     ),
@@ -277,9 +322,11 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
         ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
     ),
     **dict.fromkeys(
-        ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay", "use_routing_replay"),
-        _replayed_routing_bytes,
+        ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay"), _replayed_routing_bytes
     ),
+    "enable_rollout_routing_replay": _bytes_of_a_row_s_experts,
+    **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay"), _taken_routing_bytes),
+    "entropy_coef": _entropy_of_slime_bytes,
     **dict.fromkeys(("remove_microbatch_padding", "use_sample_packing"), _padded_logits_bytes),
     "sequence_packing.enabled": _causal_mask_bytes,
     "freeze_moe_router": _router_bytes,
@@ -289,24 +336,17 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
-    "offload_optimizer_states": _optimizer_bytes,
+    "offload_optimizer_states": lambda scenario: kept_bytes(scenario).optimizer,
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
 
-BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
+BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] = {
+    "sequence_parallel": _whole_rows_bytes,
     "attention_dropout": _dropped_scores_bytes,
     "hidden_dropout": _dropout_bytes,
-    **dict.fromkeys(
-        ("bias_activation_fusion", "bias_swiglu_fusion", "no_bias_swiglu_fusion"), _unfused_activation_bytes
-    ),
 }
 """The same, of what the memory settings decide too."""
-
-EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
-    "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.routes else "more",
-}
-"""By the last part of a key, where the model decides the sign of its effect."""
 
 FREEZES = (
     "lora_rank",
@@ -372,20 +412,24 @@ weights with ``cpu_offloading_weights``, off by default (megatron/core/model_par
 def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
     """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
     ranks = scenario.on_ranks(None)
-    for index, one in enumerate(reading.not_modelled):
-        bounds = [bound_bytes(one.key, rank, settings) for rank in ranks]
+    for index, row in enumerate(reading.not_modelled):
+        one = replace(row, most_micro_batches=reading.most_micro_batches)
+        bounds = [bound_bytes(one, rank, settings) for rank in ranks]
         if None not in bounds and one.effect != "unknown":
-            name = one.key.rpartition(".")[2]
-            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
+            one = replace(one, bound_bytes=max(filter(None, bounds), default=0))
+        reading.not_modelled[index] = one
 
 
-def bound_bytes(key: str, scenario: Scenario, settings: MemorySettings) -> int | None:
-    """Returns how much a key that memlab does not model changes at most on a rank; None if that is not known."""
-    by_settings = _of_end(BOUNDS_BY_SETTINGS, key)
+def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) -> int | None:
+    """Returns how much something that memlab does not model changes at most on a rank; None if that is not known."""
+    by_settings = _of_end(BOUNDS_BY_SETTINGS, one.key)
     if by_settings is not None:
         return by_settings(scenario, settings)
-    bound = _of_end(BOUNDS, key)
+    bound = _of_end(BOUNDS, one.key)
+    if bound is _replayed_routing_bytes:
+        if one.most_micro_batches is None:
+            return None
+        scenario = replace(scenario, num_microbatches=max(scenario.num_microbatches, one.most_micro_batches))
     return None if bound is None else bound(scenario)
 
 

@@ -10,13 +10,15 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.option import options_of, unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
+from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, Missing, refusal
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
@@ -54,6 +56,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
         world_size = math.lcm(per_copy, experts * pipeline)
+        reading.assumed.append("the number of ranks")
         reading.warnings.append(
             f"the number of ranks is not in the file, so memlab takes the smallest, {world_size}: give --world-size"
         )
@@ -159,8 +162,8 @@ def with_layer_pattern(reading: Reading, architecture: Architecture) -> Architec
     return architecture
 
 
-def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
-    """Builds the scenario that the values of a job's file describe.
+def scenario_of(reading: Reading, architecture: Architecture, versions: Versions) -> Scenario:
+    """Builds the scenario that the values of a job's file describe, with the versions that its framework installs.
 
     Raises:
         CannotStartError: If Megatron's own rules refuse the layout.
@@ -188,6 +191,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         layout=layout,
         state=state_of(reading, layout),
         allocator=_allocator(reading),
+        versions=versions,
     )
     _drop_overlap(reading, scenario)
     return scenario
@@ -277,16 +281,13 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     Raises:
         ValueError: If memlab refuses a value.
     """
-    values, default = reading.values, TrainingState()
+    values = reading.values
     if layout.pipeline_model_parallel_size == 1:
         values["deallocate_pipeline_outputs"] = False
-    if not values.get("optimizer_cpu_offload"):
-        for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
-            values[name] = getattr(default, name)
-    if not values.get("cross_entropy_loss_fusion") or values.get("loss", "cross_entropy") != "cross_entropy":
-        values["cross_entropy_loss_fusion"], values["cross_entropy_fusion_impl"] = False, "native"
-    if values.get("fp8_format") is None:
-        values["fp8_recipe"], values["fp8_param_gather"] = "delayed", False
+    if values.get("loss", "cross_entropy") != "cross_entropy":
+        values["cross_entropy_loss_fusion"] = False
+    for name in unread(TrainingState, values):
+        values[name] = options_of(TrainingState)[name].default
     backend = values.get("attention_backend")
     if backend == "flash" and layout.context_parallel_size > 1:
         reading.miss(
@@ -311,10 +312,8 @@ def settings_of(reading: Reading) -> MemorySettings:
         values["offload_modules"] = None
     if values.get("offload_modules"):
         values["offload_modules"] = _known(reading, "offload_modules", values["offload_modules"], OFFLOAD_MODULES)
-    if not values.get("offload_modules"):
-        for name in SETTINGS_FIELDS:
-            if name.startswith(("min_offloaded", "activation_offload", "delta_offload", "fine_grained_offloading")):
-                values.pop(name, None)
+    for name in unread(MemorySettings, values):
+        values.pop(name, None)
     given = {name: values[name] for name in SETTINGS_FIELDS if values.get(name) is not None}
     return MemorySettings(**given)
 
@@ -403,11 +402,36 @@ def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the environment that torch reads, in any job. The older name, here the first, counts as a whole wherever
 it is set, even to nothing (run with torch 2.13 to 2.15; ``c10/core/AllocatorConfig.h`` of 2.13)."""
-_ALLOCATOR_OPTIONS = {"expandable_segments": SWITCH, "garbage_collection_threshold": NUMBER, "max_split_size_mb": WHOLE}
+_ALLOCATOR_OPTIONS = {name: CONVERSIONS[one.kind] for name, one in options_of(AllocatorSettings).items()}
+
+
+def _is_not_20(value: str) -> bool:
+    """Whether an option in MiB is not what torch takes by itself."""
+    return value != "20"
+
+
+def _is_whole_device(share: str) -> bool:
+    """Whether an option gives a share of the GPU's memory, and that is all of it; ``40G`` is a number of GiB."""
+    return re.fullmatch(r"[0-9]+(\.[0-9]*)?", share) is not None and float(share) >= 1
+
+
+_RESERVE = "a request larger than this range of addresses fails, and free memory does not merge across two of them"
 _ALLOCATOR_MISSING = {
-    "backend": Missing("", "either", "CUDA's own pool in place of torch's", lambda value: value != "native"),
+    "backend": Missing(
+        *("", "either", "CUDA's own pool in place of torch's (before torch 2.14, memory_reserved() lacks its graphs)"),
+        lambda value: value != "native",
+    ),
+    "expandable_segments_reserve": Missing("", "more", _RESERVE, lambda value: not _is_whole_device(value)),
+    "expandable_segments_reserve_by_class": Missing("", "more", _RESERVE),
+    "large_segment_size_mb": Missing("", "either", "torch shares and maps memory in other pieces", _is_not_20),
+    "max_non_split_rounding_mb": Missing("", "either", "unsplit blocks serve smaller requests, or fewer", _is_not_20),
+    "per_process_memory_fraction": Missing(
+        *("", "more", "torch gets this share of the GPU only: give it as --gpu-memory"),
+        lambda value: not _is_whole_device(value),
+    ),
     "roundup_power2_divisions": Missing("", "more", "torch rounds sizes up to a part of a power of two"),
 }
+"""The rest of the options of ``c10/cuda/CUDAAllocatorConfig.cpp`` and ``c10/core/AllocatorConfig.cpp``, torch 2.15."""
 _UNKNOWN_OPTION = Missing("", "unknown", "memlab does not know this option of torch's allocator", lambda _: True)
 _LONGEST_ALLOCATOR = 2000
 """Characters; real texts have some dozens."""

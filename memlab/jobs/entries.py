@@ -16,6 +16,10 @@ _NUMBER = re.compile(r"[+-]?([0-9]{1,18}[.]?[0-9]{0,18}|[.][0-9]{1,18})([eE][+-]
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None, "": None}
 
 
+class NoJobError(ValueError):
+    """The file is no job's, as far as memlab can tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One key of a job's file."""

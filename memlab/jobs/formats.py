@@ -11,9 +11,15 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, Entry, lines_of
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, NoJobError, lines_of
 from memlab.jobs.frameworks.framework import Framework
-from memlab.jobs.frameworks.registry import framework_named
+from memlab.jobs.frameworks.registry import (
+    FRAMEWORKS,
+    LOOKED_FOR,
+    framework_named,
+    framework_of_commands,
+    framework_of_keys,
+)
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
@@ -22,30 +28,16 @@ from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.slurm import take_ranks
-from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
+from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
 
 _MOST_BYTES = 8 * 2**20
 _MOST_BYTES_OF_A_CONFIGURATION = 2 * 2**20
 _IN_A_FOLDER = (".hydra/config.yaml", "config.yaml", "run_config.yaml", "args.json")
 _ACTION = "give a script, a log with a block of arguments, or a resolved configuration"
-LOOKED_FOR = (
-    "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
-    "bridge: run_recipe.py, or the key model with ddp or train; verl: actor_rollout_ref; verl-sft: sft_trainer; "
-    "nemo-rl: policy.megatron_cfg; skyrl: trainer.policy; skyrl-sft: main_sft; slime: --actor-num-nodes; "
-    "ms-swift: args.json, 'megatron sft', or YAML with its arguments"
-)
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
-_FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
-_ENTRY_POINTS = {
-    "verl.trainer.sft_trainer": "verl-sft",
-    "verl.trainer.sft_trainer_ray": "verl-sft",
-    "skyrl.train.main_sft": "skyrl-sft",
-    "run_recipe": "bridge",
-}
-"""Modules that are started, also by their files, and whose keys no name of the framework begins."""
-_FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
+_FIRST_OF_A_TREE = {"model", *(one.signs.key.partition(".")[0] for one in FRAMEWORKS.values() if one.signs.key)}
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
 
 
@@ -82,15 +74,15 @@ def read_file(
         return format_name or found, entries
     if len(text) > _MOST_BYTES_OF_A_CONFIGURATION:
         where = "" if is_whole else " in its first 8 MiB"
-        raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
+        raise NoJobError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
         return _json_format(text, path, format_name, variables)
     if path.suffix in (".yaml", ".yml"):
         return _yaml_format(read_yaml(text, path.name), path, format_name, variables)
     if path.suffix in (".py", ".ipynb"):
-        raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
+        raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
-        raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
+        raise NoJobError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
     script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -100,7 +92,7 @@ def read_file(
 
 def is_job(words: list[str]) -> bool:
     """Whether the words of a command are those of a framework that memlab reads."""
-    return _format_of_words([words]) is not None
+    return framework_of_commands([words]) is not None
 
 
 def _file_of(path: Path) -> Path:
@@ -132,27 +124,27 @@ def _text(path: Path) -> tuple[str, bool]:
         raise _unreadable(path, error) from error
     text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
     if UNKNOWN in text:
-        raise ValueError(f"{path.name} is not a text: {_ACTION}")
+        raise NoJobError(f"{path.name} is not a text: {_ACTION}")
     if not text.strip():
-        raise ValueError(f"{path.name} is empty: {_ACTION}")
+        raise NoJobError(f"{path.name} is empty: {_ACTION}")
     return text, not rest
 
 
 def _json_format(text: str, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     values = parse_json(text, path.name, "give the args.json that ms-swift writes")
     if not isinstance(values, dict) or len(values) > 20_000:
-        raise ValueError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
+        raise NoJobError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
     trees = {key for key, value in values.items() if isinstance(value, dict)}
     if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
         root = read_yaml(text.replace("\t", " "), path.name)  # JSON is YAML
         return _yaml_format(root, path, format_name, variables)
     if format_name is None and "model_type" in values and not is_argument_file(values):
-        raise ValueError(
+        raise NoJobError(
             f"{path.name} has the sizes of a model ({shortened(values['model_type'])}), must have a job's arguments: "
             f"give the job's own file, or predict a step of this model with memlab predict {path}"
         )
     if format_name is None and path.name != "args.json" and not is_argument_file(values):
-        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
+        raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
     entries = Entries()
     for key, value in values.items():
@@ -179,21 +171,9 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
     entries = _with_defaults(root, path, [])
     resolve(entries, variables)
     _collapse_targets(entries)
-    found = next((name for name, start in _FIRST_KEYS.items() if _any_starts(entries, start)), None)
-    if (
-        found is None
-        and _any_starts(entries, "model.")
-        and any(_any_starts(entries, f"{part}.") for part in ("ddp", "train"))
-    ):
-        found = "bridge"
-    if found is None and _any_starts(entries, "policy.") and "defaults" in root.value:
-        found = "nemo-rl"
-    if found is None and _any_starts(entries, "engine.") and _any_starts(entries, "optim."):
-        found = "verl-sft"
-    if found is None and _any_starts(entries, "megatron_config."):
-        found = "skyrl-sft"
+    found = framework_of_keys((*entries.by_key, *root.value))
     if format_name is None and found is None:
-        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
+        raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
 
 
@@ -212,10 +192,6 @@ def _collapse_targets(entries: Entries) -> None:
             continue
         for part in ("_target_", "_args_", "_call_"):
             entries.by_key.pop(f"{parent}.{part}", None)
-
-
-def _any_starts(entries: Entries, start: str) -> bool:
-    return any(key.startswith(start) for key in entries.by_key)
 
 
 def _with_defaults(
@@ -287,12 +263,12 @@ def _file_of_default(default: Default, path: Path, first: Path) -> Path | None:
 
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
     texts = [[word for word, _ in command.words] for command in script.commands]
-    found = format_name or _format_of_words(texts)
+    found = format_name or framework_of_commands(texts)
     # Arguments may be missing because of what could not be followed, such as a sourced file.
     causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
     cause = f"{path.name}, {causes[0]}; " if causes else ""
     if found is None:
-        raise ValueError(
+        raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
     entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
@@ -485,7 +461,7 @@ def _is_file(path: Path) -> bool:
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:
     """Returns the command of a framework with the most arguments, and warns where the script starts others too."""
-    own = [one for one in script.commands if _format_of_words([[word for word, _ in one.words]]) == framework]
+    own = [one for one in script.commands if framework_of_commands([[word for word, _ in one.words]]) == framework]
     by_words = {
         tuple(word for word, _ in one.words): one
         for one in reversed(own or script.commands)
@@ -506,28 +482,6 @@ def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | No
             f"line {chosen.line}: memlab cannot decide whether the script runs this command, and reads it nevertheless"
         )
     return chosen
-
-
-def _format_of_words(commands: list[list[str]]) -> str | None:
-    for module, name in _ENTRY_POINTS.items():
-        file = f"{module.rpartition('.')[2]}.py"
-        if any(word == module or word.rpartition("/")[2] == file for words in commands for word in words):
-            return name
-    for name, start in _FIRST_KEYS.items():
-        if any(word.lstrip("+~").startswith(start) for words in commands for word in words):
-            return name
-    for words in commands:
-        swift = any(one.endswith("megatron") and other in COMMANDS for one, other in pairwise(words))
-        if swift or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words):
-            return "ms-swift"
-    if any(is_started_by_a_launcher(words) for words in commands):
-        return "megatron-lm"
-    flags = {word.partition("=")[0] for words in commands for word in words if word.startswith("--")}
-    if "--actor-num-nodes" in flags:
-        return "slime"
-    if flags & {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}:
-        return "megatron-lm"
-    return None
 
 
 def _score(command: Command, framework: str) -> int:

@@ -14,6 +14,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
+from memlab.config.versions import Versions
 from memlab.jobs.arguments import add_override
 from memlab.jobs.bounds import bound, is_of_inference_engine
 from memlab.jobs.building import (
@@ -27,7 +28,7 @@ from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
-from memlab.jobs.model import architecture_named, architecture_of
+from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -51,6 +52,12 @@ class Job:
     """Fields of memlab, or names of `Key.field`, whose values the rule of `cannot_start` refuses."""
     not_supported: str | None = None
     """Why memlab cannot predict the job, in one line."""
+    lacks: tuple[str, ...] = ()
+    """What memlab does not have, where it refuses the job for that: its model, a kind of layer, or an engine."""
+    guesses: tuple[str, ...] = ()
+    """What the file does not say, and memlab takes a default or an example for."""
+    questions: tuple[str, ...] = ()
+    """What the user has to decide before memlab can predict the job, in whole sentences."""
     taken: tuple[Taken, ...] = ()
     """Keys that memlab used; those with the place ``default`` are not in the file."""
     without_effect: dict[str, str] = None  # type: ignore[assignment]  # always given by `read`
@@ -214,7 +221,7 @@ def _built(
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         framework.check(reading)
-        scenario = scenario_of(reading, found)
+        scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         bound(reading, scenario, settings)
     except CannotStartError as error:
@@ -265,6 +272,9 @@ def _built(
         cannot_start=cannot_start,
         refused_fields=refused_fields,
         not_supported=not_supported,
+        lacks=tuple(dict.fromkeys(reading.lacks)),
+        guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
+        questions=tuple(dict.fromkeys(reading.questions)),
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
@@ -308,6 +318,10 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
         reading.warnings.append(f"the pass for log-probabilities is not predicted: {error}")
         return None
     return reading.rollout
+
+
+def _what_sets(unread: str) -> list[str]:
+    return [f"what {unread} sets"] if unread else []
 
 
 def _drop_experts(reading: Reading, architecture: Architecture) -> None:
@@ -372,12 +386,19 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
             )
         return architecture
     if reading.blocked:
+        reading.lacks += [phrase.partition(": ")[2] for phrase in reading.blocked]
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")
     if name is not None and reading.values.get("hidden_size") is None:
-        found = architecture_named(str(name), reading.path.parent)
+        try:
+            found = architecture_named(str(name), reading.path.parent)
+        except ValueError:
+            reading.lacks.append(f"the model {shortened(name)}")
+            raise
         said = [one.memlab_value for one in reading.taken if one.field == "add_qkv_bias" and one.place != "default"]
         return replace(found, add_qkv_bias=said[-1]) if said else found
+    if missing_sizes(reading.values):
+        reading.assumed.append("the model")
     return architecture_of(reading.values, reading.path.stem)
 
 

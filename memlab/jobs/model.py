@@ -7,16 +7,20 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from memlab.config.architectures import ARCHITECTURES, SAME_SIZES, Architecture, Family, find_architecture
+from memlab.config.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Family,
+    find_architecture,
+    known_names,
+    published_architecture,
+)
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
 
-# Suffixes of checkpoints that have the same shapes as the model that they were made from.
-_VARIANTS = re.compile(
-    r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron|fp8|int4|int8))+$"
-)
 _QUANTIZED = re.compile(r"[-_.](fp8|int4|int8|awq|gptq|nvfp4|mxfp[48]|w4a16|w8a8|w8a16)(?=[-_.]|$)", re.IGNORECASE)
 _OUTSIDE_LAYERS = ("vocab_size", "share_embeddings_and_output_weights")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
 """What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
 
@@ -40,7 +44,7 @@ def architecture_named(name: str, folder: Path) -> Architecture:
     if (known := published_architecture(name)) is not None:
         return known
     raise ValueError(
-        f"the model is {shortened(name)}, a name that memlab does not know: it models {', '.join(ARCHITECTURES)}; give "
+        f"the model is {shortened(name)}, a name that memlab does not know: it models {known_names()}; give "
         "--architecture with one of these, or with the path of the model's config.json"
     )
 
@@ -50,10 +54,9 @@ def is_quantized(name: str) -> bool:
     return _QUANTIZED.search(model_name(name)) is not None
 
 
-def published_architecture(name: str) -> Architecture | None:
-    """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
-    plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
-    return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
+def missing_sizes(values: dict[str, Any]) -> list[str]:
+    """Returns the sizes without which no model has its parameters, and that a job does not give."""
+    return [size for size in _NEEDED if values.get(size) is None]
 
 
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:
@@ -66,8 +69,7 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     Raises:
         ValueError: If a size is missing or breaks a rule.
     """
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    missing = [size for size in needed if values.get(size) is None]
+    missing = missing_sizes(values)
     if missing:
         raise ValueError(
             f"the job names no model and does not give {', '.join(missing)}: give --architecture, or the sizes with "

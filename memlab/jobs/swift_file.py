@@ -35,6 +35,12 @@ def is_argument_file(values: dict[str, Any]) -> bool:
     return any(isinstance(values.get(key), str) for key in _NAMES_A_MODEL) and bool(names & _OF_MEGATRON)
 
 
+def is_command(words: list[str]) -> bool:
+    """Whether a command is one of ms-swift's for Megatron, started by its name, its module or its file."""
+    is_named = any(one.endswith("megatron") and other in COMMANDS for one, other in pairwise(words))
+    return is_named or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words)
+
+
 def named_file(words: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
     """Returns the file of arguments that a command of ``megatron`` names, with its line; None if it names none.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from memlab.jobs.entries import Entries, parse_scalar
+from memlab.jobs.entries import Entries, NoJobError, parse_scalar
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_NODES = 200_000
@@ -45,7 +45,7 @@ def read_yaml(text: str, name: str) -> Node:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"{name}{line}: it is not valid YAML ({problem}): correct it") from error
     if root is None or not isinstance(root.value, dict):
-        raise ValueError(f"{name} has no keys at its top level, so it is not a job's configuration: give another file")
+        raise NoJobError(f"{name} has no keys at its top level, so it is not a job's configuration: give another file")
     return root
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import warnings
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from memlab.backends import Backend, find_backend
 from memlab.config.allocator_settings import AllocatorSettings
@@ -19,22 +18,23 @@ from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import is_whole_number, shortened
+from memlab.config.versions import Versions
+from memlab.engines.protocol import Held, check_held
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
 from memlab.lab.lab_part import OF_ONE_PROCESS
-from memlab.lab.many_ranks import ManyRanks
 from memlab.lab.one_process import OneProcess
 from memlab.lab.probes import Probes
 from memlab.lab.progress import Progress
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.lab.residency import Residency
 from memlab.lab.session import NamedBackend, OnProgress, Session
-from memlab.model.retention import megatron_globals
-from memlab.model.retention.recipe_release import Held, check_held
-from memlab.ranks.ranks import Ranks
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from memlab.ranks.ranks import Ranks
 
 __all__ = ["OF_ONE_PROCESS", "Lab", "Progress"]
 
@@ -50,7 +50,7 @@ class Lab(Residency, Probes):
 
     Args:
         architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``. Or a whole
-            `Scenario`, of which the arguments from `num_layers` to `allocator` that are given replace fields.
+            `Scenario`, of which the arguments from `num_layers` to `versions` that are given replace fields.
         num_layers: How many layers to build; None builds all.
         seq_length: Tokens in a sequence; None takes the architecture's default.
         micro_batch_size: Sequences in one forward pass; None is 1.
@@ -69,6 +69,8 @@ class Lab(Residency, Probes):
             None is plain Megatron in bf16.
         allocator: Options of torch's allocator, on which predicted reserved bytes depend. None means torch's defaults,
             or on a GPU the options that the process was started with.
+        versions: The libraries of the machines where the job runs; None means the newest that were measured, or on a
+            GPU the installed ones.
         backend: ``auto``, a name of `memlab.backends.BACKENDS`, or a backend.
         ranks: Engines that run the ranks of the layout (`memlab.Ranks`). Every method then acts on all ranks, and a
             step's record is a `JobRecord`. If a rank fails, the step ends on all of them, and the next call builds the
@@ -100,6 +102,7 @@ class Lab(Residency, Probes):
         expert_buffers: bool | None = None,
         state: TrainingState | None = None,
         allocator: AllocatorSettings | None = None,
+        versions: Versions | None = None,
         backend: str | Backend = "auto",
         ranks: Ranks | None = None,
         replay: bool = True,
@@ -119,12 +122,15 @@ class Lab(Residency, Probes):
             "expert_buffers": expert_buffers,
             "state": state,
             "allocator": allocator,
+            "versions": versions,
         }
         scenario = Scenario.of(architecture, **{name: value for name, value in values.items() if value is not None})
         has_allocator = allocator is not None or isinstance(architecture, Scenario)
         self._opened = scenario
         self._session: Session
         if ranks is not None:
+            from memlab.lab.many_ranks import ManyRanks  # with ipyparallel, which most labs do not need
+
             name = backend if isinstance(backend, str) else backend.name
             self._session = ManyRanks(scenario, ranks, name, has_allocator=has_allocator)
         else:
@@ -247,8 +253,8 @@ class Lab(Residency, Probes):
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
         The new weights are again those of the seed, the records stay, and the settings apply to the new model. Every
-        byte of the replaced part is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
-        each field rebuilds.
+        byte of the replaced part is freed before the new part is built. The rows of `TrainingState` say what
+        each option rebuilds.
 
         Args:
             state: The training state.
@@ -455,9 +461,12 @@ class Lab(Residency, Probes):
         """
         if method not in OF_ONE_PROCESS:
             raise ValueError(f"method is {method!r}, must be one of {', '.join(OF_ONE_PROCESS)}: call others directly")
-        if isinstance(self._session, ManyRanks):
-            return self._session.each(method, *args, **kwargs)
-        return [getattr(self, method)(*args, **kwargs)]
+        if isinstance(self._session, OneProcess):
+            return [getattr(self, method)(*args, **kwargs)]
+        from memlab.lab.many_ranks import ManyRanks
+
+        assert isinstance(self._session, ManyRanks), "there are no other sessions"
+        return self._session.each(method, *args, **kwargs)
 
     def close(self) -> None:
         """Frees model, optimizer, process group and thread. Records stay readable. A second call does nothing."""
@@ -530,6 +539,7 @@ def _session_here(scenario: Scenario, backend: Backend, *, replay: bool, has_all
         )
     if not has_allocator:
         scenario = replace(scenario, allocator=backend.allocator())
+    scenario = replace(scenario, versions=backend.versions(scenario.versions))
     backend.check(scenario)
     return OneProcess(scenario, backend, replays=replay)
 
@@ -541,6 +551,3 @@ def _close_open_lab() -> None:
             f"closing the open lab ({lab.scenario}): Megatron keeps its process groups per process", stacklevel=3
         )
         lab.close()
-
-
-atexit.register(megatron_globals.forget)

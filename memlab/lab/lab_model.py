@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
 from memlab.backends import Backend
+from memlab.backends.simulated_version import imitating
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.activation_tap import Tap
+from memlab.engines.protocol import Engine, Held
+from memlab.engines.residency.transfers import Transfers
+from memlab.engines.retained_leaves import Retained, find_retained
+from memlab.engines.step_errors import release_tensors
 from memlab.lab.garbage import Garbage
 from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
-from memlab.model import apply_settings, data_parallel_overlap
-from memlab.model.activation_offload.transfer_watch import OffloadWatch
-from memlab.model.as_built import AsBuilt
-from memlab.model.attention_environment import attention_backend_chosen
-from memlab.model.build import LiveModel, build
-from memlab.model.recover_failed_step import forget_discarded_outputs, release_tensors
-from memlab.model.residency.transfers import Transfers
-from memlab.model.retention import megatron_globals
-from memlab.model.retention.activation_tap import Tap
-from memlab.model.retention.recipe_release import Held, objects_held, release_recipe
-from memlab.model.retention.remedies import CheckpointRemedy
-from memlab.model.retention.retained_leaves import Retained, find_retained
-from memlab.model.silence_warnings import silence_megatron
 from memlab.record.device_bytes import DeviceBytes
 from memlab.replay.no_replay import NoReplay
 from memlab.replay.steps import replay_of
@@ -37,47 +30,48 @@ class LabModel:
     """One live model, its current settings and its meter.
 
     Args:
-        scenario: What a step runs.
+        engine: Builds the model of its scenario.
         backend: Where the model lives.
         replays: Whether a simulated step repeats what earlier events have shown.
     """
 
-    live: LiveModel
     transfers: Transfers
 
-    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = False) -> None:
-        self.scenario = scenario
+    def __init__(self, engine: Engine, backend: Backend, *, replays: bool = False) -> None:
+        self.engine = engine
         self.settings = MemorySettings()
         """The current settings: the next step runs under them."""
         self.num_steps = 0
         """Steps taken so far."""
         self.labels = Labels()
         self.meter: Meter = backend.meter(self.labels)
-        self.meter.use_allocator(scenario.allocator)
+        self.meter.use_allocator(engine.scenario.allocator)
         self.garbage = Garbage(self.meter)
         self.backend = backend
-        self.offload_watch = OffloadWatch()
-        self.remedy = CheckpointRemedy()
-        self.has_discarded_outputs = False
-        """Whether modules may keep checkpoints of a forward-only pass, after which no backward has used them up."""
         self.replay = NoReplay()
         """What repeats parts of the model's steps."""
         self._replays = replays
         self._taps: dict[Tap, bool] = {}
         """Whether each is guarded."""
-        self._as_built: AsBuilt | None = None
+        self._as_built: tuple[Callable[[], None], Callable[[], bool]] | None = None
+        """Make the engine's objects and the meter's memory as they were when the model was built."""
         self.is_as_built = False
         """Whether the model has taken no step since `start_over`."""
         self._pinned_host_memory = True
 
+    @property
+    def scenario(self) -> Scenario:
+        """What a step runs."""
+        return self.engine.scenario
+
     @contextmanager
     def job_context(self) -> Iterator[None]:
         """Every other method must run inside this context."""
-        silence_megatron()
         with ExitStack() as stack:
             stack.enter_context(labelled_by(self.labels, whole_process=self._is_on_gpu))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(attention_backend_chosen(self.scenario.state.attention_backend))
+            stack.enter_context(self.engine.active())
+            stack.enter_context(imitating(self.scenario.versions))
             stack.enter_context(self.backend.active())
             stack.enter_context(self.meter.watching())
             yield
@@ -97,32 +91,29 @@ class LabModel:
     def build(self) -> None:
         """Builds the model."""
         try:
-            live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
-            self.adopt(live, self.settings)
-            # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            if self.backend.kind.is_prediction and not self.scenario.state.optimizer_cpu_offload:
-                self._as_built = AsBuilt(live, self.meter.remember())
+            self.engine.build()
+            self.adopt(self.settings)
+            restore = self.engine.remember() if self.backend.kind.is_prediction else None
+            if restore is not None:
+                self._as_built = restore, self.meter.remember()
         except BaseException as error:
             release_tensors(error)
             raise
 
-    def adopt(self, live: LiveModel, settings: MemorySettings) -> None:
-        """Makes a new model the lab's, under these settings."""
-        self.live = live
+    def adopt(self, settings: MemorySettings) -> None:
+        """Makes a model that the engine has just built the lab's, under these settings."""
         self.is_as_built = False
-        data_parallel_overlap.connect(live)
-        self.labels.attach(live.working_modules())
+        self.labels.attach(self.engine.working_modules())
         self.make_transfers()
         with self.labels.category("workspace"):
-            routes = any(map(self.scenario.architecture.layer_routes, self.scenario.layers_of_rank))
-            self.backend.fill_workspaces(routes)
+            self.backend.fill_workspaces(self.scenario)
         self.apply(settings)
-        self.replay = replay_of(live, self.labels, self.meter, is_wanted=self._replays)
+        self.replay = replay_of(self.engine, self.labels, self.meter, is_wanted=self._replays)
 
     def make_transfers(self) -> None:
         """Drops earlier host copies: the model, or its optimizer, is another one; it cannot start over."""
         self._as_built = None
-        self.transfers = Transfers(self.live, self.meter)
+        self.transfers = Transfers(self.engine, self.meter)
         self.transfers.residency.pinned = self._pinned_host_memory
 
     @property
@@ -136,14 +127,9 @@ class LabModel:
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
-        if self.has_discarded_outputs:  # only the next checkpoint of the same module would replace them
-            for module in self.live.modules():
-                forget_discarded_outputs(module)
-            self.has_discarded_outputs = False
-        apply_settings.apply(self.live, settings)
+        self.engine.apply(settings)
         self.replay.forget_passes(self.scenario, self.settings, settings)
         self.settings = settings
-        self.offload_watch.misled = False
 
     def set_workload(self, scenario: Scenario) -> None:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
@@ -154,7 +140,7 @@ class LabModel:
         if scenario == self.scenario:
             return
         self.replay.forget_passes(self.scenario, self.settings)
-        self.scenario = self.live.scenario = scenario
+        self.engine.scenario = scenario
         self.apply(self.settings)
         self.meter.free_cached_pinned_memory()
 
@@ -162,27 +148,27 @@ class LabModel:
     def workload_of_a_pass(self, scenario: Scenario) -> Iterator[None]:
         """Uses another workload for the block. Megatron's offload manager goes on with the groups that it knows."""
         of_training = self.scenario
-        self.scenario = self.live.scenario = scenario
+        self.engine.scenario = scenario
         try:
             yield
         finally:
-            self.scenario = self.live.scenario = of_training
+            self.engine.scenario = of_training
 
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
         """Taps a layer's output, until `untap`.
 
         While any tap is unguarded, ``release_storage`` empties what every tap keeps.
         """
-        tap = Tap(self.live, layer, every=every)
+        tap = Tap(self.engine.layers, layer, every=every)
         self._taps[tap] = guarded
-        self.remedy.spares_shared = all(self._taps.values())
+        self.engine.spares_shared = all(self._taps.values())
         return tap
 
     def untap(self, tap: Tap) -> None:
         """Ends a tap."""
         tap.take_off()
         del self._taps[tap]
-        self.remedy.spares_shared = all(self._taps.values())
+        self.engine.spares_shared = all(self._taps.values())
 
     @property
     def is_tapped(self) -> bool:
@@ -195,21 +181,22 @@ class LabModel:
 
     def retained(self) -> list[Retained]:
         """Returns the leaves that modules keep through graphs."""
-        return find_retained(self.live, self.replay.kept_in_graphs())
+        return find_retained(self.engine, self.replay.kept_in_graphs())
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built; returns whether that was possible."""
-        meter, as_built = self.meter, self._as_built
-        if as_built is None or self.is_tapped or self.transfers.has_fault:
+        meter = self.meter
+        if self._as_built is None or self.is_tapped or self.transfers.has_fault:
             return False
+        restore, restore_memory = self._as_built
         limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
         try:
             self.transfers.load()
             self.transfers.end_step(MemorySettings())
             self.replay.free_state()
             self.apply(MemorySettings())
-            as_built.restore()
-            if not self.garbage.collect_until(partial(self._restored, as_built)):
+            restore()
+            if not self.garbage.collect_until(partial(self._restored, restore_memory)):
                 return False
         finally:
             if limit_bytes is not None:
@@ -219,11 +206,11 @@ class LabModel:
         self.is_as_built = True
         return True
 
-    def _restored(self, as_built: AsBuilt) -> bool:
+    def _restored(self, restore_memory: Callable[[], bool]) -> bool:
         """Returns whether the meter is as it was when the model was built: not if something else is allocated now."""
         torch.cuda.empty_cache()
         self.meter.free_cached_pinned_memory()
-        return as_built.restore_memory()
+        return restore_memory()
 
     def release_garbage(self, *, is_collected: bool = False) -> None:
         """Frees what the previous settings left in reference cycles and in the allocator's cache.
@@ -243,12 +230,8 @@ class LabModel:
     def free(self) -> None:
         """Frees the model; another one can be built in the same process group."""
         vars(self).pop("transfers", None)  # they keep main parameters, and with these the gradient buffer
-        if hasattr(self, "live"):
-            megatron_globals.release(self.live, leave=False)
-            del self.live
-            self._drop_replay()
-        else:  # its build has failed
-            megatron_globals.forget_model()
+        self.engine.free()
+        self._drop_replay()
         self.labels.release()
         self.release_garbage()
         self.meter.free_cached_pinned_memory()
@@ -260,19 +243,16 @@ class LabModel:
             Device bytes by holder: what was freed when the holder let go, in this order. Nothing is allocated then.
         """
         self._drop_own_names()
-        del self.live
+        self.engine.drop()
         gc.collect()
         return self._left_by_holder()
 
     def release_recipe(self, held: Held, *, clears: bool) -> dict[str, DeviceBytes]:
         """Drops the model by a recipe; returns the device's bytes before it, and after each of its lines."""
         self._drop_own_names()
-        kept = objects_held(self.live, held)
         found = {"before": self.meter.device_bytes()}
-        for line in release_recipe(self.live, clears=clears):
+        for line in self.engine.release_recipe(held, clears=clears):
             found[line] = self.meter.device_bytes()
-        del self.live
-        kept.clear()
         gc.collect()
         self._left_by_holder()
         return found
@@ -284,12 +264,12 @@ class LabModel:
 
     def _left_by_holder(self) -> dict[str, int]:
         left: dict[str, int] = {}
-        for holder, let_go in megatron_globals.process_wide_holders():
+        for holder, let_go in self.engine.holders():
             before = self.meter.live_bytes()
             let_go()
             gc.collect()
             left[holder] = before - self.meter.live_bytes()
-        megatron_globals.forget()
+        self.engine.release()
         self.meter.free_cached_pinned_memory()
         self.meter.close()
         return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
@@ -297,13 +277,9 @@ class LabModel:
     def release(self) -> None:
         """Frees the model, or what is left where its build has failed, and leaves the process group."""
         try:
-            if hasattr(self, "live"):
-                megatron_globals.release(self.live)
-            else:
-                megatron_globals.forget()
+            self.engine.release()
         finally:
-            for name in ("live", "transfers"):
-                vars(self).pop(name, None)
+            vars(self).pop("transfers", None)
             self._drop_replay()
             self.labels.release()
             self.meter.free_cached_pinned_memory()

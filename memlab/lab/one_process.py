@@ -17,6 +17,9 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.engine import MegatronEngine
+from memlab.engines.process_group import agreed_with_rank_0
+from memlab.engines.protocol import Engine, Place
 from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
 from memlab.lab.lab_model import LabModel
 from memlab.lab.progress import Progress, StepMonitor
@@ -25,7 +28,6 @@ from memlab.lab.session import OnProgress
 from memlab.lab.state_changes import ModelLost, StateChanges
 from memlab.lab.stepper import Stepper
 from memlab.lab.worker import Worker
-from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Action, Transfer
@@ -40,10 +42,18 @@ class OneProcess:
         scenario: What a step runs.
         backend: Where the model lives.
         replays: Whether a simulated step may repeat what is known (`Lab`).
+        engine: Makes what builds and steps the model.
     """
 
-    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = False) -> None:
-        self.model = LabModel(scenario, backend, replays=replays)
+    def __init__(
+        self,
+        scenario: Scenario,
+        backend: Backend,
+        *,
+        replays: bool = False,
+        engine: Callable[[Scenario, Place], Engine] = MegatronEngine,
+    ) -> None:
+        self.model = LabModel(engine(scenario, backend), backend, replays=replays)
         self.stepper = Stepper(self.model)
         self._states = StateChanges(self.model)
         self.worker = Worker(self.model.job_context, lambda: f"{self.model.scenario}, {self.model.settings}")

@@ -6,20 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from memlab.allocator.request_log import RequestLog
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
+from memlab.engines.activation_tap import Tap
+from memlab.engines.retained_leaves import Retained
 from memlab.lab.lab_part import LabPart
 from memlab.lab.one_process import OneProcess
 from memlab.lab.request import StepRequest, check_kind
 from memlab.lab.stepper import Stepper
-from memlab.model.activation_offload.audit import SavedInRegions, audit_offload
-from memlab.model.retention.activation_tap import Tap
-from memlab.model.retention.retained_leaves import Retained
-from memlab.model.training_step import train_step
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
 
@@ -137,35 +136,35 @@ def _finished_step(session: OneProcess, settings: MemorySettings) -> StepRecord:
     return record
 
 
-def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
+def _saved_in_regions(stepper: Stepper) -> Any:
     """Takes a step without offload and counts what each offload module saves for backward.
 
     Of a simulated step that only repeats the last one, no tensor would be seen.
     """
-    saved = SavedInRegions()
+    saved = stepper.model.engine.saved_for_backward()
     with stepper.model.replay.suspended(), saved.watching():
         stepper.step()
     return saved
 
 
-def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAudit:
+def _audit_offload(stepper: Stepper, saved: Any, plain: StepRecord, offloaded: StepRecord) -> OffloadAudit:
     """Repeats `offloaded`, the last step, to look at the model in the middle of it."""
 
     def repeat(num_events: int, look: Callable[[], None]) -> StepRecord:
         with stepper.model.meter.at_event(num_events, look):
             return stepper.step()
 
-    return audit_offload(stepper.model.live, stepper.model.labels.modules, saved, plain, offloaded, repeat)
+    return stepper.model.engine.audit_offload(stepper.model.labels, saved, plain, offloaded, repeat)
 
 
 def _unmetered_step_seconds(stepper: Stepper) -> float:
     """Loads and offloads metered as always: the meter would lose track of storages that are resized meanwhile."""
     load_seconds = stepper.model.transfers.load()
-    with stepper.model.labels.detached(), stepper.model.meter.paused(), stepper.checkpoint_input_remedy():
+    with stepper.model.labels.detached(), stepper.model.meter.paused(), stepper.model.engine.during_step():
         torch.cuda.synchronize()
         started = time.perf_counter()
         with stepper.unrecorded():
-            train_step(stepper.model.live, stepper.model.labels)
+            stepper.model.engine.train_step(stepper.model.labels)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     _, offload_seconds = stepper.model.transfers.end_step(stepper.model.settings)

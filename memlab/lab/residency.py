@@ -7,12 +7,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from memlab.engines.residency.audit import require_resident
+from memlab.engines.residency.group_usage import GroupUse
 from memlab.lab.lab_part import LabPart
 from memlab.lab.stepper import Stepper
-from memlab.model.residency.audit import require_resident
-from memlab.model.residency.group_usage import GroupUse
-from memlab.model.residency.injected_faults import FAULTS
-from memlab.model.training_step import train_step
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import Action, Transfer, check_groups
 
@@ -76,14 +74,12 @@ class Residency(LabPart):
         """Within the block, transfers have an error that a real project once had. After it, all is on the device again.
 
         Args:
-            name: One of `memlab.model.residency.injected_faults.FAULTS`, each of which names its source.
+            name: One of `memlab.engines.megatron.residency_faults.FAULTS`, each of which names its source.
 
         Raises:
             ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.
         """
         session = self._one_process("residency_fault")
-        if name not in FAULTS:
-            raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
         session.run_exclusive(lambda: session.model.transfers.set_fault(name), disturbs=True)
         try:
             yield
@@ -106,7 +102,7 @@ class Residency(LabPart):
 def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
     labels, transfers = stepper.model.labels, stepper.model.transfers
     transfers.load()
-    require_resident(stepper.model.live)
+    require_resident(stepper.model.engine)
     with ExitStack() as stack:
         if stepper.model.backend.compiles:
             # Under a dispatch mode torch.compile gives a function up for good, and later steps round differently.
@@ -114,9 +110,9 @@ def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
         step = GroupUse(labels, transfers.residency.tensors())
         stack.enter_context(step.watching())
         stack.enter_context(labels.phase_of("idle"))
-        stack.enter_context(stepper.checkpoint_input_remedy())
+        stack.enter_context(stepper.model.engine.during_step())
         with stepper.unrecorded():
-            train_step(stepper.model.live, labels)
+            stepper.model.engine.train_step(labels)
     sync = GroupUse(labels, transfers.residency.tensors())
     with sync.watching():
         transfers.transfer("hand over", ("parameters",))

@@ -68,6 +68,8 @@ class SimulatedSteps:
         self._opened = ExitStack()
         self._lab: Lab | None = None
         self._last: StepRecord | None = None
+        self.sent_bytes: dict[str, int] = {}
+        """What the rank sent in the last step, by kind of collective."""
         self.requests: RequestLog | None = None
         """The requests of the last step and its warm-up step to the allocator; None if that step had a limit, or if the
         backend has no allocator."""
@@ -92,7 +94,7 @@ class SimulatedSteps:
                 raise StepInterrupted(lab.records[-1]) from None
             raise
         lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
-        self._last = record
+        self._last, self.sent_bytes = record, lab.sent_bytes
         return record
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
@@ -195,7 +197,8 @@ class Predictor:
             not_modelled: What the step's job does and memlab does not predict.
         """
         steps = self._steps_of(scenario, backend, replay=replay)
-        return Prediction.of(steps(settings), steps, limit_bytes, not_modelled)
+        record = steps(settings)
+        return Prediction.of(record, steps, limit_bytes, not_modelled, communicated_bytes=steps.sent_bytes)
 
     def record(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
         """Takes one step, and returns its record without the timeline."""
@@ -214,13 +217,6 @@ class Predictor:
             opened = stepping(scenario, replay=replay, backend=predicting(backend))
             self._steps, self._open_for = self._lab.enter_context(opened), (scenario, backend)
         return self._steps
-
-    def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
-        """Counts what a rank sends in a step, by kind of collective, on a lab of its own."""
-        from memlab.lab.communication import communicated_bytes
-
-        self.close()
-        return communicated_bytes(scenario, settings)
 
     def close(self) -> None:
         """Closes the lab."""

@@ -174,59 +174,25 @@ class Workers:
             PredictionLostError: If the processes that should take the step are lost.
         """
         most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
-        prediction: Prediction = self._result(
-            lambda: self._begun(scenario, settings, limit_bytes), settings, likely, most
-        )
-        return prediction
-
-    def communicate(
-        self,
-        scenario: Scenario,
-        settings: MemorySettings,
-        likely: Callable[[], Iterator[Step]] = lambda: iter(()),
-    ) -> dict[str, int]:
-        """Counts what a rank sends in a step, by kind of collective.
-
-        Args:
-            scenario: What is run, on that rank.
-            settings: Of the step.
-            likely: Says which steps will probably be asked for next.
-
-        Raises:
-            PredictionLostError: If the processes that should take the step are lost.
-        """
-        counted: dict[str, int] = self._result(
-            lambda: self._processes.submit("communicate", scenario, settings, after=scenario),
-            settings,
-            likely,
-            len(self._processes),
-        )
-        return counted
-
-    def _result(
-        self,
-        begin: Callable[[], Future[Any]],
-        settings: MemorySettings,
-        likely: Callable[[], Iterator[Step]],
-        most: int,
-    ) -> Any:
-        """Waits for what a process does, and lets the others take the steps that will probably follow, so many."""
         processes = self._processes
         try:
             if isinstance(processes, _ThisProcess):
-                return self._wait_for(begin(), likely, most, lambda _: processes.wait()).result()
+                begun = self._begun(scenario, settings, limit_bytes)
+                return self._wait_for(begun, likely, most, lambda _: processes.wait())
             with _interrupted_while_waiting() as wait_for_one:
-                return self._wait_for(begin(), likely, most, wait_for_one).result()
+                begun = self._begun(scenario, settings, limit_bytes)
+                return self._wait_for(begun, likely, most, wait_for_one)
         except CallLostError as error:
             raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
 
     def _wait_for(
         self,
-        future: Future[Any],
+        future: Future[Prediction],
         likely: Callable[[], Iterator[Step]],
         most: int,
         wait_for_one: Callable[[set[Future[Any]]], None],
-    ) -> Future[Any]:
+    ) -> Prediction:
+        """Waits for a prediction, and lets other processes take the steps that will probably follow, so many."""
         while not future.done():
             running = {future, *(each for each in self._predictions.values() if not each.done())}
             for following in likely():
@@ -237,7 +203,7 @@ class Workers:
             wait_for_one({*running, self._stopped})
             if self._stopped.done():
                 raise KeyboardInterrupt
-        return future
+        return future.result()
 
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
         """Returns a prediction that has been made, or None."""
@@ -371,6 +337,7 @@ def layouts_that_fit(
         is_allowed: Says which settings may be proposed.
     """
     started, numbers = time.monotonic(), count(1)
+    best: FittingLayout | None = None
     following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]
 
     def likely() -> Iterator[Step]:
@@ -379,12 +346,12 @@ def layouts_that_fit(
     def predict(step: Step) -> Prediction:
         return workers.predict(*step, likely=likely)
 
-    def communicate(rank: Scenario, settings: MemorySettings) -> dict[str, int]:
-        return workers.communicate(rank, settings, likely)
-
     def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
+        nonlocal best
         left = remaining(time.monotonic() - started, next(numbers), num_left).replace("about", "at most about")
         words = "does not fit" if found is None else f"{found.verdict} with '{found.settings}'"
+        if found is not None and (best is None or found.cost < best.cost):
+            best, words = found, f"{words}, the best so far"
         tell(f"{tried.layout}: {words}; at most {num_left} layouts to go{left}")
 
     return search_layouts(
@@ -393,26 +360,28 @@ def layouts_that_fit(
         base,
         gpu_memory_bytes,
         predict,
-        communicate,
         is_allowed=is_allowed,
         on_layout=report,
         look_ahead=following.append,
     )
 
 
-def progress_in_lines(say: Callable[[str], object]) -> Callable[[Point, int, Callable[[], int]], None]:
-    """Returns a function that reports each point of a search in a line, with the remaining time."""
+def progress_in_lines(say: Callable[[str], object]) -> Callable[[Point, SearchResult, Callable[[], int]], None]:
+    """Returns a function that reports each point of a search in a line, with the remaining time and the best so far."""
     numbers, started = count(1), time.monotonic()
     estimated, left = started, ""
+    best: Point | None = None
 
-    def report(point: Point, num_left: int, count_likely: Callable[[], int]) -> None:
-        nonlocal estimated, left
-        number, now = next(numbers), time.monotonic()
+    def report(point: Point, found: SearchResult, count_likely: Callable[[], int]) -> None:
+        nonlocal estimated, left, best
+        number, num_left, now = next(numbers), found.num_left, time.monotonic()
         if now - estimated > _NEW_ESTIMATE_SECONDS:  # counting takes time
             estimated, left = now, _between(now - started, number, count_likely(), num_left)
         peak = format_bytes(point.peak_allocated_bytes)
         still = f"at most {num_left} to go{left}" if num_left else "none to go"
-        say(f"{number} predicted, {still}: {point.settings}: {peak}")
+        former, best = best, found.best if point.fits else best
+        better = "" if best is None or best is former else f"; best so far: '{best.settings}' {best.verdict}"
+        say(f"{number} predicted, {still}: {point.settings}: {peak}{better}")
 
     return report
 

@@ -8,15 +8,12 @@ from dataclasses import replace
 import torch
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.rebuilds import Rebuilt
+from memlab.config.option import Rebuilt
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.step_errors import release_tensors
 from memlab.lab.lab_model import LabModel
-from memlab.model.attention_environment import change_attention_backend
-from memlab.model.build import build_model, build_optimizer, release_optimizer
-from memlab.model.change_state import check_configs, set_in_place
-from memlab.model.recover_failed_step import release_tensors
 from memlab.record.state_change import StateChange
 
 
@@ -47,7 +44,7 @@ class StateChanges:
         """
         model = self._model
         former, scenario = model.scenario, replace(model.scenario, state=state, allocator=allocator)
-        check_configs(scenario, settings)
+        model.engine.check(scenario, settings)
         rebuilt = model.backend.kind.rebuilt_by(former, state, allocator)
         if rebuilt != "nothing" and (model.is_tapped or model.transfers.has_fault):
             raise ValueError(
@@ -98,26 +95,21 @@ class StateChanges:
             error.add_note(f"the lab has its former training state, '{former.state}', again")
             raise
 
-    def _enter(self, scenario: Scenario) -> None:
+    def _set_in_place(self, scenario: Scenario, settings: MemorySettings) -> None:
         model = self._model
         model.replay.forget(model.scenario, model.settings)
-        model.scenario = scenario
-        change_attention_backend(scenario.state.attention_backend)
-
-    def _set_in_place(self, scenario: Scenario, settings: MemorySettings) -> None:
-        self._enter(scenario)
-        set_in_place(self._model.live, scenario)
-        self._model.apply(settings)
+        model.engine.set_state(scenario)
+        model.apply(settings)
 
     def _rebuild_optimizer(self, scenario: Scenario, settings: MemorySettings) -> None:
         model = self._model
-        self._enter(scenario)
-        set_in_place(model.live, scenario)
-        release_optimizer(model.live)
+        model.replay.forget(model.scenario, model.settings)
+        model.engine.set_state(scenario)
+        model.engine.release_optimizer()
         model.make_transfers()
         model.release_garbage()
         model.meter.free_cached_pinned_memory()
-        build_optimizer(model.live)
+        model.engine.build_optimizer()
         model.apply(settings)
 
     def _rebuild_model(self, scenario: Scenario, settings: MemorySettings) -> None:
@@ -125,8 +117,9 @@ class StateChanges:
         model.free()
         if scenario.allocator != model.scenario.allocator:
             model.meter.use_allocator(scenario.allocator)
-        self._enter(scenario)
-        model.adopt(build_model(scenario, model.backend.provider_for(scenario), MemorySettings()), settings)
+        model.engine.scenario = scenario
+        model.engine.build()
+        model.adopt(settings)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -9,10 +9,9 @@ import torch
 from memlab.allocator.rules import rounded_bytes
 from memlab.backends.cuda import own_device
 from memlab.config.model_restrictions import without_backward, without_optimizer_on_device
+from memlab.engines.residency.host_buffer import registered_bytes
 from memlab.lab.environment import hardware, versions
 from memlab.lab.lab_model import LabModel
-from memlab.model import cpu_optimizer
-from memlab.model.residency.host_buffer import registered_bytes
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.timeline import Timeline
@@ -61,7 +60,7 @@ class StepRecords:
             step_index=model.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
-            kept_gather_bytes=meter.kept_gather_bytes,
+            kept_gather_bytes=meter.kept_gather_bytes if model.scenario.versions.keeps_freed_gathers else 0,
             uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,
@@ -69,14 +68,11 @@ class StepRecords:
 
     def offload_seen(self, *, forward_only: bool) -> dict[str, Any]:
         """Returns what the step has offloaded of activations, and which settings had no effect."""
-        model, watch = self._model, self._model.offload_watch
-        if forward_only:
-            without_effect = without_backward(model.settings)
-        else:
-            without_effect = watch.without_effect(model.scenario, model.settings) | model.remedy.without_effect()
+        model = self._model
+        without_effect = without_backward(model.settings) if forward_only else model.engine.without_effect()
         without_effect |= without_optimizer_on_device(model.settings, model.scenario.state)
         return {
-            "offloaded_bytes_by_module": dict(watch.transferred_bytes),
+            "offloaded_bytes_by_module": model.engine.offloaded_bytes,
             "without_effect": without_effect | model.scenario.without_effect(),
         }
 
@@ -94,7 +90,7 @@ class StepRecords:
         """Returns what `StepRecord.uncollected_bytes` documents: of the copies, what is on the device at the peak."""
         if not self._model.backend.kind.is_prediction:
             return 0
-        copies = cpu_optimizer.uncollected_copies(self._model.live.discarded_optimizers)
+        copies = self._model.engine.uncollected_copies()
         num_bytes = sum(rounded_bytes(copy.untyped_storage().nbytes()) for copy in copies)
         return num_bytes and min(num_bytes, timeline.breakdown(timeline.peak_index()).get("optimizer state", 0))
 

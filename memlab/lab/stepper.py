@@ -8,20 +8,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.engines.residency.audit import require_resident
+from memlab.engines.residency.residency import groups_on_host
 from memlab.lab.lab_model import LabModel
 from memlab.lab.progress import StepStopped
 from memlab.lab.step_records import StepRecords
 from memlab.meter import collectives
-from memlab.model.recover_failed_step import recover
-from memlab.model.residency.audit import require_resident
-from memlab.model.residency.residency import groups_on_host
-from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from memlab.replay.passes import NotReplayableError
@@ -78,7 +75,7 @@ class Stepper:
         measured: dict[str, Any] = {}
         labels.on_move = on_move
         try:
-            with model.offload_watch.watching(on_host=meter.track_host_tensor):
+            with model.engine.during_step(meter.track_host_tensor):
                 measured |= self._phases(plan, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._records.ended_early(error, forward_only=forward_only)
@@ -130,19 +127,12 @@ class Stepper:
             self._recover(error)
             raise
 
-    def checkpoint_input_remedy(self) -> AbstractContextManager[None]:
-        """Returns a context for a step: the remedy of the current settings for checkpoints' inputs, where needed."""
-        settings = self.model.settings
-        is_needed = checkpoints_moe_layers(settings, self.model.scenario.architecture)
-        return self.model.remedy.during_step(settings.checkpoint_input_remedy if is_needed else None)
-
     def _recover(self, error: BaseException) -> None:
         model = self.model
         model.labels.on_move = None
-        recover(model.live, model.settings, error)
+        model.engine.recover(error)
         model.replay.forget(model.scenario, model.settings)
         model.replay.abandon()
-        model.offload_watch.misled = False
 
     def _phases(self, plan: Plan, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
         model, labels, transfers = self.model, self.model.labels, self.model.transfers
@@ -157,7 +147,7 @@ class Stepper:
         with labels.phase_of("load"):
             load_seconds = transfers.load(needed)
         with self._off_the_clock():
-            require_resident(model.live, needed)
+            require_resident(model.engine, needed)
 
         def load_for_update() -> None:
             nonlocal load_seconds
@@ -167,13 +157,11 @@ class Stepper:
 
         if forward_only:  # it frees the graphs that layers retain, and what replaces them has no role
             model.replay.forget_passes(model.scenario, settings)
-        with labels.phase_of("forward"), self.checkpoint_input_remedy(), model.replay.parts(plan) as parts:
+        with labels.phase_of("forward"), model.replay.parts(plan) as parts:
             if forward_only:
-                model.has_discarded_outputs = settings.recompute_granularity == "selective"
-                model.offload_watch.misled |= not suspend_offload
-                loss = forward_only_step(model.live, labels, suspend_offload=suspend_offload)
+                loss = model.engine.forward_only_step(labels, suspend_offload=suspend_offload)
             else:
-                loss = train_step(model.live, labels, load_for_update, parts.microbatches, parts.update)
+                loss = model.engine.train_step(labels, load_for_update, parts.microbatches, parts.update)
         adds_to_groups = bool(freed) or forward_only or parts.leaves_new
         with self._off_the_clock():  # the groups get their category before they leave the device
             model.meter.categorise(model.categories() if adds_to_groups else transfers.workspaces())

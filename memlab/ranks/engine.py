@@ -85,7 +85,6 @@ class _RankProcess:
         self._process.kill()
         self._process.wait()
         self.connection.close()
-        self._log.close()
 
     def hear(self) -> None:
         """Notes that the owner is there. The engine's main thread calls this often, as it calls `end`."""

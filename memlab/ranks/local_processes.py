@@ -99,14 +99,18 @@ class LocalProcesses:
 
 @contextmanager
 def _without_main_module() -> Iterator[None]:
-    """Within the block, a process that is started does not run this process's script again, which may open a lab.
+    """In the block, a process that this thread starts does not run this process's script again, which may open a lab.
 
     `multiprocessing` says what a process imports in ``spawn.get_preparation_data`` (Python 3.11 to 3.13), and has no
     option to leave the main module out.
     """
+    own_thread = threading.current_thread()
 
     def prepare_without_main(name: str) -> dict[str, Any]:
-        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main_")}
+        data = prepare(name)
+        if threading.current_thread() is not own_thread:
+            return data
+        return {key: value for key, value in data.items() if not key.startswith("init_main_")}
 
     with _preparing:
         prepare, spawn.get_preparation_data = spawn.get_preparation_data, prepare_without_main

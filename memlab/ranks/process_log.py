@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import weakref
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -20,7 +21,8 @@ class ProcessLog:
     """
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this
+        weakref.finalize(self, self.file.close)
         # For this process and the one that gets the file: that one goes on at the new end after `shorten`.
         fcntl.fcntl(self.file.fileno(), fcntl.F_SETFL, os.O_APPEND)
 
@@ -47,10 +49,6 @@ class ProcessLog:
             how += " (by hand, or by the system because host memory ran out)"
         lines = [line for line in self._tail().decode(errors="replace").splitlines() if line.strip()]
         return f"{how}; it printed last: {' / '.join(lines[-num_lines:])}" if lines else how
-
-    def close(self) -> None:
-        """Removes the file."""
-        self.file.close()
 
     def _tail(self) -> bytes:
         number = self.file.fileno()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.rebuilds import Rebuilt
+from memlab.config.option import Rebuilt
 from memlab.config.training_state import TrainingState, option_words
 from memlab.units import format_bytes
 

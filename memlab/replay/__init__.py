@@ -1,3 +1,3 @@
 """What memlab does not step, because earlier events of the same model have shown what it does."""
 
-import memlab.model  # noqa: F401  # imports megatron-core first, without its warnings
+import memlab.engines.megatron  # noqa: F401  # imports megatron-core first, without its warnings

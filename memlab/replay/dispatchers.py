@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from memlab.engines.retained_leaves import Retained, retained_by
 from memlab.meter.observers import unobserved
 from memlab.meter.repeater import Repeater
-from memlab.model.retention.retained_leaves import Retained, retained_by
 from memlab.replay.offload_calls import spec_of
 from memlab.replay.passes import Holder, Left, Pass, PassesOfStep, Reference
 from memlab.replay.units import Unit, Units

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
+from memlab.engines.megatron.build import LiveModel
 from memlab.meter.labels import Labels
 from memlab.meter.repeater import Repeater
-from memlab.model.build import LiveModel
 from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.knowledge import Knowledge
 from memlab.replay.offload_calls import RepeatedCalls

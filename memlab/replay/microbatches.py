@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memlab.config.scenario import Scenario
+from memlab.engines.protocol import Microbatches
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.repeater import Repeater
-from memlab.model.training_step import Microbatches
 from memlab.replay.passes import PassesOfStep
 from memlab.upstream.patching import patched
 
@@ -33,8 +33,7 @@ class MicrobatchReplay(Microbatches):
 
     def __init__(self, meter: Repeater, labels: Labels, scenario: Scenario, step: PassesOfStep) -> None:
         layout = scenario.layout
-        stage = layout.rank // layout.ranks_of_a_stage
-        num_before = layout.pipeline_model_parallel_size - 1 - stage
+        num_before = layout.pipeline_model_parallel_size - 1 - layout.pipeline_stage
         """Forward passes before the first backward pass, without the one that it follows."""
         self._labels, self._meter, self._step = labels, meter, step
         self._num_microbatches = scenario.num_microbatches

@@ -13,9 +13,8 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.model.build import LiveModel
-from memlab.model.retention.retained_leaves import Retained
-from memlab.model.training_step import ALL_MICROBATCHES, Microbatches, update_parameters
+from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
+from memlab.engines.retained_leaves import Retained
 from memlab.record.timeline import Timeline
 from memlab.replay.plan import Circumstances, Plan
 
@@ -25,7 +24,8 @@ class StepParts:
     """What takes a step's micro-batches and its update."""
 
     microbatches: Microbatches = ALL_MICROBATCHES
-    update: Callable[[LiveModel], None] = update_parameters
+    update: Callable[[], None] | None = None
+    """None has the engine update the parameters."""
     leaves_new: bool = True
     """Whether the update may leave something allocated that has no category yet."""
 

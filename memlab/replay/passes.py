@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.retained_leaves import Retained
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.recording import Recording, Replay
-from memlab.model.build import LiveModel
-from memlab.model.retention.retained_leaves import Retained
 from memlab.replay.offload_calls import Calls, Saved, Spec
 from memlab.replay.plan import Plan
 from memlab.replay.units import Unit
@@ -150,7 +150,7 @@ class PassesOfStep:
 
     def __init__(self, live: LiveModel) -> None:
         layout = live.scenario.layout
-        self.is_moe = live.scenario.architecture.routes
+        self.is_moe = live.scenario.architecture.keeps_graph
         self.is_moe_stage = self.is_moe and layout.pipeline_model_parallel_size > 1
         self._num_chunks = len(live.chunks)
         is_followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or self._num_chunks > 1

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.engine import MegatronEngine
+from memlab.engines.protocol import Engine
+from memlab.engines.retained_leaves import Retained
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
 from memlab.meter.repeater import Repeater
-from memlab.model.build import LiveModel
-from memlab.model.retention.retained_leaves import Retained
 from memlab.record.timeline import Timeline
 from memlab.replay.layers import LayerReplay
 from memlab.replay.microbatches import MicrobatchReplay
@@ -75,7 +78,7 @@ class StepReplay(NoReplay):
             return
         given: dict[str, Any] = {}
         if plan.update:
-            given |= {"update": self._update, "leaves_new": not self._update.is_known(self._live)}
+            given |= {"update": partial(self._update, self._live), "leaves_new": not self._update.is_known(self._live)}
         if plan.microbatches and self._meter.may_repeat:  # not if a group has been offloaded before the passes
             step, scenario = self._layers.step, self._live.scenario
             given["microbatches"] = MicrobatchReplay(self._meter, self._labels, scenario, step)
@@ -100,7 +103,7 @@ class StepReplay(NoReplay):
     def forget_passes(
         self, scenario: Scenario, settings: MemorySettings, following: MemorySettings | None = None
     ) -> None:
-        recomputes_all_of_moe = scenario.architecture.routes and settings.recompute_granularity == "full"
+        recomputes_all_of_moe = scenario.architecture.keeps_graph and settings.recompute_granularity == "full"
         self._follows_full_recompute |= recomputes_all_of_moe and not _keeps_groups(settings, following)
         self._repeatable = None
         self._layers.forget()
@@ -129,10 +132,11 @@ class StepReplay(NoReplay):
         del self._live
 
 
-def replay_of(live: LiveModel, labels: Labels, meter: Meter, *, is_wanted: bool) -> NoReplay:
-    """Returns what replays the steps of a model: of a simulated one, if it is wanted."""
-    repeater = meter.repeater
-    return StepReplay(live, labels, repeater) if is_wanted and repeater is not None else NoReplay()
+def replay_of(engine: Engine, labels: Labels, meter: Meter, *, is_wanted: bool) -> NoReplay:
+    """Returns what replays the steps of an engine's model: of a simulated one of Megatron, if it is wanted."""
+    if not is_wanted or meter.repeater is None or not isinstance(engine, MegatronEngine):
+        return NoReplay()
+    return StepReplay(engine.live, labels, meter.repeater)
 
 
 def _keeps_groups(former: MemorySettings, settings: MemorySettings | None) -> bool:

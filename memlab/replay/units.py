@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from memlab.engines.megatron.build import LiveModel
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
-from memlab.model.build import LiveModel
 
 if TYPE_CHECKING:
     from memlab.replay.passes import Pass

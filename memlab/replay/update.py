@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.groups import tensors_in
+from memlab.engines.megatron.training_step import update_parameters
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording
 from memlab.meter.repeater import Repeater
-from memlab.model.build import LiveModel
-from memlab.model.residency.residency import tensors_in
-from memlab.model.training_step import update_parameters
 
 _NO_MODULES = np.zeros(1, dtype=np.int64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ class _Namer:
             return ""
         metadata = source.get("user_metadata")
         if metadata:
-            return _text(metadata)
+            return _text(_as_torch_writes(metadata) if isinstance(metadata, dict) else metadata)
         stack = source.get("frames") or ()
         if len(stack) < _LONG_STACK:
             return self._name_of(stack)
@@ -80,6 +81,18 @@ def _frame_name(frame: Mapping[str, Any]) -> str:
     if not is_python or any(part in path for part in _TORCH_FILES):
         return ""
     return f"{_text(path.rsplit('/', 1)[-1])}:{int(frame['line'])} {_text(frame['name'])}"
+
+
+def _as_torch_writes(metadata: Mapping[Any, Any]) -> str:
+    """Returns metadata as JSON: torch 2.15 takes a dict and records this text, others may have read it back.
+
+    What is nested may take for ever to be written, so it is left out.
+    """
+    plain = {
+        key: value if value is None or isinstance(value, (str, int, float)) else "..."
+        for key, value in metadata.items()
+    }
+    return json.dumps(plain, separators=(",", ":"))
 
 
 def _text(value: object) -> str:

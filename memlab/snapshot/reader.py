@@ -1,7 +1,9 @@
 """A memory snapshot of torch as events: blocks allocated and freed, and what existed before the first entry.
 
 The format is what ``torch.cuda.memory._dump_snapshot`` writes (documented at ``torch.cuda.memory._snapshot``, seen with
-torch 2.11): the segments and blocks at the end, and for each device the last entries of the allocator's history.
+torch 2.11; read in 2.15): the segments and blocks at the end, those of CUDA graphs' pools among them, and for each
+device the last entries of the allocator's history. Since 2.14 an entry may say ``annotate``: a text for memory that is
+allocated already. The pinned host memory that 2.14 can record too (``host_segments``, ``host_traces``) is left out.
 """
 
 from __future__ import annotations
@@ -87,6 +89,11 @@ def read_snapshot(path: Path | str, device: int | None = None) -> SnapshotEvents
             )
         except _NOT_A_SNAPSHOT as error:
             raise _no_snapshot(path, error) from error
+        if not devices and (snapshot.get("host_traces") or snapshot.get("host_segments")):
+            raise ValueError(
+                f"{path} contains only pinned host memory, of which memlab reads nothing: take a snapshot that "
+                "_record_memory_history has recorded without record_cuda=False"
+            )
         chosen = _choose(path, devices, device)
         try:
             segments = [segment for segment in segments if segment["device"] == chosen]
@@ -104,7 +111,7 @@ def _list(value: object, name: str) -> list[Any]:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int):
-        raise TypeError("a device must be a whole number")
+        raise TypeError("a device or an address must be a whole number")
     return value
 
 
@@ -157,7 +164,7 @@ def _events(
         _source(trace[number]) if number < len(trace) else remaining[number - len(trace)]
         for number in allocations.source.tolist()
     ]
-    module, modules = places_of(sources, num_bytes)
+    module, modules = places_of(_annotated(sources, allocations, trace), num_bytes)
     categories = {"": 0}
     category = [categories.setdefault((source or {}).get("category", ""), len(categories)) for source in sources]
     reserved_bytes = sum(segment["total_size"] for segment in segments) if exported is None else 0
@@ -209,6 +216,25 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str, default: int | None = 
 def _source(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns an entry that names who allocated. A free names who freed, unless it has the allocation's labels."""
     return entry if entry["action"] == "alloc" or "category" in entry else None
+
+
+def _annotated(
+    sources: Sequence[Mapping[str, Any] | None], allocations: Allocations, trace: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any] | None]:
+    """Returns the sources, and in place of one without a text of the program's the last annotation of its memory."""
+    annotations: dict[int, list[int]] = {}
+    for number, entry in enumerate(trace):
+        if entry["action"] == "annotate":
+            annotations.setdefault(_whole(entry["addr"]), []).append(number)
+    if not annotations:
+        return list(sources)
+    named = []
+    columns = (allocations.address.tolist(), allocations.allocated.tolist(), allocations.freed.tolist())
+    for source, address, allocated, freed in zip(sources, *columns, strict=True):
+        meant = [number for number in annotations.get(address, ()) if allocated < number < freed]
+        has_text = source is not None and source.get("user_metadata")
+        named.append(trace[meant[-1]] if meant and not has_text else source)
+    return named
 
 
 def _rows(

@@ -84,7 +84,7 @@ def test_parameters_gradients_and_optimizer_state_are_as_many_bytes_as_they_must
 ) -> None:
     lab = open_gpu_lab(family)
     away = lab.step(ALL_ON_HOST)
-    count = sum(parameter.numel() for parameter in inside(lab).model.live.chunk.parameters())
+    count = sum(parameter.numel() for parameter in inside(lab).model.engine.live.chunk.parameters())
     for group, num_bytes in zip(GROUPS, (2 * count, 4 * count, 12 * count), strict=True):
         # DDP pads its buckets.
         assert away.offloaded_bytes_by_group[group] == pytest.approx(num_bytes, rel=1e-3)

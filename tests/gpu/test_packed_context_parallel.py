@@ -20,7 +20,7 @@ def test_a_rank_takes_the_tokens_that_transformer_engine_takes(
     import transformer_engine_torch as tex
     from megatron.core import parallel_state
 
-    from memlab.model.training_step import chunks_of_this_rank
+    from memlab.engines.megatron.training_step import chunks_of_this_rank
 
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: ranks)
     monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)

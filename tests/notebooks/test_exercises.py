@@ -20,12 +20,12 @@ import memlab
 from memlab import Lab, Layout, MemorySettings, TrainingState, predict_ranks
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
+from memlab.engines.activation_tap import Tap
+from memlab.engines.megatron.activation_offload.audit import SavedInRegions
 from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
 from memlab.lab import probes
 from memlab.lab.one_process import OneProcess
 from memlab.lab.stepper import Stepper
-from memlab.model.activation_offload.audit import SavedInRegions
-from memlab.model.retention.activation_tap import Tap
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import pytest
 
 from memlab.cli import main
-from memlab.model import apply_settings
-from memlab.model.retention import remedies
+from memlab.engines.megatron import apply_settings
+from memlab.engines.megatron.retention import remedies
 from memlab.regression.run.kept_runs import kept_runs
 from memlab.regression.summary import CaseResult, Summary, read_summary
 from tests.notebooks.in_process import cells_in_this_process

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
-from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import TrainingState, what_rebuilds
 from memlab.lab.request import StepRequest
 from memlab.record.job_record import JobRecord
 from memlab.record.state_change import StateChange

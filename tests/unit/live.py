@@ -80,11 +80,11 @@ def gradients_of_step(
     """Takes a step and returns its loss and a copy of every gradient buffer as the optimizer sees it."""
     if warm_up:
         lab.step(settings, warm_up=False)  # before the optimizer is replaced: nothing is copied of it
-    optimizer, copies = inside(lab).model.live.optimizer, []
+    optimizer, copies = inside(lab).model.engine.live.optimizer, []
     take_step = optimizer.step
 
     def copy_then_step() -> Any:
-        chunk = inside(lab).model.live.chunk
+        chunk = inside(lab).model.engine.live.chunk
         copies[:] = [buffer.grad_data.clone() for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return take_step()
 

@@ -34,6 +34,7 @@ _STATES: list[dict[str, Any]] = [
     {"use_distributed_optimizer": False},
     {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
     {"optimizer_cpu_offload": True},
+    {"gradient_accumulation_fusion": True, "bias_activation_fusion": False},
     {"loss": "logprobs"},
     {"cross_entropy_loss_fusion": True},
     {"fp8_format": "hybrid"},

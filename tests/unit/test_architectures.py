@@ -25,12 +25,22 @@ PUBLISHED_PARAMETERS = {
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
 }
-# What transformers 5.24 counts of its own models with the sizes of their config.json files, on the meta device.
+# What transformers 5.24 counts of its own models with the sizes of their config.json files, on the meta device
+# (`benchmarks.against_transformers`).
 COUNTED_PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "mistral-7b-v0.2": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-123b": 122_610_069_504,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -53,21 +63,22 @@ def megatron() -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from memlab.backends import cpu
-        from memlab.model import process_group
+        from memlab.engines import process_group
+        from memlab.engines.megatron import build
     with cpu.cuda_replaced():
         process_group.join_alone(Layout())
-        process_group.initialize_megatron(Layout())
-        process_group.seed_megatron(1)
+        build.initialize_megatron(Layout())
+        build.seed_megatron(1)
     yield cpu.cuda_replaced
-    process_group.parallel_state.destroy_model_parallel()
+    build.parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
 def num_parameters_of_live_model(architecture: Architecture, megatron: object) -> int:
     """Counts the parameters of Megatron's model with one and with two layers: each layer adds as many as the second."""
-    from memlab.model.build import gpt_model
-    from memlab.model.layers.torch_layers import TorchProvider
-    from memlab.model.megatron_config import transformer_config
+    from memlab.engines.megatron.build import gpt_model
+    from memlab.engines.megatron.layers.torch_layers import TorchProvider
+    from memlab.engines.megatron.megatron_config import transformer_config
 
     def num_parameters(num_layers: int) -> int:
         scenario = Scenario.of(architecture, num_layers=num_layers)
@@ -276,7 +287,7 @@ def test_a_config_that_memlab_cannot_model_is_refused(change: dict[str, object],
 
 
 def test_an_unknown_name_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"'qwen4' is neither.*qwen3-30b-a3b, .*phi-4-tiny"):
+    with pytest.raises(ValueError, match=r"'qwen4' is neither.*qwen3-30b-a3b, .*phi-4-.mini,tiny."):
         find_architecture("qwen4")
 
 

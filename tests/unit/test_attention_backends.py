@@ -18,18 +18,18 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
-from memlab.fitting.estimate import StepEstimate
-from memlab.fitting.suggestions import suggestions
-from memlab.lab.lab import Lab
-from memlab.model.attention_environment import (
+from memlab.engines.megatron.attention_environment import (
     attention_backend_chosen,
     check_environment,
     check_flash_attention_is_installed,
 )
-from memlab.model.layers.flash_attention import flash_attention
-from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb
-from memlab.model.layers.unfused_attention import has_fused_softmax, unfused_attention
-from memlab.model.retention.transformer_engine_caches import simulated_causal_masks
+from memlab.engines.megatron.layers.flash_attention import flash_attention
+from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb
+from memlab.engines.megatron.layers.unfused_attention import has_fused_softmax, unfused_attention
+from memlab.engines.megatron.retention.transformer_engine_caches import simulated_causal_masks
+from memlab.fitting.estimate import StepEstimate
+from memlab.fitting.suggestions import suggestions
+from memlab.lab.lab import Lab
 from memlab.record.timeline import Timeline
 from memlab.units import GIB, MIB
 from memlab.vocabulary import PHASES, POOLS

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import spawn
 from pathlib import Path
 
 import psutil
@@ -18,7 +22,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.search_workers import front_of, open_workers
 from memlab.ranks.balanced import Balanced, CallLostError
-from memlab.ranks.local_processes import LocalProcesses
+from memlab.ranks.local_processes import LocalProcesses, _without_main_module
 from memlab.ranks.ranks import Engine, Ranks
 from memlab.regression.nightly import Options, run_suite
 from memlab.regression.run.case_on_engine import SERVED
@@ -105,6 +109,23 @@ def test_a_script_that_has_its_calls_served_is_not_run_again_by_the_processes(tm
         check=False,
     )
     assert done.stdout.splitlines() == ["run as __main__", "9"], done.stderr
+
+
+def test_a_process_that_another_thread_starts_meanwhile_knows_its_script() -> None:
+    with _without_main_module(), ThreadPoolExecutor(1) as other:
+        own = spawn.get_preparation_data("own")
+        of_another = other.submit(spawn.get_preparation_data, "other").result()
+    assert of_another == spawn.get_preparation_data("other")
+    assert [*own] == [key for key in of_another if not key.startswith("init_main_")] != [*of_another]
+
+
+def test_the_output_of_a_dropped_process_is_closed() -> None:
+    places = LocalProcesses(1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", ResourceWarning)
+        del places
+        gc.collect()
+    assert not [str(one.message) for one in seen]
 
 
 def test_nothing_is_started_after_the_end() -> None:

@@ -18,12 +18,12 @@ import memlab.lab.lab
 from memlab.backends import find_backend
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
+from memlab.engines.megatron import training_step
+from memlab.engines.megatron.layers import context_parallel, packed_context_parallel
+from memlab.engines.megatron.layers.context_parallel import RingAttention
+from memlab.engines.megatron.layers.packed_context_parallel import PackedRingAttention
+from memlab.engines.megatron.layers.torch_functions import CausalAttention, PackedAttention
 from memlab.lab.lab import Lab
-from memlab.model import training_step
-from memlab.model.layers import context_parallel, packed_context_parallel
-from memlab.model.layers.context_parallel import RingAttention
-from memlab.model.layers.packed_context_parallel import PackedRingAttention
-from memlab.model.layers.torch_functions import CausalAttention, PackedAttention
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import POOLS
 from tests.unit.ranks import on_ranks

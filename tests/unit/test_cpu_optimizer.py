@@ -53,7 +53,7 @@ def rounded_to_power_of_two(num_bytes: int) -> int:
 def test_prediction_equals_an_h200(state: TrainingState, rest: float, peak: float, host: int) -> None:
     with Lab("qwen3-30b-a3b", num_layers=2, seq_length=4096, state=state, backend="simulated") as lab:
         record = lab.step()
-        live = inside(lab).model.live
+        live = inside(lab).model.engine.live
         assert len(list(live.parameters())) == 2 * (2 * 128 + 7) + 3, "one parameter per expert, as on a GPU"
         on_host = [
             parameter.numel() for part in live.optimizers for parameter in part.optimizer.gpu_params_map_cpu_copy
@@ -74,10 +74,10 @@ def test_prediction_equals_an_h200(state: TrainingState, rest: float, peak: floa
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, state: TrainingState) -> tuple[list[float | None], list[torch.Tensor]]:
-    monkeypatch.setattr("memlab.model.megatron_config.LEARNING_RATE", 1e-3)
+    monkeypatch.setattr("memlab.engines.megatron.megatron_config.LEARNING_RATE", 1e-3)
     with Lab("qwen3-moe-tiny", state=state, **TINY) as lab:
         losses = [lab.step().loss for _ in range(3)]
-        return losses, [parameter.detach().clone() for parameter in inside(lab).model.live.parameters()]
+        return losses, [parameter.detach().clone() for parameter in inside(lab).model.engine.live.parameters()]
 
 
 def test_overlapped_copies_reserve_memory_of_their_own_as_on_an_h200() -> None:
@@ -174,7 +174,7 @@ def test_megatron_discards_an_optimizer_that_stays_until_garbage_is_collected() 
         with Lab("phi-4-tiny", state=replace(HALF, manual_gc=manual_gc), **TINY) as lab:
             records[manual_gc] = lab.step()
             if not manual_gc:
-                (discarded,) = inside(lab).model.live.discarded_optimizers
+                (discarded,) = inside(lab).model.engine.live.discarded_optimizers
                 copies = list(discarded.param_to_fp32_param.values())
                 on_host = [copy for copy in copies if getattr(copy.untyped_storage(), "memlab_on_host", False)]
                 held = sum(copy.nbytes for copy in copies) - sum(copy.nbytes for copy in on_host)

@@ -23,8 +23,8 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import training_step
 from memlab.lab.lab import Lab
-from memlab.model import training_step
 from memlab.record.step_record import StepRecord
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
@@ -105,7 +105,7 @@ def _take_steps(job: Job) -> OfRank:
     counts: list[list[int]] = []
     with job.lab(int(os.environ["RANK"])) as lab, _noting_routes(lab, counts):
         records = job.steps(lab)
-        states = [state for part in inside(lab).model.live.optimizers for state in part.optimizer.state.values()]
+        states = [state for part in inside(lab).model.engine.live.optimizers for state in part.optimizer.state.values()]
         return OfRank(records, counts, values, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
 
 
@@ -147,7 +147,7 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
 def compute(lab: Lab) -> Values:
     """Takes a step with weights that depend on their names in the whole model alone."""
     norms: list[float] = []
-    optimizer = inside(lab).model.live.optimizer
+    optimizer = inside(lab).model.engine.live.optimizer
     take_step = optimizer.step
 
     def note_norm() -> Any:
@@ -157,7 +157,7 @@ def compute(lab: Lab) -> Values:
 
     def fill() -> None:
         with inside(lab).model.meter.paused(), torch.no_grad():
-            for chunk in inside(lab).model.live.chunks:
+            for chunk in inside(lab).model.engine.live.chunks:
                 for name, parameter in chunk.module.named_parameters():
                     parameter.copy_(own_part(name, parameter, chunk.module, lab.scenario))
             optimizer.reload_model_params()
@@ -227,7 +227,7 @@ TWO = [
         {"tensor_model_parallel_size": 2},
         (PLAIN, *OF_DENSE),
         replace(PHI, **ONE_GROUP),
-        state=TrainingState(apply_rope_fusion=True),
+        state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
     ),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
@@ -237,11 +237,15 @@ TWO = [
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
         architecture=PHI,
-        state=TrainingState(apply_rope_fusion=True),
+        state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
         packed_sequences=2,
     ),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
-    Job({"data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY), state=TrainingState(overlap_param_gather=True)),
+    Job(
+        {"data_parallel_size": 2},
+        (PLAIN, *OF_MOE, AWAY),
+        state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
+    ),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},

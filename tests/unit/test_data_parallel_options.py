@@ -14,9 +14,9 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import data_parallel_overlap
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
-from memlab.model import data_parallel_overlap
 from memlab.record.transfer import GROUPS
 from memlab.vocabulary import PHASES
 from tests.unit.inside import inside
@@ -64,7 +64,9 @@ def test_without_the_distributed_optimizer_every_byte_is_found_and_can_leave(opt
     with lab_of(**options, state=WITHOUT) as lab:
         plain = lab.step(NONE)
         assert plain.loss == expected.loss
-        assert all(inside(lab).model.meter.pool_of(each) == "device" for each in inside(lab).model.live.parameters())
+        assert all(
+            inside(lab).model.meter.pool_of(each) == "device" for each in inside(lab).model.engine.live.parameters()
+        )
         assert lab.audit_residency().complaints == ()
         opening = plain.timeline.breakdown(plain.timeline.num_opening_events - 1)  # type: ignore[union-attr]
         assert set(GROUPS) <= opening.keys()
@@ -86,7 +88,7 @@ def test_without_the_distributed_optimizer_every_byte_is_found_and_can_leave(opt
 def test_a_parameter_outside_the_buffers_that_lost_its_storage_stops_the_step() -> None:
     with lab_of("phi-4-tiny", num_layers=1, state=WITHOUT) as lab:
         lab.step(NONE)
-        parameter = next(inside(lab).model.live.parameters())
+        parameter = next(inside(lab).model.engine.live.parameters())
         inside(lab).worker.submit(lambda: parameter.untyped_storage().resize_(0)).result()
         with pytest.raises(ValueError, match=r"buffers\.params has 0 B of the .* so it did not run"):
             lab.step()
@@ -114,7 +116,7 @@ def test_overlap_moves_communication_into_backward_and_the_next_forward(
             lab.step()
         assert seen == {"gather": ["optimizer"], "reduce": ["backward"]}
     with lab_of(backend=backend, layout=layout, num_microbatches=2, state=OVERLAP) as lab:
-        (chunk,) = inside(lab).model.live.chunks
+        (chunk,) = inside(lab).model.engine.live.chunks
         count = len(chunk.bucket_groups)
         assert count > 5
         with communication(lab, monkeypatch) as seen:
@@ -143,7 +145,7 @@ def test_settings_change_in_place_under_overlap(settings: MemorySettings, monkey
             passed = lab.forward_only()
             lab.forward_only()
             # A rank has updated only its own part: each pass gathers all before it, as Megatron does to evaluate.
-            assert seen["gather"] == ["forward"] * 2 * len(inside(lab).model.live.chunk.bucket_groups)
+            assert seen["gather"] == ["forward"] * 2 * len(inside(lab).model.engine.live.chunk.bucket_groups)
             again = lab.step()
         assert plain.loss == record.loss == passed.loss == again.loss
         assert record.peak_allocated_bytes == again.peak_allocated_bytes
@@ -182,7 +184,7 @@ def test_stages_gather_at_once_only_where_they_are_interleaved(chunks: int) -> N
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks, data_parallel_size=2, rank=2
     )
     with lab_of(backend="simulated", layout=layout, num_layers=4, num_microbatches=4, state=OVERLAP) as lab:
-        live = inside(lab).model.live
+        live = inside(lab).model.engine.live
         assert live.config.param_sync_func is None
         first = lab.step(NONE)
         assert lab.step(FULL).status == lab.forward_only().status == first.status == "ok"
@@ -204,7 +206,7 @@ def test_stages_gather_at_once_only_where_they_are_interleaved(chunks: int) -> N
 def test_buckets_have_megatron_s_size_unless_one_is_given() -> None:
     def sizes(state: TrainingState, **layout: int) -> int | None:
         with lab_of("phi-4-tiny", num_layers=1, backend="simulated", state=state, layout=Layout(**layout)) as lab:
-            return inside(lab).model.live.chunk.bucket_size  # type: ignore[no-any-return]
+            return inside(lab).model.engine.live.chunk.bucket_size  # type: ignore[no-any-return]
 
     overlap = TrainingState(overlap_grad_reduce=True)
     assert sizes(overlap, data_parallel_size=2) == 40_000_000
@@ -233,7 +235,7 @@ def test_options_without_effect_are_named() -> None:
 
 def test_nothing_is_connected_without_overlap() -> None:
     with lab_of("phi-4-tiny", num_layers=1) as lab:
-        live = inside(lab).model.live
+        live = inside(lab).model.engine.live
         lab.step(NONE)
         assert not data_parallel_overlap.gathers_in_forward(live)
         assert (live.config.no_sync_func, live.config.grad_sync_func, live.config.param_sync_func) == (None,) * 3

@@ -23,8 +23,8 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.cli import main
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.residency import residency
 from memlab.lab.lab import Lab
-from memlab.model.residency import residency
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import KIB, MIB

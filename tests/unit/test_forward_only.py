@@ -43,7 +43,7 @@ def test_a_forward_only_pass_has_the_loss_and_keeps_nothing(
     assert record.timeline is not None
     assert {PHASES[phase] for phase in record.timeline.phase} <= {"idle", "load", "forward", "offload"}
     assert lab.records == [trained, record]
-    assert inside(lab).model.live.chunk.training
+    assert inside(lab).model.engine.live.chunk.training
     assert "forward only" in str(record)
 
 

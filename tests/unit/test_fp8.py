@@ -17,11 +17,11 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import Fp8Recipe, TrainingState
+from memlab.engines.megatron.layers.fake_fp8 import Fp8Padding
+from memlab.engines.megatron.training_step import _labels_in_engine_checkpoints
 from memlab.lab.lab import Lab
 from memlab.meter import kept_gathers
 from memlab.meter.labels import Labels
-from memlab.model.layers.fake_fp8 import Fp8Padding
-from memlab.model.training_step import _labels_in_engine_checkpoints
 from memlab.upstream.private_names import replaceable
 from memlab.views.text.record import record_table
 from tests.unit.inside import inside
@@ -79,7 +79,7 @@ def exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _matrices(lab: Lab) -> list[tuple[int, ...]]:
-    layers = inside(lab).model.live.layers
+    layers = inside(lab).model.engine.live.layers
     return [
         tuple(weight.shape)
         for layer in layers
@@ -150,7 +150,7 @@ def test_layers_save_for_backward_what_transformer_engine_saves(
 
 def _saved_bytes(lab: Lab, part: str) -> list[int]:
     """Returns the bytes of each tensor that a module of the first layer saves for backward, weights left out."""
-    module = inside(lab).model.live.layers[0].get_submodule(part)
+    module = inside(lab).model.engine.live.layers[0].get_submodule(part)
     weights = list(module.parameters())
     saved: list[int] = []
 
@@ -177,8 +177,8 @@ def test_full_recompute_frees_column_wise_weights_only_of_the_blockwise_recipe()
     for recipe in ("tensorwise", "blockwise"):
         with Lab("qwen3-moe-tiny", state=fp8(recipe), num_layers=2, seq_length=64, backend="simulated") as lab:
             lab.step(FULL)
-            weights = inside(lab).model.live.layers[0].mlp.experts.linear_fc1
-            inside(lab).model.live.chunk.module.set_is_first_microbatch()
+            weights = inside(lab).model.engine.live.layers[0].mlp.experts.linear_fc1
+            inside(lab).model.engine.live.chunk.module.set_is_first_microbatch()
             with torch.no_grad():
                 inside(lab).worker.submit(lambda linear=weights: linear.quantize_weight(columnwise=False)).result()
             freed[recipe] = not weights._fp8_workspaces["weight"].columnwise

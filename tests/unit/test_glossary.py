@@ -11,6 +11,10 @@ from typing import get_args
 import pytest
 
 from memlab.analysis.diagnosis import Kind
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.layout import Layout
+from memlab.config.option import options_of
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.record.out_of_memory import Verdict
@@ -41,9 +45,17 @@ def test_every_pool_category_phase_group_and_action_is_the_key_of_an_entry(key: 
 
 
 @pytest.mark.parametrize(
-    "name", [field.name for kind in (StepRecord, MemorySettings, TrainingState) for field in fields(kind)]
+    "name",
+    [
+        *(field.name for field in fields(StepRecord)),
+        *(
+            name
+            for cls in (Scenario, Layout, TrainingState, AllocatorSettings, MemorySettings)
+            for name in options_of(cls)
+        ),
+    ],
 )
-def test_every_key_of_a_record_of_settings_and_of_a_training_state_is_in_an_entry(name: str) -> None:
+def test_every_key_of_a_record_and_every_option_is_in_an_entry(name: str) -> None:
     assert any(f"`{name}`" in entry for entry in ENTRIES)
 
 

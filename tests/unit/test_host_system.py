@@ -101,5 +101,5 @@ def test_a_training_state_takes_the_bytes_that_are_compared_with_the_host(
         groups = inside(lab).worker.submit(inside(lab).model.transfers.residency.tensors).result()
         storages = [tensor.untyped_storage() for group in GROUPS for tensor in groups[group]]
         taken = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        num_parameters = sum(parameter.numel() for parameter in inside(lab).model.live.parameters())
+        num_parameters = sum(parameter.numel() for parameter in inside(lab).model.engine.live.parameters())
         assert taken / num_parameters == pytest.approx(bytes_per_parameter(lab.scenario) + copies, rel=0.01)

@@ -48,8 +48,10 @@ def test_as_many_passes_wait_as_the_schedule_says(rank: int, chunks: int) -> Non
     warm_up = (stages - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * stages
     with open_lab(rank, chunks) as lab:
         record = lab.step()
-        assert len(inside(lab).model.live.chunks) == chunks
-        assert [len(chunk.module.decoder.layers) for chunk in inside(lab).model.live.chunks] == [4 // chunks] * chunks
+        assert len(inside(lab).model.engine.live.chunks) == chunks
+        assert [len(chunk.module.decoder.layers) for chunk in inside(lab).model.engine.live.chunks] == [
+            4 // chunks
+        ] * chunks
     first_layers = range(0, LAYERS // stages, LAYERS // stages // chunks)
     assert sum(passes_before_backward(record, layer) for layer in first_layers) == warm_up + 1
 
@@ -57,7 +59,7 @@ def test_as_many_passes_wait_as_the_schedule_says(rank: int, chunks: int) -> Non
 def test_layers_are_numbered_through_and_all_of_them_step() -> None:
     with open_lab(0, 2) as lab:
         record = lab.step()
-        live = inside(lab).model.live
+        live = inside(lab).model.engine.live
         numbers = [layer.layer_number for layer in live.layers]
         assert numbers == [1, 2, 5, 6]  # of the whole model, from 1: this rank's first and third quarter
         names = {name for name, _ in live.named_modules()}
@@ -139,4 +141,4 @@ def test_uneven_stages_are_interleaved_where_each_divides() -> None:
             "phi-4-tiny", num_layers=6, seq_length=64, num_microbatches=2, layout=layout, backend="simulated"
         ) as lab:
             assert lab.step().status == "ok"
-            assert [layer.layer_number for layer in inside(lab).model.live.layers] == numbers
+            assert [layer.layer_number for layer in inside(lab).model.engine.live.layers] == numbers

@@ -192,6 +192,34 @@ def test_a_setting_made_by_code_drops_the_options_of_the_variable(framework: str
 
 
 @pytest.mark.parametrize(
+    ("option", "effect"),
+    [
+        ("large_segment_size_mb:12", "either"),
+        ("large_segment_size_mb:20", None),
+        ("max_non_split_rounding_mb:40", "either"),
+        ("per_process_memory_fraction:0.9", "more"),
+        ("per_process_memory_fraction:1.0", None),
+        ("expandable_segments_reserve:0.5", "more"),
+        ("expandable_segments_reserve:1", None),
+        ("expandable_segments_reserve:40G", "more"),
+        ("expandable_segments_reserve_by_class:[serving:0.25,other:8G]", "more"),
+        ("throw_on_cudamalloc_oom:True", None),
+        ("graph_capture_record_stream_reuse:True", None),
+        ("pinned_free_catch_all:True", None),
+        ("backend:cudaMallocAsync", "either"),
+        ("a_new_option:1", "unknown"),
+    ],
+)
+def test_options_of_newer_allocators_are_known_or_named(option: str, effect: str | None, tmp_path: Path) -> None:
+    """``parseArgs`` in c10/cuda/CUDAAllocatorConfig.cpp of torch 2.15 knows all of them except the last."""
+    job = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,{option}\n{SLIME} --seq-length 4096"
+    read = script(tmp_path, job)
+    assert read.required()[0].allocator.expandable_segments
+    found = [one.effect for one in read.not_modelled if option.partition(":")[0] in one.key]
+    assert found == [effect] * (effect is not None)
+
+
+@pytest.mark.parametrize(
     ("flags", "tokens"),
     [
         ("--rlhf_type grpo", 3072),

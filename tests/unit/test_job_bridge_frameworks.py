@@ -219,7 +219,7 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
     assert (scenario.layout.expert_model_parallel_size, scenario.layout.expert_tensor_size) == (8, 1)
     assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == workload
     assert (scenario.state.loss, settings.recompute_granularity) == ("vocab_parallel_cross_entropy", None)
-    assert "engine.override_transformer_config.bias_activation_fusion" in {one.key for one in job.not_modelled}
+    assert (scenario.state.bias_activation_fusion, scenario.state.gradient_accumulation_fusion) == (False, True)
     assert not [one for one in job.not_modelled if one.effect == "unknown"]
 
 
@@ -297,12 +297,13 @@ def test_a_job_of_verl_that_chooses_no_engine_is_warned_of(tmp_path: Path) -> No
 
 
 def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -> None:
-    keys = {f"{MODEL}.bias_activation_fusion", f"{MODEL}.gradient_accumulation_fusion"}
-    assert keys <= {one.key for one in verl(tmp_path).not_modelled}
+    def fusions(*keys: str) -> tuple[bool, bool]:
+        state = verl(tmp_path, *keys).required()[0].state
+        return state.bias_activation_fusion, state.gradient_accumulation_fusion
+
     vanilla = f"{ACTOR}.megatron.vanilla_mbridge=True"
-    assert not keys & {one.key for one in verl(tmp_path, vanilla).not_modelled}
-    said = verl(tmp_path, vanilla, f"{MODEL}.bias_activation_fusion=False").not_modelled
-    assert f"{MODEL}.bias_activation_fusion" in {one.key for one in said}
+    assert (fusions(), fusions(vanilla)) == ((False, True), (True, False))
+    assert fusions(vanilla, f"{MODEL}.bias_activation_fusion=False") == (False, False)
 
 
 RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe qwen3_30b_a3b_pretrain_config "
@@ -337,7 +338,7 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert settings.recompute_granularity is None
     said = {one.key: one.value for one in job.not_modelled}
     assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
-    assert "model.bias_activation_fusion" not in said, "the recipe fuses it"
+    assert (state.bias_activation_fusion, state.gradient_accumulation_fusion) == (True, True), "the recipe fuses both"
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memlab.cli import main, one_line
-from memlab.jobs.formats import LOOKED_FOR
+from memlab.jobs.frameworks.registry import LOOKED_FOR
 from memlab.jobs.job import Job
 from memlab.views.text.job import job_table
 

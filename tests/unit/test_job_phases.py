@@ -132,7 +132,7 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(
     predicted = predict_phases(job, settings, rollout, gpu_memory_bytes)
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
         step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
-        weights = [p.nbytes for p in inside(lab).model.live.parameters()]
+        weights = [p.nbytes for p in inside(lab).model.engine.live.parameters()]
         parameters, reference = sum(weights) if settings == AWAY else 0, sum(weights)
         model = lab.scenario.architecture
         largest = 2 * model.vocab_size * model.hidden_size

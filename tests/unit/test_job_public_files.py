@@ -323,3 +323,124 @@ def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.scenario.seq_length >= 32768
     assert any("the longest sequence has" in warning for warning in job.warnings)
+
+
+GRPO = (
+    "NPROC_PER_NODE=2 megatron rlhf --rlhf_type grpo --model Qwen/Qwen2.5-0.5B-Instruct --max_completion_length 2048 "
+)
+DPO = "NPROC_PER_NODE=4 megatron rlhf --rlhf_type dpo --model Qwen/Qwen3-4B --max_length 1024 --global_batch_size 16 "
+SFT = f"{SLIME} --loss-type sft_loss --debug-train-only --disable-compute-advantages-and-returns "
+
+
+def test_a_job_without_a_longest_prompt_has_rows_of_its_answers_in_each_pass(tmp_path: Path) -> None:
+    """Not passes for log-probabilities over one token, and not the model's usual length without the answers."""
+    job = script(tmp_path, f"{GRPO} --micro_batch_size 8 --global_batch_size 128")
+    scenario, _ = job.required()
+    assert (scenario.seq_length, scenario.packed_sequences) == (8 * 2048, 8)
+    assert job.rollout is not None
+    assert job.rollout.of_log_probabilities(scenario).seq_length == 8 * 2048
+    assert any("sequences as long as an answer, 2,048 tokens" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sequences"),
+    [("", 2), ("--micro_batch_size 4", 8), ("--micro_batch_size 2 --packing true", 2), ("--tuner_type lora", 2)],
+)
+def test_dpo_of_ms_swift_has_two_sequences_for_each_of_a_batch(flags: str, sequences: int, tmp_path: Path) -> None:
+    """``_rlhf_data_collator`` and ``PackingDataset`` of ms-swift 4.6.0: packing fills a row with pairs."""
+    job = script(tmp_path, f"{DPO} {flags}")
+    scenario, _ = job.required()
+    assert scenario.micro_batch_size == sequences
+    of_batch = int(flags.split()[1]) if "micro_batch_size" in flags else 1
+    assert scenario.num_microbatches == 16 // (4 * of_batch)
+    assert ("rlhf_type" in effects(job)) == ("packing" in flags)
+
+
+def test_stages_of_dpo_in_ms_swift_keep_the_reference_model_s_outputs_too(tmp_path: Path) -> None:
+    """``forward_step`` in swift/megatron/trainers/dpo_trainer.py joins them before they are sent."""
+    row = effects(script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2"))["rlhf_type"]
+    assert (row.effect, row.reason) == ("more", "pipeline stages send and keep the reference model's outputs too")
+
+
+def test_rows_of_ms_swift_with_padding_need_their_mask_and_no_more(tmp_path: Path) -> None:
+    """``_data_collator`` in swift/template/base.py makes a mask of bool for each row; rows are predicted at their longest."""
+    job = script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen3-8B')} --micro_batch_size 4 --padding_free false")
+    assert effects(job)["padding_free"].bound_bytes == 4 * 2048**2
+
+
+def test_adapters_in_the_language_model_say_that_other_parts_are_trained_whole(tmp_path: Path) -> None:
+    """``_prepare_full_vit`` in swift/megatron/utils/utils.py."""
+    reasons = {
+        kind: effects(script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen3-8B')} --tuner_type {kind}"))[
+            "tuner_type"
+        ].reason
+        for kind in ("lora", "lora_llm")
+    }
+    assert reasons["lora"].endswith("so memlab's numbers are an upper bound")
+    assert reasons["lora_llm"].endswith("are trained whole, and come on top")
+
+
+@pytest.mark.parametrize("batch", ["--use-dynamic-batch-size --max-tokens-per-gpu 8192", "--micro-batch-size 1"])
+def test_a_job_that_only_trains_has_no_phases_of_an_engine(batch: str, tmp_path: Path) -> None:
+    """``update_weights`` in slime/backends/megatron_utils/actor.py returns at once with ``--debug-train-only``."""
+    assert script(tmp_path, f"{SFT} {batch}").rollout is None
+    with_passes = script(tmp_path, f"{SLIME} --load-debug-rollout-data data {batch}").rollout
+    assert with_passes is not None
+    assert (with_passes.computes_log_probabilities, with_passes.bucket_bytes) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"), [("--use-dynamic-batch-size --max-tokens-per-gpu 8192", 8192), ("--micro-batch-size 2", 8192)]
+)
+def test_sequences_of_data_that_nothing_bounds_are_said(batch: str, tokens: int, tmp_path: Path) -> None:
+    """``generate_rollout`` in slime/rollout/sft_rollout.py cuts none; slime's placeholder for the length is 4,096."""
+    said = "the file does not say how long the data's sequences are"
+    job = script(tmp_path, f"{SFT} {batch}")
+    assert job.required()[0].seq_length == tokens
+    assert any(said in one for one in job.warnings)
+    known = script(tmp_path, f"{SFT} {batch} --rollout-max-context-len 2048")
+    assert not any(said in one for one in known.warnings)
+
+
+def test_arguments_that_a_variable_holds_are_cut_where_they_stand(tmp_path: Path) -> None:
+    """Not in the line of the file that sets the variable."""
+    (tmp_path / "model.sh").write_text("# sizes\nMODEL_ARGS=(\n  --num-layers 4\n)\n")
+    start = 'source "$(dirname "$0")/model.sh"\n\nset -e\n'
+    job = script(tmp_path, f"{start}{SLIME} --colocate\n  ${{MODEL_ARGS[@]}} --rollout-batch-size 4\n")
+    assert job.causes[0].startswith(
+        "line 5: '--num-layers' is an argument without a command, since line 4 does not end"
+    )
+    assert job.causes[0].endswith("correct line 4")
+
+
+R3 = "actor_rollout_ref.actor.megatron.router_replay.mode"
+
+
+def test_kept_experts_of_a_budget_of_tokens_are_those_of_all_micro_batches(tmp_path: Path) -> None:
+    """Where two full rows are predicted, the experts of all rows of a step are kept nevertheless."""
+    budget = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048"
+    sizes = "trainer.n_gpus_per_node=8 data.max_prompt_length=512 data.max_response_length=512"
+    sequences = "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=4"
+    job = script(tmp_path, f"{VERL} {R3}=R3 {budget} {sizes} {sequences}")
+    scenario, _ = job.required()
+    assert scenario.num_microbatches == 2
+    rows = 64 * 4 // 8 * 1024 // 2048
+    layers, chosen = 48, 8
+    whole_row = 8 * 2048 * chosen * layers
+    assert effects(job)[R3].bound_bytes == 2 * 8 * 2048 * chosen * layers * rows + 2 * whole_row
+    by_engine = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    assert effects(script(tmp_path, f"{VERL} {by_engine}=True {budget} {sizes}"))[by_engine].bound_bytes == whole_row
+
+
+@pytest.mark.parametrize("key", ["use_routing_replay", "use_rollout_routing_replay"])
+def test_slime_keeps_chosen_experts_on_the_host_and_copies_those_in_flight(key: str, tmp_path: Path) -> None:
+    """``RoutingReplay`` in slime/utils/routing_replay.py: pinned buffers, and copies of 4 bytes each."""
+    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --{key.replace('_', '-')}")
+    assert effects(job)[key].bound_bytes == 4 * 1024 * 8 * 48
+
+
+def test_the_entropy_of_slime_has_a_bound(tmp_path: Path) -> None:
+    """The logits in fp32, the entropy's gradient, and where a mask leaves tokens out the probabilities of all."""
+    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01")
+    vocabulary = job.required()[0].architecture.vocab_size
+    assert effects(job)["entropy_coef"].bound_bytes == 3 * 4 * 1024 * vocabulary

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.architectures import find_architecture, published_architecture
 from memlab.config.model_restrictions import check_on_model
 from memlab.jobs.job import Job
-from memlab.jobs.model import published_architecture
 from memlab.jobs.writing import written
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
@@ -68,11 +68,30 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("Qwen/Qwen2.5-Coder-32B", "qwen2.5-32b"),
         ("Qwen/Qwen2.5-VL-7B-Instruct", None),
         ("Qwen/Qwen2.5-Coder-72B", None),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-405B-Instruct-FP8", "llama-3.1-405b"),
+        (
+            "/models/models--meta-llama--Llama-2-7b-chat-hf/snapshots/f5db02db724555f92da89c216ac04704f23d4590",
+            "llama-2-7b",
+        ),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-7B-v0.1", None),  # its attention has a window
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("mistralai/Mistral-Large-Instruct-2411", "mistral-large-123b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", None),  # its embeddings are not tied
+        ("Qwen/Qwen2-7B-Instruct", "qwen2.5-7b"),
     ],
 )
 def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:
     found = published_architecture(name)
     assert (None if found is None else found.name) == architecture
+    if found is not None:  # wherever a command takes an architecture
+        assert find_architecture(name) == found
+    else:
+        with pytest.raises(ValueError, match="is neither a known name nor a Hugging Face config"):
+            find_architecture(name)
 
 
 def test_llama_has_the_fusions_of_its_own_provider(tmp_path: Path) -> None:
@@ -82,15 +101,15 @@ def test_llama_has_the_fusions_of_its_own_provider(tmp_path: Path) -> None:
         script = f"{_VERL.replace('8 ', '1 ')} actor_rollout_ref.model.path={model} trainer.n_gpus_per_node=8"
         path.write_text(script)
         job = Job.read(path, version="2026-08-20")
-        unfused = {one.key.rpartition(".")[2] for one in job.not_modelled} & {"bias_activation_fusion"}
-        assert (not unfused, job.required()[0].state.apply_rope_fusion) == (is_fused, is_fused)
+        state = job.required()[0].state
+        assert (state.bias_activation_fusion, state.apply_rope_fusion) == (is_fused, is_fused)
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     path.write_text(
         script.replace("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B") + f" +{key}.bias_activation_fusion=false"
     )
     job = Job.read(path, version="2026-08-20", overrides=[f"{key}.apply_rope_fusion=false"])
-    assert f"{key}.bias_activation_fusion" in {one.key for one in job.not_modelled}
-    assert not job.required()[0].state.apply_rope_fusion
+    state = job.required()[0].state
+    assert (state.bias_activation_fusion, state.apply_rope_fusion) == (False, False)
 
 
 def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> None:
@@ -256,13 +275,19 @@ def test_the_old_name_of_recomputing_moe_layers_is_read_as_megatron_reads_it(fra
     assert "moe_layer_recompute is true with full recompute" in f"{job.cannot_start} {job.not_supported}"
 
 
+@pytest.mark.parametrize("framework", _TRANSFORMER)
+def test_both_fusions_are_read_by_every_framework_s_names(framework: str, tmp_path: Path) -> None:
+    prefix = "policy.megatron_cfg." if framework == "nemo-rl" else _TRANSFORMER[framework]
+    names = [f"bias_{'activation' if prefix else 'swiglu'}_fusion", "gradient_accumulation_fusion"]
+    for is_on in (True, False):
+        keys = [f"{prefix}{name}={is_on}" for name in names]
+        if not prefix and not is_on:
+            keys = [f"no_{name}=true" for name in names]
+        state = _job(framework, tmp_path, *keys).required()[0].state
+        assert (state.bias_activation_fusion, state.gradient_accumulation_fusion) == (is_on, is_on)
+
+
 _MEMORY = [
-    *(
-        (name, f"{prefix}bias_{'activation' if prefix else 'swiglu'}_fusion", "false", "more")
-        for name, prefix in _TRANSFORMER.items()
-    ),
-    ("megatron-lm", "no_bias_swiglu_fusion", "true", "more"),
-    ("slime", "bias_swiglu_fusion", "false", "more"),
     ("bridge", "model.fp32_residual_connection", "true", "more"),
     ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
     ("bridge", "model.cp_comm_type", "a2a", "either"),
@@ -296,7 +321,6 @@ _MEMORY = [
     ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
     ("verl", "actor_rollout_ref.model.mtp.enable", "true", "more"),
     ("verl", "actor_rollout_ref.model.override_config.model_config.num_hidden_layers", "4", "either"),
-    ("nemo-rl", "policy.megatron_cfg.bias_activation_fusion", "false", "more"),
     ("nemo-rl", "policy.megatron_cfg.moe_layer_recompute", "true", "less"),
     ("nemo-rl", "policy.hf_config_overrides.num_hidden_layers", "4", "either"),
     ("nemo-rl", "policy.draft.enabled", "true", "more"),

@@ -7,7 +7,7 @@ import random
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -17,8 +17,9 @@ from memlab.config.architectures import ARCHITECTURES, HUGGING_FACE_NAMES, Archi
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
-from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
-from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
+from memlab.config.settings import NEWER_SETTINGS, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.versions import Versions
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
@@ -144,7 +145,7 @@ STATES = {
     "overlap_cpu_optimizer_d2h_h2d": dtype(True),
     "pin_cpu_grads": dtype(False),
     "manual_gc": dtype(True),
-    "loss": dtype(*CHOICES["loss"]),
+    "loss": dtype(*get_args(Loss)),
     "fp32_output": dtype(True),
     "logprobs_chunk_size": dtype(512),
     "cross_entropy_loss_fusion": dtype(True),
@@ -171,9 +172,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     state |= {field: getattr(TrainingState(), field) for field in unread}
     kept = saying(name, settings.to_dict(), MemorySettings())
     if not settings.offload_modules:
-        kept |= {
-            field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *SINCE_MEGATRON_0_19)
-        }
+        kept |= {field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *NEWER_SETTINGS)}
     unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
     unsaid.pop("allocator", None)
     own = {"overlap_param_gather": False, "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16"}
@@ -195,6 +194,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
     if name in ("skyrl-sft", "verl"):  # they switch expandable segments on
         scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
+    scenario = replace(scenario, versions=Versions(transformer_engine=FRAMEWORKS[name].transformer_engine))
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)
 
@@ -324,7 +324,7 @@ def other_spellings(name: str, lines: list[str]) -> list[str]:
     return text.split("\n")
 
 
-@pytest.mark.parametrize("loss", CHOICES["loss"])
+@pytest.mark.parametrize("loss", get_args(Loss))
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_loss_is_written_or_said_to_be_another(name: str, loss: Any, tmp_path: Path) -> None:
     for fp32_output in (False, True):

@@ -58,8 +58,8 @@ def test_opening_a_lab_closes_the_open_one_and_says_so(open_lab: Callable[..., A
 
 
 def test_a_failed_build_leaves_room_for_the_next(open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from memlab.engines.megatron import build
     from memlab.meter.storage_meter import StorageMeter
-    from memlab.model import build
 
     closed: list[StorageMeter] = []
 
@@ -78,8 +78,8 @@ def test_a_failed_build_leaves_room_for_the_next(open_lab: Callable[..., Any], m
 def test_a_close_that_fails_still_closes_the_meter(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from memlab.engines.megatron.retention import megatron_globals
     from memlab.meter.storage_meter import StorageMeter
-    from memlab.model.retention import megatron_globals
 
     closed: list[StorageMeter] = []
     release = megatron_globals.release
@@ -312,7 +312,7 @@ def test_an_error_inside_a_step_is_told_and_the_model_steps_on(
 ) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=4)
     plain = lab.step(FULL)
-    attention = inside(lab).model.live.chunk.module.decoder.layers[2].self_attention.core_attention
+    attention = inside(lab).model.engine.live.chunk.module.decoder.layers[2].self_attention.core_attention
     with monkeypatch.context() as broken:
         broken.setattr(type(attention), "forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -361,11 +361,11 @@ def test_a_busy_lab_refuses_a_second_step_in_words(open_lab: Callable[..., Any])
 
 def test_the_workload_changes_without_a_rebuild(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny", seq_length=64)
-    model = inside(lab).model.live.chunk
+    model = inside(lab).model.engine.live.chunk
     short = lab.step()
     lab.set_workload(seq_length=128, micro_batch_size=2)
     long = lab.step()
-    assert inside(lab).model.live.chunk is model
+    assert inside(lab).model.engine.live.chunk is model
     assert long.scenario.tokens_per_step == 4 * short.scenario.tokens_per_step
     lab.close()
     fresh = open_lab("qwen3-moe-tiny", seq_length=128, micro_batch_size=2).step()
@@ -418,7 +418,7 @@ def test_clearing_an_optimizer_frees_the_moments_even_if_something_else_holds_it
     for architecture, settings, held, clears, freed_by, is_collected in cases:
         lab = open_lab(architecture)
         lab.step(settings)
-        num_parameters = sum(parameter.numel() for parameter in inside(lab).model.live.parameters())
+        num_parameters = sum(parameter.numel() for parameter in inside(lab).model.engine.live.parameters())
         counters = lab.audit_residency().device_bytes("optimizer state") - 12 * num_parameters
         meter = inside(lab).model.meter
         freed = _freed_by_line(lab.release_recipe(held, clears=clears))
@@ -616,7 +616,7 @@ def test_a_lab_that_fails_to_close_leaves_room_for_the_next(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = open_lab("phi-4-tiny")
-    monkeypatch.setattr(type(inside(lab).model.live), "parameters", lambda _: 1 / 0)
+    monkeypatch.setattr(type(inside(lab).model.engine.live), "parameters", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lab.close()
     assert lab.closed

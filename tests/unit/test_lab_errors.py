@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
+from memlab.engines.step_errors import release_tensors
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
-from memlab.model.recover_failed_step import release_tensors
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 
@@ -42,7 +42,7 @@ class ErrorInModelError(Exception):
 @contextmanager
 def broken(lab: Lab, place: str) -> Iterator[None]:
     """Within the block a step raises at a place, from within a call of a layer or of autograd."""
-    live = inside(lab).model.live
+    live = inside(lab).model.engine.live
 
     def fail(*arguments: Any) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
@@ -165,7 +165,7 @@ def test_exceptions_that_others_refer_to_are_released_too() -> None:
     assert caught.exceptions[1].args == ("of the model", "<Tensor>")
 
 
-@pytest.mark.parametrize("place", ["memlab.model.build._fuse_adam", "memlab.lab.lab_model.Transfers"])
+@pytest.mark.parametrize("place", ["memlab.engines.megatron.build._fuse_adam", "memlab.lab.lab_model.Transfers"])
 def test_a_failed_build_keeps_nothing_in_its_exception(
     place: str, open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

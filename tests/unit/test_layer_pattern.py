@@ -76,7 +76,7 @@ DENSE_FIRST, EVERY_SECOND = (0, *[1] * 47), (1, 0) * 24
 def test_dense_layers_among_them_are_taken(value: str, pattern: tuple[int, ...], tmp_path: Path) -> None:
     scenario, _ = job_of(value, tmp_path).required()
     assert (scenario.architecture.name, scenario.architecture.moe_layer_freq) == ("qwen3-30b-a3b", pattern)
-    assert [scenario.architecture.layer_routes(layer) for layer in range(48)] == [bool(one) for one in pattern]
+    assert [scenario.architecture.parts_of(layer)[-1].routes for layer in range(48)] == [bool(one) for one in pattern]
     plain = Job.read(tmp_path / "run.sh", overrides=["moe_layer_freq=1"])
     assert plain.required()[0].architecture == replace(scenario.architecture, moe_layer_freq=None)
 

@@ -309,7 +309,7 @@ def test_the_layers_of_large_checkpoints_are_replayed(
     for replay, taken in records.items():
         with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
             model: Any = inside(lab).model
-            num_passes = len(model.live.layers) * lab.scenario.num_microbatches
+            num_passes = len(model.engine.layers) * lab.scenario.num_microbatches
             for size in layers_per_checkpoint:
                 taken.append(lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False))
                 # In its forward pass, and in the recompute of its backward.
@@ -391,7 +391,7 @@ def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copie
     state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
     with Lab("phi-4-tiny", num_layers=2, seq_length=32, state=state, backend="simulated") as lab:
         lab.step()
-        optimizer: Any = inside(lab).model.live.optimizer
+        optimizer: Any = inside(lab).model.engine.live.optimizer
         calls = []
         update = optimizer.step
         optimizer.step = lambda: (calls.append(1), update())[1]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partialmethod
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -21,22 +18,24 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting.candidates import candidates
+from memlab.fitting.does_it_fit import Verdict
 from memlab.fitting.layouts import (
+    SIZES,
     FittingLayout,
     Known,
+    LayoutSearch,
     LayoutSearchInterrupted,
     Step,
     deciding_ranks,
     layouts_of,
-    least_peak_bytes,
     search_layouts,
 )
+from memlab.fitting.least_peak import bytes_at_peak, least_peak_bytes, least_peak_with
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction
-from memlab.lab.communication import communicated_bytes
-from memlab.lab.search_steps import stepping
-from memlab.lab.search_workers import Workers
+from memlab.lab.search_steps import Predictor, stepping
 from memlab.units import GIB, MIB
 from tests.unit.inside import inside
 
@@ -89,7 +88,13 @@ def test_the_first_or_the_last_stage_needs_the_most() -> None:
 )
 def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind: str, expected: int) -> None:
     job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, num_microbatches=2, layout=layout)
-    assert communicated_bytes(job, PLAIN)[kind] == expected
+    assert sent_in_a_step(job, PLAIN)[kind] == expected
+
+
+def sent_in_a_step(job: Scenario, settings: MemorySettings, *, replay: bool = True) -> dict[str, int]:
+    with Lab(job, backend="simulated", replay=replay) as lab:
+        lab.step(settings)
+        return lab.sent_bytes
 
 
 @pytest.mark.parametrize(
@@ -104,14 +109,22 @@ def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind:
     ],
 )
 def test_replayed_passes_send_what_stepped_ones_do(
-    family: str, layout: Layout, num_microbatches: int, settings: MemorySettings, monkeypatch: pytest.MonkeyPatch
+    family: str, layout: Layout, num_microbatches: int, settings: MemorySettings
 ) -> None:
     # As many as it takes until a stage replays layers, also where it recomputes some of them.
     num_layers = 6 if layout.pipeline_model_parallel_size > 1 else 4
     job = Scenario.of(family, num_layers=num_layers, seq_length=64, num_microbatches=num_microbatches, layout=layout)
-    replayed = communicated_bytes(job, settings)
-    monkeypatch.setattr(Lab, "__init__", partialmethod(Lab.__init__, replay=False))
-    assert communicated_bytes(job, settings) == replayed
+    assert sent_in_a_step(job, settings) == sent_in_a_step(job, settings, replay=False)
+
+
+def test_a_prediction_says_what_the_rank_sends_whatever_was_predicted_before_it() -> None:
+    layout = Layout(expert_model_parallel_size=2, data_parallel_size=2)
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, num_microbatches=2, layout=layout)
+    predictor = Predictor()
+    predicted = {settings: predictor.predict(job, settings, GIB) for settings in (MOE, PLAIN, FULL)}
+    predictor.close()
+    for settings, prediction in predicted.items():
+        assert prediction.communicated_bytes == sent_in_a_step(job, settings), settings
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -143,10 +156,6 @@ def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
     assert {one for one in every if one.layout.tensor_model_parallel_size == 2} >= set(layouts_of(job, given))
 
 
-def counted(rank: Scenario, settings: MemorySettings) -> dict[str, int]:
-    return {"all-reduce": rank.layout.world_size}
-
-
 def predicted_by_size(step: Step) -> Prediction:
     """A model of steps: tensor parallelism and recompute lower the peak, the last stage is the worst."""
     layout, full = step.rank.layout, step.settings.recompute_granularity == "full"
@@ -174,7 +183,7 @@ def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() ->
         asked.append(step)
         return predicted_by_size(step)
 
-    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, counted)
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict)
     best = found.fitting[0]
     assert (best.layout.tensor_model_parallel_size, best.settings, best.recomputed_share) == (2, PLAIN, 0.0)
     assert found.verdict.startswith(f"{best.layout} with 'none' fits 16 GPUs of 70.000 GiB, with ")
@@ -204,8 +213,8 @@ def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> No
             ahead[following] = predicted_by_size(following)
         return predicted_by_size(step)
 
-    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, counted, look_ahead=likely.append)
-    assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted)
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, look_ahead=likely.append)
+    assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size)
     assert len(ahead.keys() & asked) > len(ahead) / 2
 
 
@@ -216,7 +225,7 @@ def test_each_layout_is_reported_with_how_many_may_follow_and_the_last_one_with_
     def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
         reported.append(num_left)
 
-    search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted, on_layout=report)
+    search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, on_layout=report)
     follow = range(len(reported) - 1, -1, -1)
     assert all(at_most >= number for at_most, number in zip(reported, follow, strict=True)) and reported[-1] == 0
 
@@ -232,7 +241,7 @@ def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:
 
     job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
     with pytest.raises(LayoutSearchInterrupted) as error:
-        search_layouts(job, {}, PLAIN, 70 * GIB, interrupted, counted)
+        search_layouts(job, {}, PLAIN, 70 * GIB, interrupted)
     assert error.value.found.fitting and error.value.found.num_left > 0
 
 
@@ -278,24 +287,56 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
     assert refusal in complaint and complaint.count("\n") == 1
 
 
-def test_while_it_is_counted_what_a_rank_sends_other_processes_predict_the_likely_steps() -> None:
-    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
-    calls: list[str] = []
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen3-moe-tiny", {}),
+        ("qwen3-moe-tiny", {"num_microbatches": 3, "layout": Layout(pipeline_model_parallel_size=2)}),
+        ("phi-4-tiny", {"layout": Layout(context_parallel_size=2)}),
+    ],
+)
+def test_a_step_with_recompute_never_needs_less_than_the_step_without_it_shows(
+    family: str, more: dict[str, Any]
+) -> None:
+    job = Scenario.of(family, num_layers=4, seq_length=512, **more)
+    with stepping(job) as step:
+        at_peak = bytes_at_peak(step(PLAIN))
+        tried = [each for each in candidates(PLAIN, job, depth=1) if each.recompute_granularity is not None]
+        peaks = {settings: step(settings).peak_allocated_bytes for settings in tried}
+    least = {settings: least_peak_with(settings, at_peak) for settings in tried}
+    assert all(least[settings] <= peaks[settings] for settings in tried)
+    assert len(set(least.values())) == len(tried) > 2, "each setting has a bound of its own"
+    full = next(each for each in tried if each.recompute_granularity == "full")
+    assert 0 < least[full] == min(least.values())
+    with stepping(job) as step:
+        assert bytes_at_peak(step(full)) == {}, "what it recomputes is not at its peak"
 
-    class TwoProcesses:
-        def __init__(self) -> None:
-            self.counted: Future[dict[str, int]] = Future()
 
-        def __len__(self) -> int:
-            return 2
+def test_settings_that_cannot_fit_are_not_predicted_and_the_most_recompute_only_where_less_does_not_do() -> None:
+    job = Scenario.of("llama-3.2-1b", layout=Layout(data_parallel_size=8))
+    given = dict.fromkeys(SIZES, 1)
+    at_peak = {"": 50 * GIB, "layer.mlp": 20 * GIB, "layer.self_attention.core_attention": 4 * GIB, "layer": 6 * GIB}
 
-        def submit(self, method: str, *_: Any, after: object) -> Future[Any]:
-            calls.append(method)
-            if method == "communicate":
-                threading.Timer(1, self.counted.set_result, [{"all-reduce": 8}]).start()
-                return self.counted
-            return Future()
+    def asked_with(limit_bytes: int, of_mlp: int) -> tuple[list[str], LayoutSearch]:
+        asked: list[str] = []
+        peaks = {"none": 80 * GIB, "recompute mlp": of_mlp, "full uniform 4": 55 * GIB}
 
-    workers = Workers(cast(Any, TwoProcesses()))
-    assert workers.communicate(scenario, PLAIN, lambda: iter([Step(scenario, PLAIN, GIB)] * 3)) == {"all-reduce": 8}
-    assert calls == ["communicate", "predict"]
+        def predict(step: Step) -> Prediction:
+            asked.append(str(step.settings))
+            peak = peaks[asked[-1]]
+            verdict: Verdict = "fits" if peak <= step.limit_bytes else "does not fit"
+            shown = at_peak if step.settings == PLAIN else {}
+            range_ = PeakRange.exactly(peak)
+            return replace(predicted_by_size(step), peak_range=range_, verdict=verdict, requested_at_peak=shown)
+
+        outside = estimate_outside_torch(job.layout).total_bytes
+        return asked, search_layouts(job, given, PLAIN, limit_bytes + outside, predict)
+
+    asked, found = asked_with(limit_bytes=70 * GIB, of_mlp=65 * GIB)
+    assert asked == ["none", "recompute mlp"] and str(found.fitting[0].settings) == asked[-1]
+    asked, found = asked_with(limit_bytes=64 * GIB, of_mlp=65 * GIB)
+    assert asked == ["none", "recompute mlp", "full uniform 4"] and str(found.fitting[0].settings) == asked[-1]
+    asked, found = asked_with(limit_bytes=59 * GIB, of_mlp=65 * GIB)
+    assert asked == ["none", "full uniform 4"]
+    asked, found = asked_with(limit_bytes=49 * GIB, of_mlp=65 * GIB)
+    assert asked in ([], ["none"]) and not found.fitting

@@ -7,16 +7,16 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memlab.config.training_state import CHOICES, TrainingState
+from memlab.config.training_state import Loss, TrainingState
+from memlab.engines.megatron.losses import BY_SEQUENCE, LOSSES, LossFromLogits
 from memlab.lab.lab import Lab
-from memlab.model.losses import BY_SEQUENCE, LOSSES, LossFromLogits
 from tests.unit.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_every_loss_needs_what_the_framework_s_own_needed_on_an_h200(open_lab: C
         allowed = 0.45 if state.loss == "topk_logits" else 0.13
         assert found == pytest.approx(row["framework"], abs=allowed), (row["case"], found, row["framework"])
         seen.add(state.loss)
-    assert seen == LOSSES.keys() == set(CHOICES["loss"]) - {"cross_entropy"}
+    assert seen == LOSSES.keys() == set(get_args(Loss)) - {"cross_entropy"}
 
 
 def test_a_log_softmax_of_several_tensor_ranks_needs_what_ms_swift_s_did() -> None:

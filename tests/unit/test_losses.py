@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ import torch
 from memlab.backends.fused_cross_entropy import te_parallel_cross_entropy
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import CHOICES, READ_CHUNK_SIZE, TrainingState
+from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.engines.megatron import losses
 from memlab.lab.lab import Lab
-from memlab.model import losses
 from memlab.record.step_record import StepRecord
 from tests.unit.live import gradients_of_step
 from tests.unit.ranks import on_ranks
@@ -26,7 +26,7 @@ NATIVE = TrainingState(cross_entropy_loss_fusion=True)
 TE = TrainingState(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
 LOGPROBS = TrainingState(loss="logprobs")
 CHUNKED = TrainingState(loss="logprobs", logprobs_chunk_size=40)
-WHOLE = [TrainingState(loss=loss, fp32_output=True) for loss in CHOICES["loss"][2:-1]]
+WHOLE = [TrainingState(loss=loss, fp32_output=True) for loss in get_args(Loss)[2:-1]]
 IN_CHUNKS = [replace(state, logprobs_chunk_size=40) for state in WHOLE if state.loss in READ_CHUNK_SIZE]
 
 

@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import memlab.lab.one_process
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron.layers.torch_functions import RmsNorm
 from memlab.lab.lab_model import LabModel
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
 from memlab.meter.observe_program import ObserveProgram
 from memlab.meter.observers import ObserveResults
 from memlab.meter.storage_meter import StorageMeter, plain_meter, simulated_meter
-from memlab.model.layers.torch_functions import RmsNorm
 from memlab.record.timeline import Timeline
 from memlab.units import MIB
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -229,7 +229,7 @@ def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -
     record = lab.step()
     parameters = lab.scenario.architecture.num_parameters
     opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
-    num_tensors = len(list(inside(lab).model.live.chunk.parameters()))
+    num_tensors = len(list(inside(lab).model.engine.live.chunk.parameters()))
     # DDP starts each tensor at a multiple of 64 elements in its buffer, and pads the end to one of 128.
     padded = opening["parameters"] // 2
     assert parameters <= padded <= parameters + 64 * num_tensors + 128

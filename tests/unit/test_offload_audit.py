@@ -109,7 +109,7 @@ def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Call
 def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     before = lab.audit_offload(offload("qkv_linear"))
-    linear = inside(lab).model.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
+    linear = inside(lab).model.engine.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
 
     def keep(module: Any, inputs: tuple[torch.Tensor]) -> None:
         module.probe = inputs[0].detach()

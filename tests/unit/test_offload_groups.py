@@ -10,6 +10,7 @@ import pytest
 from megatron.core.package_info import MINOR
 
 from memlab.config import model_restrictions
+from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
@@ -20,12 +21,21 @@ pytestmark = pytest.mark.versions
 
 SELECTIVE = {"recompute_granularity": "selective"}
 STAGES = {"layout": Layout(pipeline_model_parallel_size=2)}
+UNEVEN_STAGES = {"layout": Layout(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)}
 CHUNKS = {"layout": Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)}
 
 
-def case(model: str, settings: dict[str, Any], num_layers: int, num_microbatches: int, **others: Any) -> Any:
+def dense_in(*pattern: int) -> Architecture:
+    """An MoE model in which the layers with 0 are dense."""
+    return replace(find_architecture("qwen3-moe-tiny"), num_layers=len(pattern), moe_layer_freq=pattern)
+
+
+def case(
+    model: str | Architecture, settings: dict[str, Any], num_layers: int, num_microbatches: int, **others: Any
+) -> Any:
     workload = {"num_layers": num_layers, "num_microbatches": num_microbatches, "seq_length": 64, **others}
-    return pytest.param(model, settings, workload, id=f"{model} {settings} {num_layers}x{num_microbatches} {others}")
+    name = model if isinstance(model, str) else f"dense in {model.moe_layer_freq}"
+    return pytest.param(model, settings, workload, id=f"{name} {settings} {num_layers}x{num_microbatches} {others}")
 
 
 MIXED_UP = [
@@ -40,6 +50,9 @@ MIXED_UP = [
         *(2, 2),
     ),
     case("phi-4-tiny", {"offload_modules": ("core_attn",), "delta_offload_bytes_across_pp_ranks": 1}, 4, 2, **STAGES),
+    case(dense_in(0, 1), {"offload_modules": ("expert_fc1", "moe_act")}, 2, 2),
+    case(dense_in(1, 0), {"offload_modules": ("expert_fc1", "moe_act")}, 2, 2),
+    case(dense_in(1, 0, 1, 1), {"offload_modules": ("expert_fc1", "moe_act")}, 4, 2, **STAGES),
 ]
 KEPT_APART = [
     case("phi-4-tiny", {"offload_modules": ("core_attn", "attn_proj")}, 1, 1),
@@ -60,10 +73,14 @@ KEPT_APART = [
         *(1, 2),
     ),
     case("qwen3-moe-tiny", {"offload_modules": ("core_attn", "moe_act")}, 8, 2, **CHUNKS),
+    case(dense_in(0, 1, 0), {"offload_modules": ("core_attn", "moe_act")}, 3, 2),
+    case(dense_in(1, 0), {"offload_modules": ("core_attn", "mlp_norm", "moe_act")}, 2, 2),
+    case(dense_in(0, 1), {"offload_modules": ("moe_act",)}, 2, 3),
+    case(dense_in(0, 1, 1), {"offload_modules": ("core_attn", "moe_act")}, 3, 2, **UNEVEN_STAGES),
 ]
 
 
-def run(model: str, settings: MemorySettings, workload: dict[str, Any]) -> None:
+def run(model: str | Architecture, settings: MemorySettings, workload: dict[str, Any]) -> None:
     """Takes two steps on each stage."""
     layout = workload.get("layout", Layout())
     for rank in range(layout.world_size):
@@ -74,7 +91,7 @@ def run(model: str, settings: MemorySettings, workload: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("model", "settings", "workload"), MIXED_UP)
 def test_what_megatron_0_19_mixes_up_is_refused(
-    model: str, settings: dict[str, Any], workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: str | Architecture, settings: dict[str, Any], workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 19))
     with pytest.raises(ValueError, match=r"^[a-z_]+ (has|is) .*the second step fails \('Chunk mismatch'.*\): [^\n]+$"):
@@ -83,10 +100,10 @@ def test_what_megatron_0_19_mixes_up_is_refused(
 
 @pytest.mark.parametrize(("model", "settings", "workload"), MIXED_UP)
 def test_megatron_itself_fails_with_what_is_refused(
-    model: str, settings: dict[str, Any], workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: str | Architecture, settings: dict[str, Any], workload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = MemorySettings(**settings)
-    if MINOR < 19 and model_restrictions._given_since_megatron_0_19(chosen):
+    if MINOR < 19 and model_restrictions._given_of_newer(chosen):
         pytest.skip("needs megatron-core 0.19")
     monkeypatch.setattr(model_restrictions, "_check_offload_groups", lambda *_: None)
     with pytest.raises(AssertionError, match="Chunk mismatch") if MINOR >= 19 else nullcontext():
@@ -94,5 +111,7 @@ def test_megatron_itself_fails_with_what_is_refused(
 
 
 @pytest.mark.parametrize(("model", "settings", "workload"), KEPT_APART)
-def test_what_is_not_refused_runs(model: str, settings: dict[str, Any], workload: dict[str, Any]) -> None:
+def test_what_is_not_refused_runs(
+    model: str | Architecture, settings: dict[str, Any], workload: dict[str, Any]
+) -> None:
     run(model, MemorySettings(**settings), workload)

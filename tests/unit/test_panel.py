@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from ipywidgets.widgets.widget import _instances as open_widgets
 from ipywidgets.widgets.widget import _remove_buffers
-from megatron.core.package_info import MINOR
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 import memlab
-from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
+from memlab.config.settings import NEWER_SETTINGS, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
@@ -155,7 +155,7 @@ def test_every_control_is_in_the_parity_test_or_does_not_apply(make_panel: Calla
 
     left = set(make_panel().controls.by_name) - driven
 
-    elsewhere = {"seq_length", "micro_batch_size", *SINCE_MEGATRON_0_19}  # test_settings_of_megatron_0_19.py
+    elsewhere = {"seq_length", "micro_batch_size", *NEWER_SETTINGS}  # test_settings_of_newer_megatron.py
     assert left == {"recompute_modules:mlp", "offload_modules:attn_norm", *elsewhere}
 
 
@@ -228,7 +228,7 @@ def test_controls_that_do_not_apply_are_disabled_and_say_why(make_panel: Callabl
         *(f"recompute_modules:{module}" for module in RECOMPUTE_MODULES),
         *("offload_modules:attn_norm", "offload_modules:mlp_norm"),
         *("offload_modules:expert_fc1", "offload_modules:moe_act", "checkpoint_input_remedy"),
-        *(SINCE_MEGATRON_0_19 if MINOR < 19 else ()),
+        *(name for name in NEWER_SETTINGS if name not in TransformerConfig.__dataclass_fields__),
     }
     for name in disabled:
         assert 'title="' in controls.notes[name].value
@@ -550,7 +550,7 @@ def test_every_control_that_can_be_pointed_at_says_what_it_is(make_panel: Callab
 def test_the_button_all_plain_takes_back_what_the_granularity_leaves(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     drive(shown, "offload_optimizer", 1)
-    shown.state.edit_state(grad_reduce_in_bf16=True)
+    shown.state.edit(grad_reduce_in_bf16=True)
     press(button(shown, "plain"))
     assert shown.state.selection == (shown.state.lab.scenario, MemorySettings())
 

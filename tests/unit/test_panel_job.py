@@ -53,7 +53,7 @@ def test_stop_says_that_the_ranks_end_a_step_together_and_the_row_says_where_it_
     state.observe(lambda change: notices.append(change["new"]), names=["notice"])
     state.stop()
     assert "Stopping: the step ends on all ranks together, before the optimizer." in notices
-    assert state.shown.message.startswith("rank 0: stopped in forward. The step ended there")
+    assert state.shown.message.startswith("rank 0: stopped in forward: run the step again; until then its peak")
 
 
 def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:

@@ -160,7 +160,7 @@ def test_a_search_on_a_cpu_cites_no_measurement_of_gpus(found: SearchResult) -> 
 def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
     kept = {"offload_parameters": True, "offload_optimizer": True, "offload_optimizer_except_update": True}
     state._state.edit(seq_length=128, recompute_granularity="full", **kept)
-    state._state.edit_state(grad_reduce_in_bf16=True)
+    state._state.edit(grad_reduce_in_bf16=True)
     state.limit = "30 MiB"
     state.start()
     scenario, base, limit_bytes = state._search.asked
@@ -243,7 +243,7 @@ def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> N
     takes = "Both take this from the controls and do not change it:"
     assert f"{takes} 1 sequence of 64 tokens in a micro-batch." in view.what.value
     controls.edit(offload_optimizer_except_update=True, recompute_granularity="full", micro_batch_size=2)
-    controls.edit_state(grad_reduce_in_bf16=True)
+    controls.edit(grad_reduce_in_bf16=True)
     kept = "2 sequences of 64 tokens in a micro-batch; optimizer on host except update; grad_reduce_in_bf16"
     assert f"{takes} {kept}." in view.what.value
     controls.edit(offload_optimizer=1)

@@ -73,7 +73,7 @@ def test_form_of_settings_gives_the_same_settings_back(settings: MemorySettings)
 
 def test_a_form_s_row_of_another_length_has_packed_sequences_as_long_as_the_lab_s() -> None:
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=64, packed_sequences=8)
-    form = replace(SettingsForm.of(MemorySettings(), scenario), seq_length=32)
+    form = SettingsForm.of(MemorySettings(), scenario).with_values(seq_length=32)
     assert form.scenario(scenario) == scenario.with_tokens_of_a_row(32)
     assert form.scenario(scenario).packed_sequences == 4
 
@@ -212,7 +212,9 @@ def test_stop_ends_the_step_in_a_row_and_says_so_when_nothing_runs() -> None:
     (row,) = rows(state.runs, None)
     assert row["status"] == "stopped"
     assert row["peak"].startswith("> ")
-    assert row["message"] == "stopped in forward. The step ended there, so its peak is a lower bound, marked with >"
+    assert (
+        row["message"] == "stopped in forward: run the step again; until then its peak is a lower bound, marked with >"
+    )
     lab.holds = False
     assert run_with(state).is_ok
 
@@ -342,9 +344,9 @@ def test_a_preset_is_the_same_whatever_the_controls_had_before() -> None:
     plain = state.form
     unread = {"recompute_method": "block", "recompute_num_layers": 2, "recompute_modules": ("moe",)}
     state.edit(min_offloaded_tensor_size=7, offload_optimizer=True, **unread)
-    state.edit_state(grad_reduce_in_bf16=True)
+    state.edit(grad_reduce_in_bf16=True)
     state.take("plain", PRESETS["plain"])
-    assert state.form == plain and state.form.seq_length == 128
+    assert state.form == plain and state.form.values["seq_length"] == 128
     assert state.notice == ("The controls show the preset 'plain'. 'smallest tensor (elements)' was 7 and is now 0.")
     state.edit(offload_optimizer=True)
     assert state.notice == "Ready: change a setting, then press Run.", "the controls no longer show it"
@@ -352,7 +354,7 @@ def test_a_preset_is_the_same_whatever_the_controls_had_before() -> None:
     lab.settings = MemorySettings(min_offloaded_tensor_size=0)
     opened_with_none = LabState(lab)
     opened_with_none.take("plain", PRESETS["plain"])
-    assert opened_with_none.form.min_offloaded_tensor_size == 0, "the lab's author has set it"
+    assert opened_with_none.form.values["min_offloaded_tensor_size"] == 0, "the lab's author has set it"
 
 
 def test_settings_that_are_taken_say_that_they_change_the_smallest_tensor() -> None:
@@ -390,11 +392,11 @@ def test_settings_that_offload_nothing_leave_the_smallest_tensor_as_it_is() -> N
     assert state.is_selected(state.shown)
     state.reuse()
     state.form = state.form.with_settings(FULL)
-    assert (state.form.min_offloaded_tensor_size, state.settings) == (0, FULL)
+    assert (state.form.values["min_offloaded_tensor_size"], state.settings) == (0, FULL)
     state.toggle("offload_modules", "core_attn", on=True)
     assert state.settings.min_offloaded_tensor_size == 0
     state.form = state.form.with_settings(MemorySettings(offload_modules=["core_attn"], min_offloaded_tensor_size=7))
-    assert state.form.min_offloaded_tensor_size == 7
+    assert state.form.values["min_offloaded_tensor_size"] == 7
     of_a_cell = replace(FULL, min_offloaded_tensor_size=0)
     lab.submit(of_a_cell)
     state.refresh()
@@ -455,7 +457,7 @@ def test_reuse_puts_a_runs_settings_back_into_the_form() -> None:
     state.reuse()
 
     assert state.settings == run.settings
-    assert state.form.seq_length == 32
+    assert state.form.values["seq_length"] == 32
 
 
 def test_a_record_that_arrives_during_a_delete_stays() -> None:

@@ -159,9 +159,9 @@ def test_the_group_is_closed_until_its_button_is_pressed_and_costs_few_models() 
 
 
 def test_a_run_s_state_is_used_again_and_repeated_by_its_command(shown: Panel) -> None:
-    shown.state.edit_state(**AWARE.changed())
+    shown.state.edit(**AWARE.changed())
     press_run(shown)
-    shown.state.edit_state(**TrainingState().to_dict())
+    shown.state.edit(**TrainingState().to_dict())
     press_run(shown)
     assert [row["settings"] for row in shown.runs.table.rows] == [f"none; {AWARE}", "none"]
     shown.state.show(1)
@@ -201,7 +201,7 @@ def test_the_allocator_s_options_by_message_are_those_of_the_next_simulated_run(
     receive(shown, "expandable_segments", False)
     assert shown.state.form.scenario(lab.scenario).allocator == AllocatorSettings()
     shown.state.reuse()
-    assert shown.state.allocator == ALLOCATOR
+    assert shown.state.form.allocator == ALLOCATOR
     shown.close()
 
 
@@ -255,7 +255,7 @@ def test_a_real_lab_rebuilds_on_its_own_thread_and_the_page_stays_usable(open_la
     lab = open_lab("phi-4-tiny", num_layers=2, seq_length=64)
     shown = panel(lab)
     for changes in ({"grad_reduce_in_bf16": True}, {"grad_reduce_in_bf16": False}):
-        shown.state.edit_state(**changes)
+        shown.state.edit(**changes)
         running = shown.state.run()
         assert running is not None
         running.result()

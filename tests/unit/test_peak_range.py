@@ -20,6 +20,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.engines.megatron import build
 from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict, judge, judge_phases
 from memlab.fitting.measured_margin import MARGIN_WITHOUT_EXPERTS
@@ -37,7 +38,6 @@ from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import simulated_meter
-from memlab.model import build
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
@@ -105,7 +105,7 @@ def test_what_is_in_no_category_of_the_peak_takes_nothing() -> None:
 
 def test_causes_of_both_signs_move_both_ends() -> None:
     record = step_record(kept_gather_bytes=7 * MIB, uncollected_bytes=30 * MIB)
-    bound = bound_bytes("attention_dropout", JOB, MemorySettings())
+    bound = bound_bytes(missing("attention_dropout", "either"), JOB, MemorySettings())
     assert bound
     found = PeakRange.of(record, [missing("attention_dropout", "either")])
     assert found.lower_bytes == 970 * MIB - bound
@@ -191,7 +191,7 @@ def test_only_the_collector_frees_a_discarded_cpu_optimizer_and_its_copies(fract
     """Megatron's own optimizer: its hooks' closures refer to it, and so does nothing else."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    from memlab.model.cpu_optimizer import uncollected_copies
+    from memlab.engines.megatron.cpu_optimizer import uncollected_copies
 
     labels = Labels()
     meter = simulated_meter(labels)
@@ -329,7 +329,9 @@ def test_the_bound_of_an_unfused_permutation_holds_for_megatron_s_own(monkeypatc
         with Lab("qwen3-moe-tiny", backend="cpu", **job) as lab:
             for settings in (MemorySettings(), FULL):
                 peaks[is_fused, settings] = lab.step(settings).activation_peak_bytes
-    bound = bound_bytes("moe_permute_fusion", Scenario.of("qwen3-moe-tiny", **job), MemorySettings())
+    bound = bound_bytes(
+        NotModelled("moe_permute_fusion", None, "either", ""), Scenario.of("qwen3-moe-tiny", **job), MemorySettings()
+    )
     for settings in (MemorySettings(), FULL):
         assert bound is not None and 0 < abs(peaks[False, settings] - peaks[True, settings]) <= bound
 
@@ -342,7 +344,9 @@ def test_fsdp_spreads_no_more_than_a_rank_has(dtype: str, reduces_in_bf16: bool,
     with Lab("phi-4-tiny", backend="simulated", **job) as lab:
         held = lab.step().peak_by_category
     spread = sum(held[name] for name in ("parameters", "gradients", *(["optimizer state"] * (not is_distributed))))
-    bound = bound_bytes("use_megatron_fsdp", Scenario.of("phi-4-tiny", **job), MemorySettings())
+    bound = bound_bytes(
+        NotModelled("use_megatron_fsdp", None, "either", ""), Scenario.of("phi-4-tiny", **job), MemorySettings()
+    )
     assert bound is not None and 0.98 * spread * 7 / 8 <= bound <= spread * 7 / 8
 
 
@@ -350,7 +354,8 @@ def test_no_advice_names_what_the_framework_cannot_express() -> None:
     job = Scenario.of("phi-4-tiny", num_layers=2, seq_length=64)
 
     def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
-        return Prediction.of(step_record(scenario=scenario, settings=settings), ALWAYS, MIB)
+        record = step_record(scenario=scenario, settings=settings)
+        return Prediction.of(record, ALWAYS, MIB, communicated_bytes={})
 
     for name, is_advised in ((None, True), ("bridge", False), ("nemo-rl", False), ("verl", False)):
         found = search(MemorySettings(), [job], predict, MIB, is_allowed=writable(name, job, MemorySettings()))
@@ -396,3 +401,27 @@ def test_the_exit_code_of_a_script_s_verdict(
         printed = capfd.readouterr().out
         assert cause in printed
         assert ("the real peak is" in printed) is bool(cause)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tensor", "stages", "recompute", "measured"),
+    [
+        (2, 2, 1, False, 134_258_688),
+        (8, 4, 1, False, 822_292_480),
+        (8, 4, 1, True, 218_116_096),
+        (8, 2, 4, False, 587_333_632),
+        (8, 2, 4, True, 184_549_376),
+    ],
+)
+def test_whole_rows_on_each_tensor_parallel_rank_are_bounded(
+    layers: int, tensor: int, stages: int, recompute: bool, measured: int
+) -> None:
+    """What simulated steps need more without sequence parallelism: layers with an all-reduce in place of its collectives."""
+    layout = Layout(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages)
+    scenario = Scenario.of("llama-3.1-8b", num_layers=layers, seq_length=4096, num_microbatches=stages, layout=layout)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings = MemorySettings(**full if recompute else {})
+    bound = bound_bytes(missing("sequence_parallel", "more"), scenario, settings)
+    assert bound is not None and measured <= bound <= 2 * measured
+    with_experts = Scenario.of("qwen3-moe-tiny", layout=Layout(tensor_model_parallel_size=2))
+    assert bound_bytes(missing("sequence_parallel", "more"), with_experts, MemorySettings()) is None

@@ -9,7 +9,7 @@ import torch
 
 from memlab.backends.cuda import own_device
 from memlab.config.layout import Layout
-from memlab.model.process_group import join_others, require_started_ranks
+from memlab.engines.process_group import join_others, require_started_ranks
 from tests.unit.processes import on_processes
 
 pytestmark = pytest.mark.versions

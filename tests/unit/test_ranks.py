@@ -306,7 +306,6 @@ def test_the_output_of_a_process_leaves_no_file_on_the_disk(monkeypatch: pytest.
     os.write(log.file.fileno(), b"the last words")
     assert log.last_words(0).endswith("the last words")
     assert not list(tmp_path.iterdir()), "whoever has it open may be killed"
-    log.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the memory of a process cannot be limited")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
+from memlab.config.settings import CheckpointInputRemedy, MemorySettings
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES
@@ -56,7 +56,7 @@ def test_each_remedy_frees_its_share_of_what_checkpoints_keep(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_no_remedy_changes_a_bit_of_loss_or_gradients(open_lab: Callable[..., Lab], dtype: str) -> None:
     expected_loss, expected = gradients_of_step(open_lab("qwen3-moe-tiny", dtype=dtype), FULL)
-    for remedy in CHECKPOINT_INPUT_REMEDIES:
+    for remedy in get_args(CheckpointInputRemedy):
         loss, gradients = gradients_of_step(open_lab("qwen3-moe-tiny", dtype=dtype), remedied(remedy))
         assert loss == expected_loss
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True)), remedy
@@ -65,7 +65,7 @@ def test_no_remedy_changes_a_bit_of_loss_or_gradients(open_lab: Callable[..., La
 def test_every_remedy_lowers_the_peak_too(steps: dict[Any, StepRecord]) -> None:
     peaks = {remedy: record.peak_allocated_bytes for remedy, record in steps.items()}
     # Backward ends at layer 0 with the inputs and gradients of the three above it kept, or not.
-    assert all(peaks[remedy] < peaks[None] for remedy in CHECKPOINT_INPUT_REMEDIES), peaks
+    assert all(peaks[remedy] < peaks[None] for remedy in get_args(CheckpointInputRemedy)), peaks
 
 
 def test_what_a_remedy_frees_decides_whether_the_teeth_of_backward_rise_or_fall(steps: dict[Any, StepRecord]) -> None:
@@ -123,7 +123,7 @@ def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_rec
     assert "use after free" in str(dangling)
     assert (record.status, record.loss, record.residual_bytes, record.without_effect) == ("ok", clean.loss, 0, {})
     assert tap.look() is None, "it lets go with the block"
-    assert inside(lab).model.remedy.spares_shared, "the guard is back with the block's end"
+    assert inside(lab).model.engine.spares_shared, "the guard is back with the block's end"
     with lab.tap(1) as tap:
         assert lab.step().without_effect, "the next tap is guarded again"
         intact = tap.look()
@@ -143,7 +143,7 @@ def test_a_guarded_tap_inside_an_unguarded_one_does_not_guard_it(open_lab: Calla
             seen = inner.look()
     assert tapped is not None and seen is not None
     assert (tapped.storage_bytes, seen.storage_bytes) == (0, 0)
-    assert inside(lab).model.remedy.spares_shared
+    assert inside(lab).model.engine.spares_shared
 
 
 def test_steps_under_a_tap_are_not_steady_and_a_warm_up_follows_them(open_lab: Callable[..., Lab]) -> None:
@@ -162,7 +162,7 @@ def test_a_remedy_without_a_checkpointed_moe_layer_says_so_and_does_nothing(open
     for architecture, settings in (("qwen3-moe-tiny", recompute("core_attn")), ("phi-4-tiny", FULL)):
         lab = open_lab(architecture)
         plain = lab.step(settings)
-        for remedy in CHECKPOINT_INPUT_REMEDIES:
+        for remedy in get_args(CheckpointInputRemedy):
             record = lab.step(remedied(remedy, settings))
             assert record.peak_allocated_bytes == plain.peak_allocated_bytes
             assert "MoE layer" in record.without_effect["checkpoint_input_remedy"]

@@ -60,7 +60,7 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
     def down_and_up() -> None:
         inside(lab).model.transfers.residency.offload(GROUPS)
         assert all(
-            tensor.untyped_storage().nbytes() == 0 for tensor in inside(lab).model.live.chunk.module.parameters()
+            tensor.untyped_storage().nbytes() == 0 for tensor in inside(lab).model.engine.live.chunk.module.parameters()
         ), "parameters share the emptied buffer"
         inside(lab).model.transfers.residency.load()
         inside(lab).model.transfers.residency.forget(GROUPS)
@@ -70,7 +70,7 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
     for name, tensors in before.items():
         assert len(tensors) == len(after[name]) > 0
         assert all(torch.equal(old, new) for old, new in zip(tensors, after[name], strict=True)), name
-    assert all(float(buffer.grad_data.abs().sum()) == 0.0 for buffer in inside(lab).model.live.chunk.buffers), (
+    assert all(float(buffer.grad_data.abs().sum()) == 0.0 for buffer in inside(lab).model.engine.live.chunk.buffers), (
         "gradients come back zeroed"
     )
 
@@ -78,7 +78,7 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
 def test_the_buffers_of_experts_that_are_spread_over_ranks_move_too(open_lab: Callable[..., Any]) -> None:
     # verl #1766. On one rank Megatron puts experts into the common buffers unless their weights say otherwise.
     lab = open_lab("qwen3-moe-tiny", num_layers=4, expert_buffers=True)
-    assert inside(lab).model.live.chunk.expert_parallel_buffers
+    assert inside(lab).model.engine.live.chunk.expert_parallel_buffers
     record = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
     parameters = lab.scenario.architecture.num_parameters
     assert record.offloaded_bytes_by_group["parameters"] >= 2 * parameters
@@ -148,7 +148,7 @@ def test_a_host_buffer_that_cannot_be_made_leaves_everything_on_the_device(
     lab = open_lab("phi-4-tiny")
     plain = lab.step()
     with monkeypatch.context() as patches:
-        patches.setattr("memlab.model.residency.residency.HostBuffer", lambda *_, **__: 1 / 0)
+        patches.setattr("memlab.engines.residency.residency.HostBuffer", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lab.offload("parameters")
     assert not lab.audit_residency().complaints

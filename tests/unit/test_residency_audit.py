@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
+from memlab.engines.megatron.residency_faults import FAULTS, PinnedAgain
 from memlab.exercises import check
-from memlab.model.residency.injected_faults import FAULTS
-from memlab.model.residency.residency import Residency
 from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
@@ -141,7 +140,7 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
     lab = open_lab("qwen3-moe-tiny", num_layers=2, expert_buffers=True)
     plain = lab.step(NONE)
     before = inside(lab).model.meter.live_bytes("host")
-    chunk = inside(lab).model.live.chunk
+    chunk = inside(lab).model.engine.live.chunk
     dense, experts = (sum(buffer.numel for buffer in each) for each in (chunk.buffers, chunk.expert_parallel_buffers))
     own = [buffer.numel * 2 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = replace(lab.scenario.architecture, num_layers=2).num_parameters
@@ -166,7 +165,7 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
     assert not lab.audit_residency().complaints, "the block is left"
     after = lab.step(NONE, warm_up=False)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
-    assert type(inside(lab).model.transfers.residency) is Residency
+    assert not inside(lab).model.transfers.has_fault
     show_symptom(lab)
     assert not lab.audit_residency().complaints, "the same moves without the fault"
 
@@ -223,7 +222,7 @@ def test_a_fault_is_refused_in_one_line_and_changes_nothing_then(open_lab: Calla
             lab.residency_fault("size_not_saved"),
         ):
             pass
-        assert type(inside(lab).model.transfers.residency) is FAULTS["pinned_again"]
+        assert type(inside(lab).model.transfers.residency) is PinnedAgain
     assert not lab.audit_residency().complaints
     assert lab.step(NONE).static_bytes == plain.static_bytes
 
@@ -249,7 +248,7 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
         inside(lab).worker.submit(change).result()
         return lab.audit_residency().complaints
 
-    buffer = stepper.model.live.chunk.buffers[0]
+    buffer = stepper.model.engine.live.chunk.buffers[0]
     assert spoil(lambda: kept.append(buffer.grad_data.clone())) == (
         f"{format_bytes(4 * buffer.numel)} on the device, neither in a group nor workspace",
     )
@@ -259,7 +258,7 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
     )
     assert "buffers.param_data has 0 B of the" in str(lab.submit().exception()), "and the next step is refused"
     spoil(lambda: buffer.param_data.untyped_storage().resize_(2 * buffer.numel))
-    parameter = next(iter(stepper.model.live.chunk.parameters()))
+    parameter = next(iter(stepper.model.engine.live.chunk.parameters()))
     size = parameter.numel() * 2
     assert spoil(lambda: setattr(parameter, "grad", torch.zeros_like(parameter))) == (
         f"gradients: {format_bytes(size)} on the device where 0 B should be, held by the parameters' .grad",

@@ -59,7 +59,7 @@ NO_OTHER = AnsweredSteps(lambda _: pytest.fail("no other step is needed"))
 
 def predicting(steps: Steps, limit_bytes: int) -> Predict:
     """On whatever rank a search asks for."""
-    return lambda scenario, settings: Prediction.of(steps(settings), steps, limit_bytes)
+    return lambda scenario, settings: Prediction.of(steps(settings), steps, limit_bytes, communicated_bytes={})
 
 
 def pareto(rows: list[Figures]) -> set[Figures]:
@@ -97,7 +97,7 @@ def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, bas
 
         def predict(_: Scenario, settings: MemorySettings) -> Prediction:
             taken[settings] = steps(settings)
-            return Prediction.of(taken[settings], steps, GIB)
+            return Prediction.of(taken[settings], steps, GIB, communicated_bytes={})
 
         found = search(base, [scenario], predict, GIB)
         # What the search has stepped is not stepped again here: below, a new lab repeats a part of it.
@@ -163,7 +163,7 @@ def test_what_is_pruned_is_not_on_the_front_of_a_job_whose_ranks_save_by_differe
 
     def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
         step = steps[scenario.layout.rank]
-        return Prediction.of(step(settings), step, 59 * GIB)
+        return Prediction.of(step(settings), step, 59 * GIB, communicated_bytes={})
 
     found = search(PLAIN, scenarios, predict, 59 * GIB)
     every = []
@@ -295,15 +295,18 @@ def test_a_recomputed_share_is_that_of_six_operations_per_parameter_and_token() 
     assert [share_text(share) for share in (0.0, 1e-5, 0.012, 1 / 3)] == ["0.0%", "<0.1%", "1.2%", "33.3%"]
 
 
-def test_a_search_says_at_least_and_at_most_how_long_it_takes(
+def test_a_search_says_how_long_it_takes_at_least_and_at_most_and_what_is_the_best_so_far(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter((0.0, 10.0, 20.0, 30.0))
     monkeypatch.setattr(search_workers.time, "monotonic", lambda: next(seconds))
     report = search_workers.progress_in_lines(search_workers.tell)
-    for num_left, num_likely in ((9, 9), (12, 3), (8, 0)):
-        report(point(1, 0, 0), num_left, lambda num_likely=num_likely: num_likely)
+    points = [point(101, 0, 0, fits=False), point(90, 8, 0, layers=2), point(80, 9, 0, layers=3)]
+    for number, (num_left, num_likely) in enumerate(((9, 9), (12, 3), (8, 0))):
+        found = replace(search_of(*points[: number + 1]), num_left=num_left)
+        report(points[number], found, lambda num_likely=num_likely: num_likely)
     first, second, third = capsys.readouterr().err.splitlines()
+    assert [line.partition("; best so far: ")[2] for line in (first, second, third)] == ["", "'full block 2' fits", ""]
     assert first.startswith("1 predicted, at most 9 to go: ")
     assert "at most 12 to go, about 30 s to 2 min left: " in second
     assert "at most 8 to go, at most about 80 s left: " in third

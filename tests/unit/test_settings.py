@@ -53,7 +53,7 @@ REFUSED = [
     ),
     (
         {"offload_modules": ["core_attn"], "min_offloaded_tensor_size": -1},
-        ["min_offloaded_tensor_size is -1", "0 or more"],
+        ["min_offloaded_tensor_size is -1", "at least 0", "use 0 to offload tensors of any size"],
     ),
     ({"min_offloaded_tensor_size": 1.5}, ["min_offloaded_tensor_size is 1.5"]),
     ({"offload_optimizer": 1}, ["offload_optimizer is 1"]),

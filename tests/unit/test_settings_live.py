@@ -69,7 +69,10 @@ def test_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
         live, fresh = (
             inside(lab)
             .worker.submit(
-                lambda settings=settings: (flags(inside(lab).model.live.chunk.module), fresh_flags(lab, settings))
+                lambda settings=settings: (
+                    flags(inside(lab).model.engine.live.chunk.module),
+                    fresh_flags(lab, settings),
+                )
             )
             .result()
         )
@@ -100,8 +103,8 @@ def flags(model: torch.nn.Module) -> dict[str, object]:
 
 def fresh_flags(lab: Any, settings: MemorySettings) -> dict[str, object]:
     """The flags of a model that Megatron builds with the settings."""
-    from memlab.model.build import gpt_model
-    from memlab.model.megatron_config import transformer_config
+    from memlab.engines.megatron.build import gpt_model
+    from memlab.engines.megatron.megatron_config import transformer_config
 
     return flags(gpt_model(lab.scenario, transformer_config(lab.scenario, settings), lab.backend.layer_provider))
 
@@ -170,7 +173,7 @@ def test_an_offload_that_does_nothing_says_why(open_lab: Callable[..., Any]) -> 
 def test_a_refused_setting_leaves_the_model_as_it_was(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny")
     before = lab.step(FULL)
-    standing = inside(lab).worker.submit(lambda: flags(inside(lab).model.live.chunk.module)).result()
+    standing = inside(lab).worker.submit(lambda: flags(inside(lab).model.engine.live.chunk.module)).result()
     for refused in (
         offload("moe_act"),
         MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
@@ -178,5 +181,5 @@ def test_a_refused_setting_leaves_the_model_as_it_was(open_lab: Callable[..., An
         with pytest.raises(ValueError):
             lab.step(refused)
     assert lab.settings == FULL
-    assert inside(lab).worker.submit(lambda: flags(inside(lab).model.live.chunk.module)).result() == standing
+    assert inside(lab).worker.submit(lambda: flags(inside(lab).model.engine.live.chunk.module)).result() == standing
     assert lab.step().peak_allocated_bytes == before.peak_allocated_bytes

@@ -47,7 +47,7 @@ def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, i
     with Lab(request.param, backend="cpu", **SMALL) as lab:
         drawn.append(random_settings(lab, random.Random(3)))
         real = [lab.step(each) for each in drawn]
-        num_weights = sum(1 for _ in inside(lab).model.live.chunk.parameters())
+        num_weights = sum(1 for _ in inside(lab).model.engine.live.chunk.parameters())
     with Lab(request.param, backend=of_the_cpu_backend(), **SMALL) as lab:
         fake = [lab.step(each) for each in drawn]
     # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
@@ -155,7 +155,7 @@ def test_a_limit_is_the_allocator_s() -> None:
 def test_it_takes_no_memory_and_gives_everything_back() -> None:
     with Lab("qwen3-moe-tiny", backend="simulated", **SMALL) as lab:
         lab.step()
-        assert all(parameter.is_meta for parameter in inside(lab).model.live.chunk.parameters())
+        assert all(parameter.is_meta for parameter in inside(lab).model.engine.live.chunk.parameters())
         left = lab.drop()
         assert inside(lab).model.meter.live_bytes() == 0, left
     assert torch.zeros(2, device="cpu").tolist() == [0.0, 0.0]

@@ -12,9 +12,9 @@ import torch
 
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
+from memlab.engines.megatron.layers.tensor_parallel import Split
+from memlab.engines.megatron.layers.torch_functions import Linear, NormLinear
 from memlab.lab.lab import Lab
-from memlab.model.layers.tensor_parallel import Split
-from memlab.model.layers.torch_functions import Linear, NormLinear
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import POOLS
 from tests.unit.ranks import on_ranks

@@ -21,7 +21,7 @@ from memlab.record.timeline import Timeline
 from memlab.snapshot.allocation_sites import NUM_NAMES, OTHERS
 from memlab.snapshot.remainders import _Boundaries
 from memlab.vocabulary import POOLS
-from tests.unit.caching_allocator import MIB, CachingAllocator, random_history
+from tests.unit.caching_allocator import MIB, Block, CachingAllocator, random_history
 
 Read = Callable[..., Timeline]
 
@@ -236,17 +236,63 @@ def frame(filename: str, line: int = 3, name: str = "forward") -> dict[str, Any]
         ([frame("??"), frame("/pytorch/aten/src/ATen/Op.cpp"), frame("/src/pytorch/torch/_ops.py"), frame("<stdin>")], "", "<stdin>:3 forward"),
         ([frame("/home/torch/train.py")], "", "train.py:3 forward"),
         ([frame("/me/model.py")], "layer 3", "layer 3"),
+        ([frame("/me/model.py")], '{"layer":3}', '{"layer":3}'),
+        ([frame("/me/model.py")], {"layer": 3, "what": "weights"}, '{"layer":3,"what":"weights"}'),
+        ([], {"of": {"layer": [3]}, 1: None}, '{"of":"...","1":null}'),
         ([frame("??")], "", ""),
         ([], "", ""),
     ],
-    ids=["torch's own left out", "C++ left out", "a folder called torch", "metadata first", "no Python", "no stack"],
+    ids=["torch's own left out", "C++ left out", "a folder called torch", "metadata first",
+         "JSON that torch wrote", "JSON read back", "nested", "no Python", "no stack"],
 )  # fmt: skip
 def test_a_block_is_named_after_who_made_it(
-    read: Read, frames: list[dict[str, Any]], metadata: str, module: str
+    read: Read, frames: list[dict[str, Any]], metadata: Any, module: str
 ) -> None:
     allocator = CachingAllocator()
     allocator.malloc(1000, frames, metadata)
     assert read(allocator.snapshot()).breakdown(1, "module") == {module: 1024}
+
+
+def annotation(block: Block, text: str) -> dict[str, Any]:
+    """An entry of ``torch.cuda.memory._annotate_tensor`` (torch 2.14)."""
+    return {"action": "annotate", "addr": block.address, "size": 0, "stream": 0, "time_us": 10**15, "frames": []} | {
+        "user_metadata": text
+    }
+
+
+def test_an_annotation_names_the_memory_that_is_allocated_at_its_moment(read: Read) -> None:
+    allocator = CachingAllocator()
+    made_by = [frame("/me/model.py")]
+    first = allocator.malloc(600, made_by)
+    allocator.trace += [annotation(first, "packed"), annotation(first, "packed for layer 3")]
+    allocator.free(first)
+    second, third = allocator.malloc(600, made_by), allocator.malloc(5000, made_by, "weights")
+    assert second.address == first.address
+    allocator.trace.append(annotation(third, "packed"))
+    timeline = read(allocator.snapshot())
+    named = {timeline.modules[code] for code in timeline.module[timeline.delta_bytes > 0]} - {""}
+    assert named == {"packed for layer 3", "model.py:3 forward", "weights"}
+    assert timeline.breakdown(len(timeline.pool) - 1, "module") == {"model.py:3 forward": 1024, "weights": 5120}
+
+
+def test_an_annotation_names_a_block_of_before_the_recording(read: Read) -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(600)
+    allocator.trace.append(annotation(block, "packed"))
+    assert read(allocator.snapshot(1)).breakdown(0, "module") == {"packed": 1024}
+
+
+def test_a_snapshot_of_pinned_host_memory_alone_says_so(tmp_path: Path) -> None:
+    host = {"host_segments": [{"device": -1}], "host_traces": []}
+    (tmp_path / "x.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]} | host))
+    assert "only pinned host memory" in refusal(tmp_path / "x.pickle")
+
+
+def test_pinned_host_memory_beside_the_device_s_changes_nothing(read: Read) -> None:
+    history = random_history(30)
+    of_host = [{"action": "alloc", "addr": 4096, "size": 2**30, "device": -1}]
+    snapshot = history.snapshot() | {"host_segments": [{"device": -1, "total_size": 2**30}], "host_traces": of_host}
+    assert read(snapshot).total_bytes()[-1] == history.totals[-1][0]
 
 
 def test_a_block_of_before_is_named_by_the_end_and_never_by_who_freed_it(read: Read) -> None:

@@ -14,13 +14,13 @@ import torch
 
 from memlab.analysis.difference import obstacles
 from memlab.analysis.loss_tolerance import loss_tolerance
-from memlab.config.rebuilds import REBUILDS, what_rebuilds
+from memlab.config.option import options_of
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import TrainingState, what_rebuilds
+from memlab.engines.megatron import build, engine
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
 from memlab.lab.request import StepRequest
-from memlab.model import build, change_state
 from memlab.record.step_record import StepRecord
 from memlab.views.text.compare import common_scenario, record_names
 from tests.unit.builders import record_of, training_step
@@ -31,12 +31,19 @@ pytestmark = pytest.mark.versions
 
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
+FUSED_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
-IN_PLACE = TrainingState(attention_backend="unfused", apply_rope_fusion=True, loss="logprobs", logprobs_chunk_size=16)
+IN_PLACE = TrainingState(
+    attention_backend="unfused",
+    apply_rope_fusion=True,
+    bias_activation_fusion=False,
+    loss="logprobs",
+    logprobs_chunk_size=16,
+)
 OTHER_OPTIMIZER = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
 CPU_OPTIMIZER = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed")
+FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed", gradient_accumulation_fusion=True)
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 
 
@@ -54,14 +61,15 @@ def kept_bytes(lab: Lab) -> tuple[int, int]:
 
 
 def test_every_field_says_what_it_rebuilds() -> None:
-    assert set(REBUILDS) == {field.name for field in fields(TrainingState)}
+    assert all(one.rebuilds for one in options_of(TrainingState).values())
+    assert set(options_of(TrainingState)) == {field.name for field in fields(TrainingState)}
     assert what_rebuilds(PLAIN, PLAIN) == "nothing"
     assert what_rebuilds(FUSED_LOSS, IN_PLACE) == "nothing"
     assert what_rebuilds(FUSED_LOSS, replace(OTHER_OPTIMIZER, loss="logprobs")) == "optimizer"
     assert what_rebuilds(OTHER_OPTIMIZER, BF16_GRADIENTS) == "model"
 
 
-ON_CPU = [BF16_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
+ON_CPU = [FUSED_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
 
 
 @pytest.mark.parametrize(("backend", "states"), [("cpu", ON_CPU), ("simulated", [*ON_CPU, FP8])])
@@ -86,7 +94,7 @@ def test_a_changed_state_equals_a_fresh_lab_s_to_the_byte(backend: str, states: 
 def test_only_what_reads_the_state_when_it_is_built_is_replaced(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny", **TINY)
     plain = lab.step(offload("core_attn"))
-    live = inside(lab).model.live
+    live = inside(lab).model.engine.live
     weights, optimizer = id(next(live.parameters())), live.optimizer
     change = lab.set_state(FUSED_LOSS)
     assert live.optimizer is optimizer and live.config.cross_entropy_loss_fusion
@@ -96,7 +104,7 @@ def test_only_what_reads_the_state_when_it_is_built_is_replaced(open_lab: Callab
     assert live.optimizer is not optimizer and id(next(live.parameters())) == weights
     assert str(change).startswith("use_precision_aware_optimizer, exp_avg_dtype bf16, exp_avg_sq_dtype fp8, cross_")
     lab.set_state(BF16_GRADIENTS)
-    assert inside(lab).model.live is not live
+    assert inside(lab).model.engine.live is not live
     lab.set_state(PLAIN)
     assert lab.settings == offload("core_attn"), "settings hold for the new model"
     assert not same(lab.step(), plain)
@@ -180,7 +188,7 @@ def test_a_rebuilt_lab_equals_a_new_one_whatever_was_done_before(seed: int) -> N
         doings = [
             lambda: lab.step(random_settings(lab, rng)),
             lambda: lab.forward_only(recompute("layernorm")),
-            lambda: _fail_in(rng.choice(inside(lab).model.live.modules()), lab, random_settings(lab, rng)),
+            lambda: _fail_in(rng.choice(inside(lab).model.engine.live.modules()), lab, random_settings(lab, rng)),
             lambda: lab.set_workload(seq_length=96),
         ]
         for do in rng.choices(doings, k=3):
@@ -227,15 +235,15 @@ def test_a_refused_state_leaves_everything_as_it_was(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = open_lab("phi-4-tiny", **TINY)
-    plain, live = lab.step(), inside(lab).model.live
+    plain, live = lab.step(), inside(lab).model.engine.live
     with pytest.raises(ValueError, match=r"state is 'bf16', must be TrainingState"):
         lab.set_state("bf16")
     with lab.tap(0), pytest.raises(ValueError, match=r"a tap or a residency fault is on.*leave the with block"):
         lab.set_state(BF16_GRADIENTS)
-    monkeypatch.setattr(change_state, "optimizer_config", lambda scenario: _refuse())
+    monkeypatch.setattr(engine, "optimizer_config", lambda scenario: _refuse())
     with pytest.raises(ValueError, match=r"^Megatron refuses .* 'grad_reduce_in_bf16' \(no, not so\): choose another$"):
         lab.set_state(BF16_GRADIENTS)
-    assert inside(lab).model.live is live and lab.scenario.state == PLAIN and not lab.state_changes
+    assert inside(lab).model.engine.live is live and lab.scenario.state == PLAIN and not lab.state_changes
     assert not same(lab.step(), plain)
 
 

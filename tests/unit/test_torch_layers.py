@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
-from memlab.model.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
+from memlab.engines.megatron.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.engines.megatron.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.versions
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).float().requires_grad_()
+    made = torch.randn(shape, generator=generator, dtype=torch.float64).float().requires_grad_()
+    made.fuse_wgrad_accumulation = False  # type: ignore[attr-defined]  # as a linear notes it on its weight
+    return made
 
 
 def assert_same_function(

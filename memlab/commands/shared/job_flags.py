@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from memlab.config.architectures import ARCHITECTURES
+from memlab.config.architectures import known_names
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
 
@@ -110,6 +110,4 @@ def _require_a_model(arguments: argparse.Namespace) -> None:
     if arguments.values_of_script is not None:
         raise ValueError("what follows -- is for a job's script, and there is none: give --job FILE, or leave it out")
     if arguments.architecture is None:
-        raise ValueError(
-            f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
-        )
+        raise ValueError(f"ARCH is missing: give one of {known_names()}, the path of a config.json, or --job FILE")

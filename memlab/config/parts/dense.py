@@ -24,7 +24,6 @@ class Dense(FeedForward):
         "recompute_modules:layernorm": "each of the two norms of a dense layer is fused into the linear layer after it",
     }
     formulas: ClassVar = ("none", "mlp", "core_attn", "full")
-    activation_modules: ClassVar = frozenset({"mlp"})
 
     @classmethod
     def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:
@@ -62,7 +61,3 @@ class Dense(FeedForward):
         if recompute == "mlp":
             return of_residual * tokens
         return (of_residual + 2 * self.hidden_size + 4 + 6 * self.ffn_hidden_size) * tokens
-
-    def unfused_activation_bytes(self) -> tuple[int, int]:
-        """Returns SiLU of the gate and the other half as a tensor of its own, in 2 bytes per element (``glu``)."""
-        return 4 * self.ffn_hidden_size, 0

@@ -28,6 +28,7 @@ class GroupedQueryAttention(Part):
         "kv_channels": 2**14,
     }
     ranges: ClassVar = {"rotary_percent": (0, 1)}
+    offload_groups: ClassVar = ("qkv_linear", "core_attn", "attn_proj")
     without_effect: ClassVar = {
         "offload_modules:attn_norm": (
             "the norm before attention is fused into linear_qkv: there is no norm module to offload"

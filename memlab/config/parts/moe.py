@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,9 +36,20 @@ class Experts(FeedForward):
     without_effect: ClassVar = {
         "recompute_modules:mlp": "it recomputes dense MLPs, and every layer of this model is MoE"
     }
+    offload_groups: ClassVar = ("mlp_norm", "expert_fc1", "moe_act")
     routes: ClassVar = True
+    keeps_graph: ClassVar = True  # as the token dispatcher's ``probs`` (`memlab.engines.retained_leaves`)
     formulas: ClassVar = ("none", "full")
-    activation_modules: ClassVar = frozenset({"moe", "moe_act"})
+
+    @property
+    def megatron_spec(self) -> dict[str, Any]:
+        """Arguments of Megatron's specification: grouped experts."""
+        return {"num_experts": self.num_moe_experts, "moe_grouped_gemm": True}
+
+    def groups_in_turn(self, offloaded: Collection[str]) -> list[str]:
+        """Returns the groups: ``mlp_norm`` spans those of the experts."""
+        groups = FeedForward.groups_in_turn(self, offloaded)
+        return groups[:1] if "mlp_norm" in groups else groups
 
     def check(self, name: str) -> None:
         """Checks the fields, and Megatron's rules for the experts of a token."""
@@ -111,10 +123,6 @@ class Experts(FeedForward):
             return (13 * experts + 4) * tokens + 8 * experts
         of_rows = (2 * hidden + 6 * width + 24) * chosen
         return (4 * hidden + 8 + of_rows + 17 * experts) * tokens + 16 * experts + 4
-
-    def unfused_activation_bytes(self) -> tuple[int, int]:
-        """Returns what a dense part keeps, the product, and the probabilities in fp32 (``bias_act_func``)."""
-        return 6 * self.moe_router_topk * self.moe_ffn_hidden_size, 4 * self.moe_router_topk
 
 
 def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:

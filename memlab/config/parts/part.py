@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -69,8 +69,12 @@ class Part(ABC):
     """The same of ``offload_modules``."""
     without_effect: ClassVar[Mapping[str, str]] = {}
     """What Megatron accepts and ignores in layers with this part: ``field:module`` to the reason."""
+    offload_groups: ClassVar[tuple[str, ...]] = ()
+    """The groups of ``offload_modules`` that begin in a layer after another one has ended, in their order."""
     routes: ClassVar[bool] = False
     """Whether it sends tokens to experts, so that the rows of its matrices are known only when the step runs."""
+    keeps_graph: ClassVar[bool] = False
+    """Whether it keeps the graph of its last forward pass, and with it the input of a checkpoint around the layer."""
 
     @classmethod
     def of(cls, model: object) -> Self:
@@ -90,6 +94,10 @@ class Part(ABC):
             check_whole_number(f"{name}: {field}", getattr(self, field), at_most=at_most, action="correct it")
         for field, (above, largest) in self.ranges.items():
             check_number(f"{name}: {field}", getattr(self, field), above, largest, action="correct it")
+
+    def groups_in_turn(self, offloaded: Collection[str]) -> list[str]:
+        """Returns those of `offload_groups` that a layer has with these offload modules."""
+        return [name for name in self.offload_groups if name in offloaded]
 
     @classmethod
     @abstractmethod
@@ -125,7 +133,7 @@ class Part(ABC):
     def kept_bytes(self, tokens: int, recompute: str) -> int:
         """Returns what the part keeps for backward in one layer: the formula of the cheat sheet.
 
-        In `memlab.model.layers`, the functions that save it are written as Transformer Engine's are.
+        In `memlab.engines.megatron.layers`, the functions that save it are written as Transformer Engine's are.
 
         Args:
             tokens: Of a sequence, on one rank.
@@ -138,13 +146,8 @@ class FeedForward(Part):
 
     formulas: ClassVar[tuple[str, ...]]
     """What `kept_bytes` has a formula for."""
-    activation_modules: ClassVar[frozenset[str]]
-    """The modules of which one, recomputed, frees what the activation function keeps."""
 
-    @abstractmethod
-    def unfused_activation_bytes(self) -> tuple[int, int]:
-        """Returns what an activation function of several kernels keeps more for one token than the fused one.
-
-        Returns:
-            What recompute of `activation_modules` frees, and what stays in any case.
-        """
+    @property
+    def megatron_spec(self) -> dict[str, Any]:
+        """Arguments of Megatron's ``get_gpt_layer_with_transformer_engine_spec`` for a layer with this part."""
+        return {}

@@ -8,13 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, complete_provider
+from memlab.jobs.frameworks.bridge_keys import (
+    PROVIDER_DEFAULTS,
+    PROVIDER_MISSING,
+    PROVIDER_MISSING_DEFAULTS,
+    complete_provider,
+)
 from memlab.jobs.frameworks.bridge_recipes import RECIPES
 from memlab.jobs.frameworks.bridge_recipes import VERSION as RECIPES_OF
-from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
+from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -48,7 +54,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import LORA
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import published_architecture
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
@@ -59,7 +64,7 @@ KEYS = (
     Key("world_size", "world_size", WHOLE),
     Key("nnodes", "nodes", COUNT, 1),
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
-    *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True),
+    *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True, **PROVIDER_DEFAULTS),
     *under("model", (*ARCHITECTURE, *LAYERS)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
@@ -136,7 +141,7 @@ FRAMEWORK_MISSING = (
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
-    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
+    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_MISSING_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),
@@ -311,6 +316,11 @@ BRIDGE = Framework(
     name="bridge",
     title="Megatron-Bridge",
     source="0.6.2",
+    signs=Signs(
+        looked_for="run_recipe.py, or the key model with ddp or train",
+        programs=("run_recipe",),
+        of_tree=lambda begins: begins("model.") and (begins("ddp.") or begins("train.")),
+    ),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -11,27 +11,19 @@ from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, SIZES
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
-PROVIDER_DEFAULTS = {
-    "bias_activation_fusion": False,
-    "gradient_accumulation_fusion": True,
-    "moe_router_dtype": None,
-}
-"""What a Qwen model has where no key says otherwise, and memlab does not model.
-
-The providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at Megatron-Core's defaults,
-and every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``).
-"""
+PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True}
+"""Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``)."""
+PROVIDER_MISSING_DEFAULTS = {"moe_router_dtype": None}
+"""What a Qwen model has where no key says otherwise, and memlab does not model: Megatron-Core's default."""
+_OF_LLAMA = ("bias_activation_fusion", "apply_rope_fusion")
+"""What the provider of Llama switches on (``models/llama/llama_bridge.py``); those of Qwen's text models do not."""
 
 
 def complete_provider(reading: Reading, architecture: Architecture) -> None:
-    """Takes what the provider of Llama sets otherwise than Megatron-Core, where no key says it (``models/llama/``)."""
-    if architecture.family != "llama":
-        return
-    fused = {one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == "bias_activation_fusion"}
-    given = fused & reading.entries.by_key.keys()
-    reading.not_modelled[:] = [one for one in reading.not_modelled if one.key not in fused - given]
-    if not any(one.field == "apply_rope_fusion" and one.place != "default" for one in reading.taken):
-        reading.values["apply_rope_fusion"] = True
+    """Takes what the provider of Llama sets otherwise than Megatron-Core, where no key says it."""
+    given = {one.field for one in reading.taken if one.place != "default"}
+    if architecture.family == "llama":
+        reading.values.update(dict.fromkeys(set(_OF_LLAMA) - given, True))
 
 
 PROVIDER_MISSING = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
+from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
 from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
@@ -50,6 +51,8 @@ class NotModelled:
     bound_bytes: int | None = None
     """How much it changes at most on a rank, where that is known; of what freezes parameters, only gradients and
     optimizer state."""
+    most_micro_batches: int | None = 0
+    """As in `Reading`."""
 
 
 @dataclass(slots=True)
@@ -67,17 +70,25 @@ class Reading:
     """Keys that memlab knows and that change nothing here, each with the reason."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
+    lacks: list[str] = field(default_factory=list)
+    """As in `Job`."""
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps."""
+    most_micro_batches: int | None = 0
+    """As many as a copy has in a step, where memlab predicts fewer; None if the job does not say how many, 0 if memlab
+    predicts all."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
     unread: str = ""
     """What sets values of the job that memlab cannot read, such as a recipe; nothing where it reads them all."""
     guessed: list[str] = field(default_factory=list)
     """Keys that are known only when the job runs, for which memlab takes the defaults; no names, such as a path."""
+
+    assumed: list[str] = field(default_factory=list)
+    """What the file does not say at all, and memlab takes an example for, with a warning: ranks, lengths."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood.
@@ -113,6 +124,27 @@ class Reading:
         self.not_modelled.append(NotModelled(key, value, effect, reason, place))
 
 
+def flags_of(words: Iterable[str]) -> set[str]:
+    """Returns the flags of a command, without their values."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """By what memlab recognizes the jobs of a framework."""
+
+    looked_for: str
+    """In a phrase, for whoever has a file that memlab does not recognize."""
+    programs: tuple[str, ...] = ()
+    """Modules that are started, also by their files, and that no other framework has."""
+    key: str = ""
+    """How one of its keys begins in each of its configurations and overrides."""
+    of_command: Callable[[list[str]], bool] = lambda _: False
+    """Whether the words of a command are those of a job."""
+    of_tree: Callable[[Callable[[str], bool]], bool] = lambda _: False
+    """Whether a configuration is a job's; it is given a function that says whether a key begins so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One framework: its table of keys, and what a table cannot express."""
@@ -122,6 +154,10 @@ class Framework:
     title: str
     source: str
     """The versions whose names and defaults the table has."""
+    transformer_engine: str = Versions().transformer_engine
+    """The release of Transformer Engine that the framework's own images or requirements install with that version; the
+    usual one where they name none."""
+    signs: Signs
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]

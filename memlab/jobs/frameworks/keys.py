@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from memlab.config.option import Kind
 from memlab.config.validation import is_number, is_whole_number, shortened
 
 ABSENT = "absent"
@@ -149,6 +150,10 @@ WORDS = Conversion(_read_words, lambda value: None if value is None else list(va
 DTYPE = Conversion(_read_dtype, _same)
 LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 BACKEND = Conversion(_read_backend, _same)
+CONVERSIONS: dict[Kind, Conversion] = {
+    "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER,
+}  # fmt: skip
+"""By the kind of an option of memlab."""
 NONE_WORD = Conversion(
     lambda value: None if value in (None, "none") else _read_text(value),
     lambda value: "none" if value is None else value,

@@ -6,19 +6,21 @@ Sources: ``megatron/core/model_parallel_config.py``, ``transformer/transformer_c
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.option import options_of
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
+    CONVERSIONS,
     LONG_DTYPE,
     NOT,
     NUMBER,
     SWITCH,
-    TEXT,
     WHOLE,
-    WORDS,
     Conversion,
     Key,
     Missing,
@@ -39,53 +41,45 @@ ENDS = (
     Key("num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", WHOLE, None),
 )
+
+
+def _keys(cls: type, config: str, **defaults: Any) -> tuple[Key, ...]:
+    """Returns the keys of the options that one of Megatron's configs has, with its defaults where memlab has others."""
+    keys = []
+    for one in options_of(cls).values():
+        if one.config == config:
+            conversion = LONG_DTYPE if one.name.endswith("_dtype") else CONVERSIONS[one.kind]
+            keys.append(Key(one.name_in(config) or "", one.name, conversion, defaults.get(one.name, one.default)))
+    return tuple(keys)
+
+
+_SETTINGS = _keys(MemorySettings, "model")
+# The providers of Megatron-Bridge (``models/gpt_provider.py``, 0.6.2) and mcore-bridge (1.6.5) build models from
+# Megatron-Core's configs with ``deallocate_pipeline_outputs`` on. Megatron-LM has no argument for it: its
+# ``core_transformer_config_from_args`` always sets True.
+_STATE = _keys(TrainingState, "model", deallocate_pipeline_outputs=True, bias_activation_fusion=False)
 RECOMPUTE = (
-    Key("recompute_granularity", "recompute_granularity", TEXT, None),
-    Key("recompute_method", "recompute_method", TEXT, None),
-    Key("recompute_num_layers", "recompute_num_layers", WHOLE, None),
-    Key("recompute_modules", "recompute_modules", WORDS, None),
+    *(key for key in _SETTINGS if key.field.startswith("recompute_")),
     Key("moe_layer_recompute", "moe_layer_recompute", SWITCH, False),
 )
-PIPELINE = (Key("deallocate_pipeline_outputs", "deallocate_pipeline_outputs", SWITCH, True),)
-"""With the default of those who build models from Megatron-Core's configs: the providers of Megatron-Bridge
-(``models/gpt_provider.py``, 0.6.2) and mcore-bridge (1.6.5). Megatron-LM has no argument for it: its
-``core_transformer_config_from_args`` always sets True."""
 OFFLOAD = (
     Key("fine_grained_activation_offloading", "fine_grained_activation_offloading", SWITCH, False),
-    Key("offload_modules", "offload_modules", WORDS, None),
-    Key("min_offloaded_tensor_size", "min_offloaded_tensor_size", WHOLE, 1024 * 1024),
-    Key("activation_offload_fraction", "activation_offload_fraction", NUMBER, 1.0),
-    Key("delta_offload_bytes_across_pp_ranks", "delta_offload_bytes_across_pp_ranks", WHOLE, 0),
-    Key("fine_grained_offloading_max_inflight_offloads", "fine_grained_offloading_max_inflight_offloads", WHOLE, None),
+    *(key for key in _SETTINGS if not key.field.startswith("recompute_")),
 )
-COMPUTE = (
-    Key("cross_entropy_loss_fusion", "cross_entropy_loss_fusion", SWITCH, False),
-    Key("cross_entropy_fusion_impl", "cross_entropy_fusion_impl", TEXT, "native"),
-    Key("attention_backend", "attention_backend", BACKEND, "auto"),
-    Key("apply_rope_fusion", "apply_rope_fusion", SWITCH, False),
-    Key("fp8", "fp8_format", TEXT, None),
-    Key("fp8_recipe", "fp8_recipe", TEXT, "delayed"),
-    Key("fp8_param", "fp8_param_gather", SWITCH, False),
+PIPELINE = tuple(key for key in _STATE if key.field == "deallocate_pipeline_outputs")
+COMPUTE = tuple(
+    replace(key, conversion=BACKEND) if key.field == "attention_backend" else key
+    for key in _STATE
+    if key not in PIPELINE
 )
+FUSIONS = tuple(key for key in COMPUTE if key.field in ("gradient_accumulation_fusion", "bias_activation_fusion"))
 TRANSFORMER = (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE)
 """Megatron-Core's configuration of the model, apart from what `SIZES`, `CHUNKS` and `ARCHITECTURE` have."""
-OPTIMIZER = (
-    Key("use_precision_aware_optimizer", "use_precision_aware_optimizer", SWITCH, False),
-    Key("main_grads_dtype", "main_grads_dtype", LONG_DTYPE, "fp32"),
-    Key("main_params_dtype", "main_params_dtype", LONG_DTYPE, "fp32"),
-    Key("exp_avg_dtype", "exp_avg_dtype", LONG_DTYPE, "fp32"),
-    Key("exp_avg_sq_dtype", "exp_avg_sq_dtype", LONG_DTYPE, "fp32"),
-    Key("optimizer_cpu_offload", "optimizer_cpu_offload", SWITCH, False),
-    Key("optimizer_offload_fraction", "optimizer_offload_fraction", NUMBER, 0.0),
-    Key("overlap_cpu_optimizer_d2h_h2d", "overlap_cpu_optimizer_d2h_h2d", SWITCH, False),
-    Key("pin_cpu_grads", "pin_cpu_grads", SWITCH, True),
-    Key("pin_cpu_params", "pin_cpu_params", SWITCH, True),
-)
-BUCKETS = (
-    Key("grad_reduce_in_fp32", "grad_reduce_in_bf16", NOT, True),
-    Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
-    Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
-    Key("bucket_size", "ddp_bucket_size", WHOLE, None),
+OPTIMIZER = _keys(TrainingState, "optimizer", optimizer_offload_fraction=0.0)
+BUCKETS = tuple(
+    replace(key, conversion=NOT, default=True) if key.field == "grad_reduce_in_bf16" else key
+    for key in _keys(TrainingState, "ddp")
+    if key.field != "use_distributed_optimizer"
 )
 
 
@@ -113,13 +107,6 @@ def fields_of(architecture: Architecture) -> dict[str, Any]:
     return values if architecture.routes else values | dict.fromkeys(name for name in values if "moe" in name)
 
 
-UNUSED_GRADIENTS = (
-    "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
-    "(get_dummy_wgrad), and in backward it does not make the gradients of all the rank's experts at once"
-)
-UNFUSED_ACTIVATION = (
-    "unfused, the MLP's activation keeps twice as many bytes for backward as the fused one that memlab has"
-)
 MISSING = (
     Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
     Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
@@ -152,7 +139,6 @@ MISSING = (
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
     Missing("moe_shared_expert_gate", "more", "shared experts have a gate, whose backward keeps their output"),
-    Missing("bias_activation_fusion", "more", UNFUSED_ACTIVATION, is_false),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
@@ -197,11 +183,6 @@ MISSING = (
         "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
         "kernel's random state",
         bool,
-    ),
-    Missing(
-        "gradient_accumulation_fusion",
-        "more",
-        UNUSED_GRADIENTS,
     ),
     Missing(
         "moe_token_dispatcher_type",

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import HUGGING_FACE_NAMES
+from memlab.config.architectures import HUGGING_FACE_NAMES, published_architecture
+from memlab.config.option import unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
@@ -31,8 +33,10 @@ from memlab.jobs.frameworks.keys import (
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
+    BUCKETS,
     CHUNKS,
     COMPUTE,
+    FUSIONS,
     LAYERS,
     MISSING,
     MISSING_DDP,
@@ -41,14 +45,18 @@ from memlab.jobs.frameworks.megatron_keys import (
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
-    UNUSED_GRADIENTS,
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.model import published_architecture
+from memlab.jobs.model_args import is_started_by_a_launcher
 
-_RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
-FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
+FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
+_FLAGS_OF_BUCKETS = tuple(
+    replace(key, name=key.field, conversion=SWITCH, default=False)
+    if key.conversion is NOT
+    else replace(key, name=key.field)
+    for key in BUCKETS
+)
 FLAGS_OF_THE_OPTIMIZER = tuple(
     replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
     for key in with_defaults(OPTIMIZER, optimizer_offload_fraction=1.0)
@@ -107,15 +115,16 @@ KEYS = (
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
     *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True),
+    Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT, True),
+    Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT, True),
     # A log has the flags' destinations.
+    Key("bias_swiglu_fusion", "bias_activation_fusion", SWITCH),
+    Key("gradient_accumulation_fusion", "gradient_accumulation_fusion", SWITCH),
     Key("fp8", "fp8_format", TEXT),
     Key("no_rope_fusion", "no_rope_fusion", SWITCH, False),
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
     *FLAGS_OF_THE_OPTIMIZER,
-    Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
-    Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
-    Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
-    Key("ddp_bucket_size", "ddp_bucket_size", WHOLE, None),
+    *_FLAGS_OF_BUCKETS,
     Key("no_pin_cpu_grads", "pin_cpu_grads", NOT, True),
     Key("no_pin_cpu_params", "pin_cpu_params", NOT, True),
     Key("pin_cpu_grads", "pin_cpu_grads", SWITCH),
@@ -124,7 +133,7 @@ KEYS = (
 )
 
 _NOT_ARGUMENTS = (
-    "activation_func", "activation_func_fp8_input_store", "bias_activation_fusion", "deallocate_pipeline_outputs",
+    "activation_func", "activation_func_fp8_input_store", "deallocate_pipeline_outputs",
     "disable_parameter_transpose_cache", "enable_autocast", "expert_gtp_weight_remat_size",
     "fp8_dot_product_attention", "fp8_multi_head_attention", "fused_single_qkv_rope", "gated_linear_unit",
     "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
@@ -135,7 +144,6 @@ _NOT_ARGUMENTS = (
 )  # fmt: skip
 """Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name."""
 _OTHER_NAMES = {
-    "bias_swiglu_fusion": "bias_activation_fusion",
     "ddp_num_buckets": "num_buckets",
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "param_name_patterns_for_fp32_local_accumulation",
@@ -151,7 +159,6 @@ _OTHER_NAMES = {
 }
 """Arguments by other names than the fields that they set."""
 _SWITCHED_OFF = {
-    "no_bias_swiglu_fusion": "bias_activation_fusion",
     "no_clone_scatter_output_in_embedding": "clone_scatter_output_in_embedding",
     "disable_clone_scatter_output_in_embedding": "clone_scatter_output_in_embedding",
     "no_fp8_wgrad": "fp8_wgrad",
@@ -228,7 +235,6 @@ def complete(reading: Reading) -> None:
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
     note_sequence_parallel(reading)
-    note_fusion(reading)
     mask = "create_attention_mask_in_dataloader"
     if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
         reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
@@ -471,17 +477,6 @@ def note_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, 
         )
 
 
-def note_fusion(reading: Reading) -> None:
-    """Notes the fused accumulation of gradients, which these frameworks switch on unless told otherwise."""
-    if reading.get("no_gradient_accumulation_fusion") or "gradient_accumulation_fusion" in reading.entries.by_key:
-        return
-    reading.miss(
-        "gradient_accumulation_fusion",
-        "more",
-        f"on by default: {UNUSED_GRADIENTS}",
-    )
-
-
 def _world_size_of_launcher(reading: Reading) -> None:
     """Takes the ranks from torchrun's flags, where the script has them."""
     per_node, nodes = reading.get("nproc_per_node"), reading.get("nnodes", 1)
@@ -515,19 +510,13 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     layout = scenario.layout
     chunks = layout.virtual_pipeline_model_parallel_size
     state = scenario.state.to_dict()
-    unread: tuple[str, ...] = ()
-    if not scenario.state.optimizer_cpu_offload:
-        unread += ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
-    if scenario.state.fp8_format is None:
-        unread += ("fp8_recipe", "fp8_param_gather")
-    if not scenario.state.cross_entropy_loss_fusion:
-        unread += ("cross_entropy_fusion_impl",)
+    left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
-        unread += ("deallocate_pipeline_outputs",)
+        left_out.add("deallocate_pipeline_outputs")
     model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
-        **{name: value for name, value in state.items() if name not in unread},
+        **{name: value for name, value in state.items() if name not in left_out},
         **{name: getattr(settings, name) for name in settings.__slots__},
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "fine_grained_activation_offloading": settings.offload_modules is not None,
@@ -555,8 +544,7 @@ def named(scenario: Scenario) -> dict[str, Any]:
 
 _FIXED_FLAGS = (
     "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope",
-    "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-gradient-accumulation-fusion",
-    "--no-create-attention-mask-in-dataloader",
+    "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-create-attention-mask-in-dataloader",
 )  # fmt: skip
 
 
@@ -613,10 +601,16 @@ SWITCHES = (
 )  # fmt: skip
 """Flags without a value that memlab reads, or that end many scripts."""
 
+_USUAL_FLAGS = {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}
+
 MEGATRON_LM = Framework(
     name="megatron-lm",
     title="Megatron-LM",
     source="core 0.16.1 and 0.19.2",
+    signs=Signs(
+        looked_for="a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size",
+        of_command=lambda words: is_started_by_a_launcher(words) or not _USUAL_FLAGS.isdisjoint(flags_of(words)),
+    ),
     style="flags",
     keys=KEYS,
     missing=FLAGS_MISSING,

@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
@@ -40,13 +40,13 @@ from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
+    FUSIONS,
     LAYERS,
     MISSING,
     OFFLOAD,
     PIPELINE,
     RECOMPUTE,
     SIZES,
-    UNUSED_GRADIENTS,
 )
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
@@ -66,6 +66,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rollout,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.swift_file import is_command
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
 _RECOMPUTE = tuple(
@@ -116,7 +117,11 @@ KEYS = (
         replace(key, conversion=_FLASH_OF_A_VERSION) if key.conversion is BACKEND else key
         for key in with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash")
     ),
-    Key("no_rope_fusion", "apply_rope_fusion", NOT),  # of ms-swift 3
+    *with_defaults(FUSIONS, bias_activation_fusion=True, gradient_accumulation_fusion=True),
+    # Of ms-swift 3.
+    Key("no_rope_fusion", "apply_rope_fusion", NOT),
+    Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT),
+    Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT),
     *_OPTIMIZER,
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
@@ -130,14 +135,14 @@ KEYS = (
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
-    "attention_dropout", "bias_activation_fusion", "cp_comm_type", "deterministic_mode", "fp16",
+    "attention_dropout", "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
     "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",
-    "no_bias_swiglu_fusion", "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
+    "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "pipeline_model_parallel_layout", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
 )  # fmt: skip
@@ -158,10 +163,23 @@ def _of_ms_swift(row: Missing) -> Missing:
 _OF_ENGINE = ("speculative_config", "quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "dtype")
 """vLLM's arguments that change how much memory the engine takes apart from its share of the GPU."""
 FRAMEWORK_MISSING = (
-    *(_of_ms_swift(row) for row in (*FLAGS_MISSING, _OF_CORE["bias_activation_fusion"]) if row.name in _CORE_ARGUMENTS),
+    *(_of_ms_swift(row) for row in FLAGS_MISSING if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
-    Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
-    Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
+    *(
+        row
+        for name in ("tuner_type", "train_type")
+        for row in (
+            Missing(name, "less", LORA, lambda value: value not in (None, "full", "lora_llm")),
+            # ``_prepare_full_vit`` in swift/megatron/utils/utils.py.
+            Missing(
+                name,
+                "less",
+                "low-rank adapters in the language model, which memlab predicts alone: the tower and the aligner of "
+                "a multimodal model are trained whole, and come on top",
+                lambda value: value == "lora_llm",
+            ),
+        )
+    ),
     *(
         Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
         for name in ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
@@ -223,6 +241,8 @@ _WITH_REFERENCE = ("grpo", "dpo", "kto")
 nothing reads it then (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py). Of adapters, the model without them
 is the reference."""
 
+_WITH_PAIRS = ("dpo", "rm")
+
 
 _ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
 """Keys that make ``tuner_type`` ``lora`` where it is ``full`` (``MegatronArguments.__post_init__``)."""
@@ -243,7 +263,8 @@ def _complete_trained(reading: Reading) -> None:
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
     if not reading.values.pop("removes_padding") and not reading.get("packing"):
-        reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
+        # ``_data_collator`` in swift/template/base.py.
+        reading.miss("padding_free", "more", "rows that are not packed have a mask of 1 byte for each pair of tokens")
 
 
 def _note_history(reading: Reading) -> None:
@@ -255,13 +276,11 @@ def _note_history(reading: Reading) -> None:
 
 
 def _note_fusion(reading: Reading) -> None:
-    """Notes the fused accumulation of gradients, which ms-swift switches off where apex cannot be imported."""
-    if reading.get("gradient_accumulation_fusion", default=True) and not reading.get("no_gradient_accumulation_fusion"):
-        reading.miss(
-            "gradient_accumulation_fusion",
-            "more",
-            "on where apex is installed, else off as memlab takes it, which only the machine of the job decides: "
-            f"{UNUSED_GRADIENTS}",
+    """Says on which machines the accumulation of gradients is fused (``megatron_args.py``, 4.6.0)."""
+    if reading.values.get("gradient_accumulation_fusion"):
+        reading.warnings.append(
+            "gradient_accumulation_fusion is on, and ms-swift switches it off where Apex cannot be imported: for such "
+            "a machine give --set gradient_accumulation_fusion=false"
         )
 
 
@@ -307,18 +326,15 @@ def complete(reading: Reading) -> None:
         reading.miss("rlhf_type", "either", "the model has a head that computes no logits")
     if kind == "gkd":
         reading.miss("rlhf_type", "more", "the loss compares whole distributions of teacher and student")
-    if kind == "dpo":
-        reading.miss("rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence")
-    lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
-    length = next((number for number in lengths if number), None)
     # With this probability GKD trains on answers of the student, where an engine makes them
     # (``_determine_data_source`` in swift/megatron/trainers/gkd_trainer.py).
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
     generates = kind == "grpo" or (kind == "gkd" and is_on_policy)
     _complete_offload(reading, is_generating=generates)
-    if length and generates:
-        length = _length_with_answers(reading, length, generated)
+    length = _length(reading, generated if generates else 0)
     values["seq_length"] = length
+    if kind in _WITH_PAIRS:
+        _complete_pairs(reading)
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
@@ -326,15 +342,30 @@ def complete(reading: Reading) -> None:
     _complete_rollout(reading, per_node, kind, is_generating=generates, has_reference_model=has_reference_model)
     rows = values["micro_batch_size"]
     # The language model's loss needs the same memory either way: it is computed in the layout of its logits.
-    if kind in _LIKELIHOOD and length and values["removes_padding"] and values["global_batch_size"] % rows == 0:
+    is_one_row = values["removes_padding"] and values["global_batch_size"] % rows == 0
+    if kind in _LIKELIHOOD and length and is_one_row:
         pack_micro_batch(reading, "micro_batch_size")
         values["global_batch_size"] //= rows
-    if length is None:
-        reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
     _complete_trained(reading)
     _note_history(reading)
     _note_fusion(reading)
+
+
+def _complete_pairs(reading: Reading) -> None:
+    """Takes two sequences, the chosen and the rejected, for each of a batch (``_rlhf_data_collator``).
+
+    Packing fills a row with pairs, up to its length (``create_packed_idx`` in swift/dataset/packing.py). Stages of a
+    pipeline send what the reference model computed too (``forward_step`` in swift/megatron/trainers/dpo_trainer.py).
+    """
+    values = reading.values
+    if reading.get("packing"):
+        reading.miss("rlhf_type", "more", "a pair of answers that is longer than a row makes a row of its own")
+    else:
+        for name in ("micro_batch_size", "global_batch_size"):
+            reading.take("rlhf_type", name, 2 * values[name])
+    if (values.get("pipeline_model_parallel_size") or 1) > 1:
+        reading.miss("rlhf_type", "more", "pipeline stages send and keep the reference model's outputs too")
 
 
 def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
@@ -360,6 +391,19 @@ def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
                     "(vllm_mode colocate)"
                 )
     values["offload_gradients"] = values.get("offload_parameters")
+
+
+def _length(reading: Reading, generated: int) -> int | None:
+    """Returns the tokens of the longest sequence, with the tokens of an answer where the job generates some."""
+    lengths = [reading.values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
+    length = next((number for number in lengths if number), None)
+    if length is None:
+        taken = "the architecture's usual length"
+        if generated:
+            taken = f"sequences as long as an answer, {generated:,} tokens: give --set max_length=TOKENS"
+        reading.assumed.append("how long sequences are")
+        reading.warnings.append(f"max_length is not in the file, so memlab takes {taken}")
+    return _length_with_answers(reading, length or 0, generated) if generated else length
 
 
 def _length_with_answers(reading: Reading, prompt: int, generated: int) -> int:
@@ -613,6 +657,8 @@ MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
     source="4.6.0",
+    transformer_engine="2.16",
+    signs=Signs(looked_for="args.json, 'megatron sft', or YAML with its arguments", of_command=is_command),
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -37,6 +37,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    FUSIONS,
     LAYERS,
     MISSING,
     MISSING_OPTIMIZER,
@@ -70,7 +71,7 @@ _FILTERED_LOGITS = "the loss filters the logits of the whole vocabulary too, wit
 _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
-_PASSED = tuple(key for key in COMPUTE if key.name not in _FP8)
+_PASSED = tuple(key for key in COMPUTE if key.name not in (*_FP8, "apply_rope_fusion") and key not in FUSIONS)
 _BUCKETS = tuple(key for key in BUCKETS if key.name != "bucket_size")
 
 _REFIT_SHARE = 0.3
@@ -99,8 +100,9 @@ KEYS = (
     *under(_MEGATRON, _RECOMPUTE_METHOD, recompute_granularity="full"),
     *under(_MEGATRON, OFFLOAD[:2]),
     *under(_OVERRIDES, OFFLOAD[2:]),
-    *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
-    *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED[:-1])),
+    Key(f"{_MEGATRON}.apply_rope_fusion", "apply_rope_fusion", SWITCH, True),
+    *under(_MEGATRON, FUSIONS, bias_activation_fusion=True),
+    *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
@@ -144,8 +146,7 @@ KEYS = (
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
 )
 _OWN_ARGUMENTS = (
-    "bias_activation_fusion", "cuda_graph_impl", "gradient_accumulation_fusion", "moe_enable_deepep",
-    "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype",
+    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype",
     "moe_router_group_topk", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip
@@ -542,6 +543,12 @@ NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
     source="main of August 2026",
+    transformer_engine="2.15",  # release_v2.15 in pyproject.toml
+    signs=Signs(
+        looked_for="policy.megatron_cfg",
+        key="policy.megatron_cfg.",
+        of_tree=lambda begins: begins("policy.") and begins("defaults"),
+    ),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
@@ -18,6 +20,38 @@ FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
     for framework in (MEGATRON_LM, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
 }
+
+
+LOOKED_FOR = "; ".join(f"{name}: {framework.signs.looked_for}" for name, framework in FRAMEWORKS.items())
+
+
+def framework_of_commands(commands: list[list[str]]) -> str | None:
+    """Returns the framework that commands start, by their words; None if it is none that memlab reads."""
+    signs = {
+        name: framework.signs for name, framework in reversed(FRAMEWORKS.items())
+    }  # others have Megatron-LM's flags
+    words = [word for command in commands for word in command]
+    files = {word.rpartition("/")[2] for word in words}
+    for name, own in signs.items():
+        if any(module in words or f"{module.rpartition('.')[2]}.py" in files for module in own.programs):
+            return name
+    for name, own in signs.items():
+        if own.key and any(word.lstrip("+~").startswith(own.key) for word in words):
+            return name
+    return next((name for name, own in signs.items() if any(own.of_command(command) for command in commands)), None)
+
+
+def framework_of_keys(keys: Iterable[str]) -> str | None:
+    """Returns the framework whose configuration has such keys; None if it is none that memlab reads."""
+    keys = list(keys)
+
+    def begins(start: str) -> bool:
+        return any(key.startswith(start) for key in keys)
+
+    for name, framework in FRAMEWORKS.items():
+        if framework.signs.key and begins(framework.signs.key):
+            return name
+    return next((name for name, framework in FRAMEWORKS.items() if framework.signs.of_tree(begins)), None)
 
 
 def framework_named(name: str) -> Framework:

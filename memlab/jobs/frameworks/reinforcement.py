@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.architectures import Architecture
+from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -14,7 +14,7 @@ from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
 from memlab.jobs.frameworks.megatron_lm import common, named
-from memlab.jobs.model import is_quantized, published_architecture
+from memlab.jobs.model import is_quantized
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
@@ -93,6 +93,12 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
             "longest sequence alone, as slime and SkyRL make them; verl stops at such a sequence"
         )
         row = -(-longest // unit) * unit
+    if not longest:
+        reading.assumed.append("how long sequences are")
+        reading.warnings.append(
+            f"{key}: the file does not say how long the data's sequences are: memlab predicts rows of {row:,} tokens, "
+            "and a sequence that is longer makes a longer row"
+        )
     reading.take(key, "seq_length", row)
     values["micro_batch_size"] = 1
     sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
@@ -100,6 +106,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     rows = None
     if longest and sequences:
         rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
+    reading.most_micro_batches = rows
     values["num_microbatches"] = _full_rows(rows, values.get("pipeline_model_parallel_size") or 1)
     reading.warnings.append(
         f"{key}: micro-batches are filled up to a budget, so their number depends on the data; memlab predicts "

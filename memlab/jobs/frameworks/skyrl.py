@@ -10,7 +10,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -203,6 +203,8 @@ SKYRL = Framework(
     name="skyrl",
     title="SkyRL",
     source="0.3.0, and main of August 2026",
+    transformer_engine="2.16",
+    signs=Signs(looked_for="trainer.policy", key="trainer.policy."),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -59,7 +59,6 @@ def megatron_missing(prefix: str) -> tuple[Missing, ...]:
         *missing_under(
             f"{prefix}.transformer_config_kwargs",
             (*MISSING, *PROVIDER_MISSING, *REPLACED),
-            bias_activation_fusion=False,
             overlap_p2p_comm=False,
         ),
         *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE), moe_router_load_balancing_type="none"),

@@ -10,7 +10,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -112,6 +112,11 @@ SKYRL_SFT = Framework(
     name="skyrl-sft",
     title="SkyRL's SFT trainer",
     source="0.3.0",
+    signs=Signs(
+        looked_for="main_sft",
+        programs=("skyrl.train.main_sft",),
+        of_tree=lambda begins: begins("megatron_config."),
+    ),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -12,7 +12,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, with_defaults
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
@@ -23,7 +23,6 @@ from memlab.jobs.frameworks.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
-    note_fusion,
     note_sequence_parallel,
     refused_overlap,
 )
@@ -91,8 +90,10 @@ FRAMEWORK_MISSING = (
     ),
     Missing("use_stateless_adam", "less", "Adam's moments are made anew in each update"),
     *sglang_arguments("sglang_"),
-    Missing("use_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
-    Missing("use_rollout_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
+    *(
+        Missing(name, "more", "the chosen experts of each token are kept in host memory, and copied layer by layer")
+        for name in ("use_routing_replay", "use_rollout_routing_replay")
+    ),
     Missing("release_train", "less", "the ranks of the training end before generation, so they keep nothing then"),
     Missing("custom_loss_function_path", "either", "the job's own loss keeps other tensors", is_given),
     Missing("custom_model_provider_path", "either", "the job's own model is another one", is_given, True),
@@ -116,7 +117,6 @@ def complete(reading: Reading) -> None:
     complete_state(reading)
     complete_chunks(reading)
     note_sequence_parallel(reading)
-    note_fusion(reading)
     _take_allocator(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
@@ -132,18 +132,20 @@ def complete(reading: Reading) -> None:
     of_log_probs = values.pop("log_prob_tokens") or tokens
     removes_padding = values.pop("qkv_format") == "thd"
     rows = values.get("micro_batch_size") or 1
-    of_rows, rows = (longest and longest * rows, 1) if removes_padding else (longest, rows)
+    given = values.get("seq_length") or _LENGTH
+    of_rows, rows = ((longest or given) * rows, 1) if removes_padding else (longest or given, rows)
     context = values.get("context_parallel_size") or 1
     has_engine = not (reading.get("debug_train_only") or reading.get("load_debug_rollout_data"))
+    bucket = values.pop("bucket")
     if not has_engine:
-        values["engine_share"] = 0.0
+        values["engine_share"] = 0.0  # and ``update_weights`` in actor.py returns at once
     take_rollout(
         reading,
         is_colocated=is_colocated,
         ranks_per_node=per_node,
         seq_length=of_log_probs * context if is_dynamic and of_log_probs else of_rows,
         micro_batch_size=1 if is_dynamic else rows,
-        bucket_bytes=values.pop("bucket"),
+        bucket_bytes=bucket if has_engine else 0,
         # ``_build_flattened_tensor_data`` in update_weight_from_tensor.py makes one tensor of them.
         bucket_copies=2 if is_colocated else 1,
         # ``wake_up`` brings everything back before log-probabilities, and ``update_weights`` reads the host's copy,
@@ -154,13 +156,25 @@ def complete(reading: Reading) -> None:
         engine=("sglang_mem_fraction_static", "sglang" if has_engine else "vllm"),
         quantization="sglang_quantization",
     )
+    if not has_engine and reading.rollout is not None and not reading.rollout.computes_log_probabilities:
+        reading.rollout = None
     if is_dynamic and tokens:
         if not removes_padding:
             note_padded_rows(reading, "qkv_format")
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
         return
     key = "micro_batch_size" if removes_padding else None
-    take_sequences(reading, longest or values.get("seq_length"), sequences, packed_by=key)
+    if not longest:
+        reading.assumed.append("how long sequences are")
+        reading.warnings.append(
+            "micro_batch_size: the file does not say how long the data's sequences are, so memlab takes "
+            f"{given:,} tokens: give --set rollout_max_context_len=TOKENS"
+        )
+    take_sequences(reading, longest or given, sequences, packed_by=key)
+
+
+_LENGTH = 4096
+"""slime's own placeholder where nothing gives a length (``_set_default_megatron_args``)."""
 
 
 def _note_skipped_passes(reading: Reading) -> None:
@@ -273,6 +287,7 @@ def _longest_sequence(reading: Reading) -> int | None:
     if context:
         return int(context)
     if response:
+        reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "rollout_max_prompt_len and rollout_max_context_len are not in the file, so memlab takes sequences as long "
             f"as a response, {response} tokens: give --set rollout_max_context_len=TOKENS"
@@ -328,6 +343,8 @@ SLIME = Framework(
     name="slime",
     title="slime",
     source="main of August 2026, with Megatron-LM core 0.16.1",
+    transformer_engine="2.16",
+    signs=Signs(looked_for="--actor-num-nodes", of_command=lambda words: "--actor-num-nodes" in flags_of(words)),
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

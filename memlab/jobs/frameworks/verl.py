@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -293,6 +293,8 @@ VERL = Framework(
     name="verl",
     title="verl",
     source="0.9.1, and main of August 2026",
+    transformer_engine="2.16",
+    signs=Signs(looked_for="actor_rollout_ref", key="actor_rollout_ref."),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

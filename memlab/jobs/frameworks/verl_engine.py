@@ -10,7 +10,13 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, REPLACED, model_without_effect
+from memlab.jobs.frameworks.bridge_keys import (
+    PROVIDER_DEFAULTS,
+    PROVIDER_MISSING,
+    PROVIDER_MISSING_DEFAULTS,
+    REPLACED,
+    model_without_effect,
+)
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -54,7 +60,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     return (
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
-        *under(transformer, (*LAYERS, *TRANSFORMER), attention_backend="flash"),
+        *under(transformer, (*LAYERS, *TRANSFORMER), attention_backend="flash", **PROVIDER_DEFAULTS),
         Key(f"{model}.use_remove_padding", "removes_padding", SWITCH, True),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
@@ -105,7 +111,7 @@ def engine_missing(engine: str, optim: str, model: str) -> tuple[Missing, ...]:
         *missing_under(
             f"{engine}.override_transformer_config",
             (*MISSING, *PROVIDER_MISSING, *REPLACED, _CHUNKS),
-            **PROVIDER_DEFAULTS,
+            **PROVIDER_MISSING_DEFAULTS,
             moe_router_load_balancing_type="none",
         ),
         *missing_under(f"{engine}.override_ddp_config", MISSING_DDP),
@@ -134,7 +140,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> No
     _complete_optimizer(reading, optim)
     _complete_gradients(reading, engine, optim)
     _complete_offload(reading, engine)
-    _drop_defaults_of_bridge(reading, engine)
+    _take_defaults_of_mbridge(reading, engine)
 
 
 def _complete_optimizer(reading: Reading, optim: str) -> None:
@@ -185,16 +191,13 @@ def _complete_offload(reading: Reading, engine: str) -> None:
             )
 
 
-def _drop_defaults_of_bridge(reading: Reading, engine: str) -> None:
-    """Drops what is a default of Megatron-Bridge only, where verl builds the model by mbridge (0.15.1)."""
-    if not reading.get(f"{engine}.vanilla_mbridge"):
-        return
+def _take_defaults_of_mbridge(reading: Reading, engine: str) -> None:
+    """Takes the fusions of mbridge (0.15.1), where verl builds the model by it, and no key says them."""
     # models/qwen3moe.py sets the one; Megatron-Core's default of the other is false.
-    others = {
-        f"{engine}.override_transformer_config.{key}"
-        for key in ("bias_activation_fusion", "gradient_accumulation_fusion")
-    }
-    reading.not_modelled = [one for one in reading.not_modelled if one.place != "default" or one.key not in others]
+    of_mbridge = {"bias_activation_fusion": True, "gradient_accumulation_fusion": False}
+    given = {one.field for one in reading.taken if one.place != "default"}
+    if reading.get(f"{engine}.vanilla_mbridge"):
+        reading.values.update({name: value for name, value in of_mbridge.items() if name not in given})
 
 
 def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:

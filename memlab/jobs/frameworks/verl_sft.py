@@ -10,7 +10,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -90,6 +90,11 @@ VERL_SFT = Framework(
     name="verl-sft",
     title="verl's SFT trainer",
     source="0.9.1",
+    signs=Signs(
+        looked_for="sft_trainer",
+        programs=("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
+        of_tree=lambda begins: begins("engine.") and begins("optim."),
+    ),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

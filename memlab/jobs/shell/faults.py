@@ -29,14 +29,15 @@ class Faults:
         """Adds a warning."""
         self.warnings[f"line {line}: {text}"] = None
 
-    def orphaned(self, words: list[tuple[str, int]], lines: list[str]) -> None:
+    def orphaned(self, words: list[str], line: int, lines: list[str]) -> None:
         """Names arguments that stand where a command would: the command before them has ended too early.
 
         Args:
-            words: The arguments, each with its line.
+            words: The arguments.
+            line: Where they stand; what a variable holds may be of another line.
             lines: Of the script.
         """
-        name, line = words[0]
+        name = words[0]
         number = f"{len(words)} words" if len(words) > 1 else "word"
         stands = f"line {line}: {shortened(name)} is an argument without a command"
         before = min(line - 1, len(lines))

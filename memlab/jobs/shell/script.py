@@ -597,7 +597,7 @@ class _Reader(Builtins):
                 return self._coded(builtin(self, arguments))
         if _ARGUMENT.fullmatch(name):
             if not self._lacks_program(words[0][1]):
-                self.faults.orphaned(words, self.lines)
+                self.faults.orphaned([text for text, _ in words], self.line, self.lines)
             return self._coded(False, "127")
         if name in _SUCCEEDING:
             self.print_out(UNKNOWN if name in _PRINTING else "")

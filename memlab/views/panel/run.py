@@ -113,9 +113,8 @@ class Run:
             return self.error
         if self.record is None:
             return f"{self.error}: the model may be in the middle of a step: run the step again, or open a new lab"
-        if self.status == "stopped":  # the record's own advice, to run the step again, reads as an order here
-            place = self.record.message.rpartition(": ")[0]  # that of a job begins with "rank 0: "
-            return f"{place}. The step ended there, so its peak is a lower bound, marked with >"
+        if self.status == "stopped":
+            return f"{self.record.message}; until then its peak is a lower bound, marked with >"
         return self.record.message
 
     @property

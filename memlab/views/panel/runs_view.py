@@ -118,7 +118,7 @@ class RunsView:
             rank, pinned_rank, one = state.one_rank, state.pinned_rank, state.one_run
             pool, axis, moment, shows_all = state.pool, state.axis, state.moment, state.shows_all_ranks
         if run is None:
-            state.notice = "No run is shown: choose one in the table first."
+            state.say("No run is shown: choose one in the table first.")
             return None
         folder = Path(state.export_folder).expanduser()
         try:
@@ -141,13 +141,13 @@ class RunsView:
                 else:
                     path = save_picture(drawing.figure(), one or run, folder, kind)
         except (ValueError, OSError) as error:
-            state.notice = f"Not exported: {error}"
+            state.say(f"Not exported: {error}")
             return None
         except Exception as error:  # the browser that kaleido starts may fail in any way: the panel stays usable
             _logger.exception("export of %s as %s", run, kind)
-            state.notice = f"Not exported: {type(error).__name__}: {error}: export HTML instead, which needs no browser"
+            state.say(f"Not exported: {type(error).__name__}: {error}: export HTML instead, which needs no browser")
             return None
-        state.notice = f"Exported {path.resolve()}"
+        state.say(f"Exported {path.resolve()}")
         return path
 
     def _show(self) -> None:

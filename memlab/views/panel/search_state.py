@@ -9,8 +9,7 @@ from typing import Any
 import traitlets
 
 from memlab.config.backend_kind import KINDS
-from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.lab.background_search import BackgroundSearch
 from memlab.units import GIB, format_bytes, parse_bytes
@@ -24,10 +23,7 @@ _SHARE_OF_PEAK = 0.9
 
 _CLICK = "Click a row of a table, or a point of the chart"
 
-_KEPT = (
-    *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
-    "checkpoint_input_remedy",
-)
+_KEPT = (*KEPT_ON_HOST, "checkpoint_input_remedy")
 
 
 class SearchState(traitlets.HasTraits):
@@ -105,20 +101,21 @@ class SearchState(traitlets.HasTraits):
             ValueError: If they break a rule.
         """
         form = self._state.form
-        return MemorySettings(**{name: getattr(form, name) for name in _KEPT})
+        return MemorySettings(**{name: form.values[name] for name in _KEPT})
 
     @property
     def kept(self) -> str:
         """What a search takes from the controls and does not change, in words."""
         form = self._state.form
         try:
-            base, state = self.base, TrainingState(**form.state_values)
+            base, state = self.base, form.state
         except ValueError as error:
             return f"{error}"
-        sequences = "1 sequence" if form.micro_batch_size == 1 else f"{form.micro_batch_size} sequences"
+        tokens, batch = form.values["seq_length"], form.values["micro_batch_size"]
+        sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
         settings = [] if base == MemorySettings() else [f"{base}"]
         trained = [f"{state}"] if state.changed() else []
-        return "; ".join([f"{sequences} of {form.seq_length} tokens in a micro-batch", *settings, *trained])
+        return "; ".join([f"{sequences} of {tokens} tokens in a micro-batch", *settings, *trained])
 
     def start(self, *, alone: bool = False) -> None:
         """Starts a search from the form's workload, or says in `notice` why not.

@@ -7,110 +7,77 @@ raise the error with the rule's text.
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
-from memlab.config.model_restrictions import check_on_model, without_effect
+from memlab.config.model_restrictions import check_on_model, not_in_megatron, without_effect
+from memlab.config.option import Option, options_of, unread
 from memlab.config.scenario import Scenario
-from memlab.config.settings import (
-    OFFLOAD_MODULES,
-    RECOMPUTE_MODULES,
-    SINCE_MEGATRON_0_19,
-    CheckpointInputRemedy,
-    MemorySettings,
-    RecomputeGranularity,
-    RecomputeMethod,
-    validation_error,
-)
+from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
 
-LABELS = {
-    "recompute_granularity": "granularity",
-    "recompute_method": "method",
-    "recompute_num_layers": "layers",
-    "checkpoint_input_remedy": "remedy for retention",
-    "min_offloaded_tensor_size": "smallest tensor (elements)",
-    "activation_offload_fraction": "share of groups offloaded",
-    "delta_offload_bytes_across_pp_ranks": "extra bytes per later stage",
-    "fine_grained_offloading_max_inflight_offloads": "copies at once (-1: no limit)",
-    "offload_parameters": "parameters",
-    "offload_gradients": "gradients",
-    "offload_optimizer": "optimizer",
-    "offload_optimizer_except_update": "optimizer except update",
-    "seq_length": "tokens",
-    "micro_batch_size": "micro-batch",
+
+def _controlled(*classes: type) -> dict[str, Option]:
+    return {name: one for cls in classes for name, one in options_of(cls).items() if one.group}
+
+
+STATE_OPTIONS = _controlled(TrainingState, AllocatorSettings)
+"""What the controls under the button have."""
+OPTIONS = _controlled(MemorySettings, Scenario) | STATE_OPTIONS
+"""All options with a control, by name."""
+LABELS = {name: one.label or name for name, one in OPTIONS.items()}
+"""What the panel calls each. What is on the host has the words that name it in `MemorySettings`."""
+_UNTIL_CHOSEN: dict[str, Any] = {
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": ("core_attn",),
+    "offload_modules": (),
 }
-"""What the panel calls each field. What is on the host has the words that name it in `MemorySettings`."""
-MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
+"""What controls show that cannot show None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsForm:
-    """Fields of `MemorySettings`, of the workload, of the training state and of torch's allocator.
+    """The value of each option with a control.
 
     Values that do not apply are not read. So a method that was chosen under full recompute is still chosen after a
     change to selective and back.
     """
 
-    recompute_granularity: RecomputeGranularity | None = None
-    recompute_method: RecomputeMethod | None = "uniform"
-    recompute_num_layers: int | None = 1
-    recompute_modules: tuple[str, ...] = ("core_attn",)
-    checkpoint_input_remedy: CheckpointInputRemedy | None = None
-    offload_modules: tuple[str, ...] = ()
-    min_offloaded_tensor_size: int = 1024 * 1024
-    activation_offload_fraction: float = 1.0
-    delta_offload_bytes_across_pp_ranks: int = 0
-    fine_grained_offloading_max_inflight_offloads: int | None = None
-    offload_parameters: bool = False
-    offload_gradients: bool | None = None
-    offload_optimizer: bool = False
-    offload_optimizer_except_update: bool = False
-    seq_length: int
-    micro_batch_size: int
-    state_values: dict[str, Any] = dataclasses.field(default_factory=lambda: TrainingState().to_dict())
-    """The fields of `TrainingState`, all of them."""
-    allocator_values: dict[str, Any] = dataclasses.field(default_factory=lambda: AllocatorSettings().to_dict())
-    """The fields of `AllocatorSettings`, all of them."""
+    values: Mapping[str, Any]
 
     @classmethod
     def of(cls, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
         """Returns the form of some settings in some scenario."""
-        form = cls(
-            min_offloaded_tensor_size=settings.min_offloaded_tensor_size,
-            seq_length=scenario.seq_length,
-            micro_batch_size=scenario.micro_batch_size,
-        )
-        return form.with_run(settings, scenario)
+        usual = {name: one.default for name, one in OPTIONS.items()} | _UNTIL_CHOSEN
+        smallest = settings.min_offloaded_tensor_size
+        return cls(values=usual | {"min_offloaded_tensor_size": smallest}).with_run(settings, scenario)
+
+    def with_values(self, **values: Any) -> SettingsForm:
+        """Returns this form with other values."""
+        return replace(self, values={**self.values, **values})
 
     def with_run(self, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
         """Returns this form with other settings in another scenario."""
-        return replace(
-            self.with_settings(settings),
-            seq_length=scenario.seq_length,
-            micro_batch_size=scenario.micro_batch_size,
-            state_values=scenario.state.to_dict(),
-            allocator_values=scenario.allocator.to_dict(),
-        )
+        workload = {name: getattr(scenario, name) for name in _controlled(Scenario)}
+        of_run = workload | scenario.state.to_dict() | scenario.allocator.to_dict()
+        return self.with_settings(settings).with_values(**of_run)
 
     def with_settings(self, settings: MemorySettings) -> SettingsForm:
         """Returns this form with other settings; fields that those settings do not set or read keep their values."""
-        values = settings.to_dict()
+        values = {name: getattr(settings, name) for name in MemorySettings.__slots__}
         if settings.offload_modules is None:
             del values["min_offloaded_tensor_size"]
         if settings.offload_gradients == settings.offload_optimizer:
             values["offload_gradients"] = None
         values["offload_modules"] = values["offload_modules"] or ()
-        kept: dict[str, Any] = {
-            name: tuple(value) if name in MODULE_FIELDS else value
-            for name, value in values.items()
-            if value is not None or name in _MAY_BE_NONE
-        }
-        return replace(self, **kept)
+        kept = {name: value for name, value in values.items() if value is not None or name not in _UNTIL_CHOSEN}
+        return self.with_values(**kept)
 
     def with_preset(self, settings: MemorySettings, state: TrainingState, smallest_tensor: int) -> SettingsForm:
         """Returns a form with these settings and this state; all else is Megatron's default.
@@ -122,19 +89,14 @@ class SettingsForm:
             state: Training state.
             smallest_tensor: Shown where the settings do not offload modules, in elements.
         """
-        form = SettingsForm(
-            min_offloaded_tensor_size=smallest_tensor,
-            seq_length=self.seq_length,
-            micro_batch_size=self.micro_batch_size,
-            state_values=state.to_dict(),
-            allocator_values=self.allocator_values,
-        )
-        return form.with_settings(settings)
+        usual = {name: OPTIONS[name].default for name in MemorySettings.__slots__} | _UNTIL_CHOSEN
+        usual["min_offloaded_tensor_size"] = smallest_tensor
+        return self.with_values(**usual, **state.to_dict()).with_settings(settings)
 
     def toggled(self, field: str, module: str, *, on: bool) -> SettingsForm:
         """Returns this form with one module of a field of modules ticked or not."""
-        ticked = {*getattr(self, field)} - {module} | ({module} if on else set())
-        return replace(self, **{field: tuple(name for name in MODULE_FIELDS[field] if name in ticked)})  # type: ignore[arg-type]  # one name stands for either field
+        ticked = {*self.values[field]} - {module} | ({module} if on else set())
+        return self.with_values(**{field: tuple(name for name in OPTIONS[field].choices if name in ticked)})
 
     def settings(self, scenario: Scenario) -> MemorySettings:
         """Returns the settings.
@@ -142,13 +104,29 @@ class SettingsForm:
         Raises:
             ValueError: If they break a rule, by themselves or on the scenario's model.
         """
-        values: dict[str, Any] = {name: getattr(self, name) for name in MemorySettings.__slots__}
-        for name in _not_read(self.recompute_granularity):
-            values[name] = None
-        values["offload_modules"] = self.offload_modules or None
+        values = self._of(MemorySettings) | dict.fromkeys(self._not_read())
+        values["offload_modules"] = values["offload_modules"] or None
         settings = as_read(MemorySettings(**values))
         check_on_model(settings, scenario)
         return settings
+
+    @property
+    def state(self) -> TrainingState:
+        """The training state.
+
+        Raises:
+            ValueError: If it breaks a rule.
+        """
+        return TrainingState(**self._of(TrainingState))
+
+    @property
+    def allocator(self) -> AllocatorSettings:
+        """The options of torch's allocator.
+
+        Raises:
+            ValueError: If they break a rule.
+        """
+        return AllocatorSettings(**self._of(AllocatorSettings))
 
     def scenario(self, scenario: Scenario) -> Scenario:
         """Returns the scenario with this form's workload, training state and allocator options.
@@ -156,74 +134,38 @@ class SettingsForm:
         Raises:
             ValueError: If a value breaks its rule.
         """
-        allocator = AllocatorSettings(**self.allocator_values)
-        return replace(self._on(scenario, TrainingState(**self.state_values)), allocator=allocator)
+        workload = self._of(Scenario)
+        packed = scenario.packed_sequences_in(workload["seq_length"])
+        return replace(scenario, **workload, packed_sequences=packed, state=self.state, allocator=self.allocator)
 
-    def check_workload(self, scenario: Scenario) -> None:
-        """Checks the workload alone: no rule of the training state is applied.
+    def _of(self, cls: type) -> dict[str, Any]:
+        return {name: self.values[name] for name in _controlled(cls)}
 
-        Raises:
-            ValueError: If a value breaks its rule.
-        """
-        self._on(scenario, TrainingState())
-
-    def _on(self, scenario: Scenario, state: TrainingState) -> Scenario:
-        return replace(
-            scenario,
-            seq_length=self.seq_length,
-            micro_batch_size=self.micro_batch_size,
-            packed_sequences=scenario.packed_sequences_in(self.seq_length),
-            state=state,
-        )
+    def _not_read(self) -> dict[str, str]:
+        """The options that a rule refuses beside the others' values, each with the reason: they are left out."""
+        reasons = unread(MemorySettings, self.values)
+        return {name: reason for name, reason in reasons.items() if OPTIONS[name].needs_value}
 
     def not_applicable(self, architecture: Architecture) -> dict[str, str]:
         """Finds the controls that have no effect under this form, or could only lead to an error.
 
         Returns:
-            Reasons in the words of the rule, by ``field`` or ``field:module``. They leave out the value that was
-            tried to find the rule: the control has another one.
+            Reasons by ``field`` or ``field:module``. A setting that the installed megatron-core does not have, but that
+            has a value, as a run elsewhere had it, is left out, so that it can be taken back.
         """
-        granularity = self.recompute_granularity
-        chosen: dict[str, Any] = {"recompute_granularity": granularity}
-        if granularity == "full":
-            chosen |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-        reasons: dict[str, str] = {}
-        for field in _not_read(granularity):
-            if field not in MODULE_FIELDS:
-                reasons[field] = _without_value(_rule_text(**chosen, **{field: getattr(self, field) or _ANY[field]}))
-        if not architecture.routes:
+        not_read, reasons = self._not_read(), {}
+        for name, one in _controlled(MemorySettings).items():
+            if one.kind == "modules":
+                for module in one.choices:
+                    reason = _reason_against(name, module, architecture) or not_read.get(name, "")
+                    reasons[f"{name}:{module}"] = reason
+            else:
+                is_set = self.values[name] != one.default
+                reasons[name] = not_read.get(name) or ("" if is_set else not_in_megatron(one))
+        if not architecture.keeps_graph:
             remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
-        for field, modules in MODULE_FIELDS.items():
-            for module in modules:
-                reason = _reason_against(field, module, architecture)
-                if not reason and field in _not_read(granularity):
-                    reason = _without_value(_rule_text(**chosen, **{field: (module,)}))
-                if reason:
-                    reasons[f"{field}:{module}"] = reason
-        return reasons | self._not_in_megatron(architecture)
-
-    def _not_in_megatron(self, architecture: Architecture) -> dict[str, str]:
-        """Finds the controls of settings that the installed megatron-core does not have.
-
-        One with another value than the default, as a run elsewhere had it, is left out, so that it can be taken back.
-        """
-        reasons = {}
-        for field, value in _SET_SINCE_0_19.items():
-            if getattr(self, field) == getattr(MemorySettings(), field):
-                reasons[field] = _without_value(_refusal(MemorySettings(**{field: value}), architecture))
-        return {field: reason for field, reason in reasons.items() if reason}
-
-
-_MAY_BE_NONE = (
-    "recompute_granularity",
-    "checkpoint_input_remedy",
-    "offload_gradients",
-    "fine_grained_offloading_max_inflight_offloads",
-)
-_SET_SINCE_0_19: dict[str, Any] = dict(zip(SINCE_MEGATRON_0_19, (0.5, 1, 0), strict=True))
-"""A value that is not the default for each of them."""
-_ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {name: reason for name, reason in reasons.items() if reason}
 
 
 def in_labels(text: str) -> str:
@@ -236,24 +178,7 @@ def as_read(settings: MemorySettings) -> MemorySettings:
     """Returns the settings without a smallest tensor that no offload module reads: two that do the same are equal."""
     if settings.offload_modules is not None:
         return settings
-    return replace(settings, min_offloaded_tensor_size=MemorySettings().min_offloaded_tensor_size)
-
-
-def _not_read(granularity: RecomputeGranularity | None) -> tuple[str, ...]:
-    """The fields that Megatron ignores under a granularity."""
-    full, selective = ("recompute_method", "recompute_num_layers"), ("recompute_modules",)
-    return {None: (*full, *selective), "full": selective, "selective": full}.get(granularity, ())
-
-
-def _rule_text(**values: Any) -> str:
-    text = validation_error(**values)
-    assert text, f"no rule refuses {values}"
-    return text
-
-
-def _without_value(text: str) -> str:
-    """Returns what a rule says after the field and its value, and before the values of others and the advice."""
-    return text.partition(", but ")[2].partition(", and ")[0].partition(": ")[0]
+    return replace(settings, min_offloaded_tensor_size=OPTIONS["min_offloaded_tensor_size"].default)
 
 
 def _reason_against(field: str, module: str, architecture: Architecture) -> str:
@@ -262,14 +187,8 @@ def _reason_against(field: str, module: str, architecture: Architecture) -> str:
     if field == "recompute_modules":
         values["recompute_granularity"] = "selective"
     settings = MemorySettings(**values)
-    refusal = _refusal(settings, architecture)
-    return refusal or without_effect(settings, architecture).get(f"{field}:{module}", "")
-
-
-def _refusal(settings: MemorySettings, architecture: Architecture) -> str:
-    """Why a model refuses settings; empty if it does not."""
     try:
         check_on_model(settings, Scenario.of(architecture))
-    except ValueError as error:
+    except RuleError as error:
         return str(error)
-    return ""
+    return without_effect(settings, architecture).get(f"{field}:{module}", "")

@@ -14,17 +14,18 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.backend_kind import KINDS, BackendKind
-from memlab.config.rebuilds import Rebuilt
+from memlab.config.option import Rebuilt, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
 from memlab.fitting.candidates import smallest_offloaded
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.lab.request import StepRequest
@@ -36,7 +37,7 @@ from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
 from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
-from memlab.views.panel.settings_form import LABELS, SettingsForm, as_read
+from memlab.views.panel.settings_form import LABELS, OPTIONS, STATE_OPTIONS, SettingsForm, as_read
 from memlab.views.text.job import lines_for
 
 Selection = tuple[Scenario, MemorySettings]
@@ -63,8 +64,9 @@ class _Pressed:
 
 
 _READY = "Ready: change a setting, then press Run."
-_TAKEN = "The controls show"
 _NOT_STARTED = "Not started"
+_About = Literal["form", "refused", "result"]
+"""What a notice is about: the form as it was shown then, a step that was not started, or anything else."""
 _PRESSED_MEANWHILE = "Run was pressed during this step and started nothing: press it again for another step."
 
 
@@ -121,8 +123,9 @@ class LabState(traitlets.HasTraits):
         self._pressing = threading.Lock()
         self._last_progress_at = 0.0
         self._num_runs = 0
-        self.error_is_about_state = False
-        """Whether `validation_error` is a rule of the training state, or of the allocator's options."""
+        self.error_fields: tuple[str, ...] = ()
+        """The options that decide about `validation_error`."""
+        self._notice_is_about: _About = "form"
         self._idle_options: dict[str, str] = {}
         self._trying: Future[StepRecord] | None = None
         self._pressed: _Pressed | None = None
@@ -131,7 +134,7 @@ class LabState(traitlets.HasTraits):
         self._smallest_tensor = smallest_offloaded(lab.settings, lab.scenario)
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         if lab.settings.offload_modules is None:
-            self.form = replace(self.form, min_offloaded_tensor_size=self._smallest_tensor)
+            self.form = self.form.with_values(min_offloaded_tensor_size=self._smallest_tensor)
         self.refresh()
 
     @property
@@ -145,57 +148,46 @@ class LabState(traitlets.HasTraits):
     def _resolve(self, _change: object) -> None:
         form, of_lab = self.form, self.lab.scenario_as_opened
         settings, error_text = None, ""
-        self.error_is_about_state = True  # until its rules are passed
+        self.error_fields = ()
         try:
-            state = TrainingState(**form.state_values)
-            self._idle_options = state.without_effect()
-            AllocatorSettings(**form.allocator_values)
-            self.error_is_about_state = False
-            form.check_workload(of_lab)
-            self.error_is_about_state = True
+            self._idle_options = form.state.without_effect()
             scenario = form.scenario(of_lab)
             self._idle_options = scenario.without_effect()
-            self.error_is_about_state = False
             found = form.settings(scenario)
-            self.error_is_about_state = True
-            if state != of_lab.state:
-                self.lab.check_state(state, found)
-            self.error_is_about_state = False
-            settings = found
+            if scenario.state != of_lab.state:
+                self.error_fields = tuple(options_of(TrainingState))  # of any other error of the check
+                self.lab.check_state(scenario.state, found)
+            settings, self.error_fields = found, ()
         except ValueError as error:
             error_text = str(error)
+            self.error_fields = error.fields if isinstance(error, RuleError) else self.error_fields
         self.settings, self.validation_error = settings, error_text
         # By a rule that the form may no longer break; and of what was taken, the controls show something else now.
-        if self.notice in ("", _READY) or self.notice.startswith((_NOT_STARTED, _TAKEN)):
-            self.notice = "" if settings is None else _READY
+        if self._notice_is_about != "result":
+            self.say("" if settings is None else _READY, "form")
+
+    @property
+    def error_is_about_state(self) -> bool:
+        """Whether `validation_error` is a rule of the training state, or of the allocator's options."""
+        return next((name in STATE_OPTIONS for name in self.error_fields if name in OPTIONS), False)
 
     @property
     def rebuilds(self) -> Rebuilt:
         """What the next run rebuilds first: the form has another training state or allocator than the lab."""
         if self.error_is_about_state:
             return "nothing"
-        state = TrainingState(**self.form.state_values)
-        return self._backend.rebuilt_by(self.lab.scenario, state, self.allocator)
+        return self._backend.rebuilt_by(self.lab.scenario, self.form.state, self.form.allocator)
 
     @property
     def _backend(self) -> BackendKind:
         return KINDS[self.lab.backend.name]
 
     @property
-    def allocator(self) -> AllocatorSettings:
-        """The allocator's options that the form shows.
-
-        Raises:
-            ValueError: If they break a rule.
-        """
-        return AllocatorSettings(**self.form.allocator_values)
-
-    @property
     def state_note(self) -> str:
         """The form's training state and allocator in words: what the next run rebuilds, and what has no effect."""
         if self.error_is_about_state:
             return ""
-        state, allocator, lab = TrainingState(**self.form.state_values), self.allocator, self.lab
+        state, allocator, lab = self.form.state, self.form.allocator, self.lab
         words = [_in_words(state, allocator)]
         if state != lab.scenario.state or self.rebuilds != "nothing":
             built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
@@ -215,19 +207,9 @@ class LabState(traitlets.HasTraits):
         return self.lab.scenario
 
     def edit(self, **changes: Any) -> None:
-        """Changes fields of the form."""
+        """Changes options in the form: the next run has them, and rebuilds what they need."""
         with self.lock:
-            self.form = replace(self.form, **changes)
-
-    def edit_state(self, **changes: Any) -> None:
-        """Changes fields of the form's training state; the next run rebuilds what they need."""
-        with self.lock:
-            self.form = replace(self.form, state_values=self.form.state_values | changes)
-
-    def edit_allocator(self, **changes: Any) -> None:
-        """Changes options of the form's allocator: they are predicted, and a simulated lab's next run has them."""
-        with self.lock:
-            self.form = replace(self.form, allocator_values=self.form.allocator_values | changes)
+            self.form = self.form.with_values(**changes)
 
     def toggle(self, field: str, module: str, *, on: bool) -> None:
         """Ticks or unticks a module of ``recompute_modules`` or ``offload_modules``."""
@@ -248,17 +230,17 @@ class LabState(traitlets.HasTraits):
 
     def _take(self, form: SettingsForm, what: str) -> None:
         field = "min_offloaded_tensor_size"
-        before, now = getattr(self.form, field), getattr(form, field)
+        before, now = self.form.values[field], form.values[field]
         # A module that is ticked next would do something else, and the field is far from what the user pressed.
         smallest = "" if before == now else f" '{LABELS[field]}' was {before} and is now {now}."
         self.form = form
-        self.notice = f"{_TAKEN} {what}{smallest}"
+        self.say(f"The controls show {what}{smallest}", "form")
 
     def reuse(self) -> None:
         """Puts the shown run's settings and workload back into the controls."""
         with self.lock:
             if self.shown is None:
-                self.notice = "No run is shown: choose one in the table first."
+                self.say("No run is shown: choose one in the table first.")
                 return
             form = self.form.with_run(self.shown.settings, self.shown.scenario)
             self._take(form, f"the settings of {self.shown}.")
@@ -335,7 +317,7 @@ class LabState(traitlets.HasTraits):
         self.lab.records.append(tried.record)
         self.refresh()
         assert self.shown is not None
-        self.notice = f"{self.shown}: {self.shown.outcome}"
+        self.say(f"{self.shown}: {self.shown.outcome}")
         ended.set_result(tried.record)
         return ended
 
@@ -344,7 +326,7 @@ class LabState(traitlets.HasTraits):
         with self._pressing:
             form, settings = (self.form, self.settings) if pressed is None else (pressed.form, pressed.settings)
             if settings is None:
-                self._say(f"{_NOT_STARTED}: {self.validation_error}")
+                self.say(f"{_NOT_STARTED}: {self.validation_error}", "refused")
                 return None
             with self.lock:
                 if self._trying is not None and not is_tried:
@@ -360,7 +342,7 @@ class LabState(traitlets.HasTraits):
                 request = StepRequest(settings=settings, state=scenario.state, allocator=scenario.allocator)
                 running = self.lab.submit(request, self._note_progress)
             except ValueError as error:
-                self._say(f"{_NOT_STARTED}: {error}")
+                self.say(f"{_NOT_STARTED}: {error}", "refused")
                 return None
             except Exception as error:  # noqa: BLE001 - any error becomes a row of the table, and the panel stays usable
                 self._fail(error, form.scenario(self.lab.scenario_as_opened), settings)
@@ -371,7 +353,7 @@ class LabState(traitlets.HasTraits):
                 self._trying = ended if is_tried else None
                 wanted = _in_words(scenario.state, scenario.allocator)
                 rebuilding = f"Rebuilding the {rebuilds} for '{wanted}'. " if rebuilds != "nothing" else ""
-                self.notice = f"{rebuilding}Running: {settings}"
+                self.say(f"{rebuilding}Running: {settings}")
             running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings, num_changes))
             return ended
 
@@ -382,11 +364,12 @@ class LabState(traitlets.HasTraits):
             self._pressed = _Pressed(form, settings, selection)
         elif self._pressed.selection != selection:
             waiting = self._pressed.settings
-            self._say(
-                f"{_NOT_STARTED}: a step with other settings ({waiting}) is waiting. Press Run again when it has ended"
+            self.say(
+                f"{_NOT_STARTED}: a step with other settings ({waiting}) is waiting. Press Run again when it has ended",
+                "refused",
             )
             return None
-        self.notice = f"Waiting for the running step to end. Then this step starts: {settings}"
+        self.say(f"Waiting for the running step to end. Then this step starts: {settings}")
         return self._pressed.ended
 
     def _start_pressed(self, pressed: _Pressed) -> None:
@@ -409,7 +392,7 @@ class LabState(traitlets.HasTraits):
             pressed.ended.cancel()
         was_running = self.lab.stop()
         end = "on all ranks together, before the optimizer" if self.stops_all_ranks else "after the current layer"
-        self._say(f"Stopping: the step ends {end}." if was_running else "Nothing is running: press Run first.")
+        self.say(f"Stopping: the step ends {end}." if was_running else "Nothing is running: press Run first.")
 
     def show(self, number: int) -> None:
         """Shows a run in the chart and in the text, and its outcome in `notice`."""
@@ -418,7 +401,7 @@ class LabState(traitlets.HasTraits):
             if run is not self.shown:
                 self.moment = None
                 self.shown = run
-                self.notice = f"{run}: {run.outcome}"
+                self.say(f"{run}: {run.outcome}")
 
     @property
     def one_rank(self) -> int | None:
@@ -456,18 +439,18 @@ class LabState(traitlets.HasTraits):
         """Pins the shown run, or the rank of it that is shown, to compare others with it; unpins it if it is pinned."""
         with self.lock:
             if self.shown is None or self.shown is self.tried:
-                self.notice = _NO_ROW if self.shown is not None else "No run is shown: choose one in the table first."
+                self.say(_NO_ROW if self.shown is not None else "No run is shown: choose one in the table first.")
                 return
             pinned, rank = (None, None) if self.is_pinned else (self.shown, self.one_rank)
             self.pinned_rank, self.pinned = rank, pinned
-            self.notice = f"Pinned {pinned.of_rank(rank)}." if pinned is not None else "No run is pinned."
+            self.say(f"Pinned {pinned.of_rank(rank)}." if pinned is not None else "No run is pinned.")
 
     def delete(self) -> None:
         """Removes the shown run here and from the lab's records, and shows the next run, or the previous one."""
         with self.lock:
             run = self.shown
             if run is None or run is self.tried:
-                self.notice = _NO_ROW if run is not None else "No run is shown: choose one in the table first."
+                self.say(_NO_ROW if run is not None else "No run is shown: choose one in the table first.")
                 return
             at = self.runs.index(run)
             _remove(self.lab.records, run.record)
@@ -479,13 +462,13 @@ class LabState(traitlets.HasTraits):
             self.shown = left[min(at, len(left) - 1)] if left else None
             self.runs = left
             self.deleted = (at, run, *pinned)
-            self.notice = f"Deleted {run}."
+            self.say(f"Deleted {run}.")
 
     def undo_delete(self) -> None:
         """Brings back the run that was deleted last, with its record, and shows it."""
         with self.lock:
             if self.deleted is None:
-                self.notice = "No run has been deleted since the last step: there is none to bring back."
+                self.say("No run has been deleted since the last step: there is none to bring back.")
                 return
             at, run, pinned, pinned_rank = self.deleted
             if run.record is not None:
@@ -494,7 +477,7 @@ class LabState(traitlets.HasTraits):
             if pinned is run:
                 self.pinned_rank, self.pinned = pinned_rank, pinned
             self.moment, self.shown, self.deleted = None, run, None
-            self.notice = f"{run} is back."
+            self.say(f"{run} is back.")
 
     @property
     def timeline(self) -> Timeline | None:
@@ -540,9 +523,10 @@ class LabState(traitlets.HasTraits):
         self.runs = (*self.runs, run)
         self.shown = run
 
-    def _say(self, notice: str) -> None:
+    def say(self, notice: str, about: _About = "result") -> None:
+        """Shows a text as the result of the user's last action."""
         with self.lock:
-            self.notice = notice
+            self._notice_is_about, self.notice = about, notice
 
     def _note_progress(self, progress: ProgressLike) -> None:
         """Runs on the worker's thread many times per step; the page gets at most ten a second."""
@@ -578,9 +562,9 @@ class LabState(traitlets.HasTraits):
                         self.refresh()
                         assert self.shown is not None
                         rebuilt = [f"{change}. " for change in self.lab.state_changes[num_changes:]]
-                        was_refused = self.notice.startswith(_NOT_STARTED)
+                        was_refused = self._notice_is_about == "refused"
                         again = f". {_PRESSED_MEANWHILE}" if was_refused else ""
-                        self.notice = f"{''.join(rebuilt)}{self.shown}: {self.shown.outcome}{again}"
+                        self.say(f"{''.join(rebuilt)}{self.shown}: {self.shown.outcome}{again}")
                 finally:  # what draws the new run may raise
                     self.progress, self.busy = None, pressed is not None and not is_kept
         finally:
@@ -604,7 +588,7 @@ class LabState(traitlets.HasTraits):
         )
         self.moment = None
         self.tried = self.shown = run
-        self.notice = f"{run}: {run.status if run.is_ok else run.outcome}; press Run to keep it in the table"
+        self.say(f"{run}: {run.status if run.is_ok else run.outcome}; press Run to keep it in the table")
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
@@ -619,7 +603,7 @@ class LabState(traitlets.HasTraits):
                 error=f"{error}" if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}",
                 lab_is_in_order=lab_is_in_order,
             )
-            self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
+            self.say(f"{self.shown}: {self.shown.outcome}" if self.shown is not None else "")
 
 
 def _in_words(state: TrainingState, allocator: AllocatorSettings) -> str:

@@ -122,7 +122,7 @@ class TimelineView:
         if point is not None and state.shows_all_ranks:
             state.show_rank(point)
         elif point is None or timeline is None:
-            state.notice = "The chart changed before your click arrived: click again."
+            state.say("The chart changed before your click arrived: click again.")
         else:
             state.look_at(event_at(timeline, point, state.pool, state.axis))
 

@@ -1,0 +1,273 @@
+"""From a Scenario to a live Megatron model on one rank: GPTModel, DistributedDataParallel, distributed optimizer.
+
+The same code serves every backend; a backend gives the layer provider. Written against megatron-core 0.16.1 and
+0.19.2.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.engines.megatron import cpu_optimizer
+from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
+from memlab.engines.megatron.megatron_config import (
+    distributed_data_parallel_config,
+    interleaved_chunks,
+    optimizer_config,
+    transformer_config,
+)
+from memlab.upstream.patching import patched
+
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
+
+
+@dataclass(slots=True, eq=False)
+class LiveModel:
+    """Megatron's objects for a training step."""
+
+    scenario: Scenario
+    config: TransformerConfig
+    chunks: list[Any]
+    """DistributedDataParallel model chunks, in the model's order; several where pipeline stages are interleaved."""
+    optimizer: Any
+    """Megatron's (chained) distributed optimizer."""
+    forward_backward: Callable[..., Any]
+    """Megatron's schedule for this pipeline layout."""
+    loss: LossFromLogits = field(default_factory=LossFromLogits, repr=False)
+    """The loss of the training states in which the GPTModel does not compute it."""
+    fp32_output: Fp32Output = field(default_factory=Fp32Output, repr=False)
+    """Copies the logits for it, in the training states that say so."""
+    discarded_optimizers: list[Any] = field(default_factory=list)
+    """CPU optimizers that Megatron has replaced, while they are still allocated (`cpu_optimizer`)."""
+    _modules: tuple[Any, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._modules = tuple(module for chunk in self.chunks for module in chunk.modules())
+
+    @property
+    def chunk(self) -> Any:
+        """The one chunk of a rank whose stages are not interleaved; ``chunk.module`` is the GPTModel."""
+        (chunk,) = self.chunks
+        return chunk
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Megatron's optimizers: one, or one of dense and one of expert parameters."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+    @property
+    def layers(self) -> list[Any]:
+        """The transformer layers of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
+
+    def modules(self) -> tuple[Any, ...]:
+        """Returns every module of every chunk, found once: a model of 48 layers has 1,650 of them."""
+        return self._modules
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yields every parameter of every chunk."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields the modules of every GPTModel by name; layers are numbered across chunks, as in `layers`."""
+        first = 0
+        for chunk in self.chunks:
+            for name, module in chunk.module.named_modules():
+                layer = _LAYER.match(name)
+                yield (f"{layer[1]}{first + int(layer[2])}{layer[3]}" if layer else name), module
+            first += len(chunk.module.decoder.layers)
+
+    def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer.
+
+        After them come the copy of the logits and the loss.
+        """
+        yield from ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        yield "fp32_output", self.fp32_output
+        yield "loss", self.loss
+
+    def buffers(self) -> Iterator[tuple[str, Any]]:
+        """Yields DDP's buffers of parameters and gradients, each with the name of its attribute."""
+        # Experts that are spread over ranks have their own buffers; verl #1766 forgot them.
+        for name in ("buffers", "expert_parallel_buffers"):
+            for chunk in self.chunks:
+                for buffer in getattr(chunk, name):
+                    yield name, buffer
+
+
+def build_model(scenario: Scenario, provider: type, settings: MemorySettings) -> LiveModel:
+    """Builds the model in the process group that this process has joined; its weights are those of the seed.
+
+    Args:
+        scenario: What to build.
+        provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
+        settings: Recompute and offload settings to build with; `apply_settings.apply` changes them on the live model.
+
+    Returns:
+        The model, its optimizer and its schedule. `megatron_globals.release` frees them. Of a model that cannot be
+        built nothing is left.
+    """
+    seed_megatron(scenario.seed)
+    config = transformer_config(scenario, settings)
+    ddp_config = distributed_data_parallel_config(scenario)
+    chunks: list[Any] = []
+    try:
+        for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
+            model = gpt_model(scenario, config, provider, number)
+            config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
+            if scenario.expert_buffers:
+                _spread_experts(model)
+            if not scenario.state.use_distributed_optimizer:
+                # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
+                # buffers do, since they take every parameter over.
+                model.cuda()
+            # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
+            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
+        live = LiveModel(scenario, config, chunks, None, get_forward_backward_func())
+        build_optimizer(live)
+    except BaseException:
+        take_apart(chunks)
+        raise
+    return live
+
+
+def build_optimizer(live: LiveModel) -> None:
+    """Gives a model without an optimizer the one of its scenario."""
+    config = optimizer_config(live.scenario)
+    with cpu_optimizer.noting_first_optimizers() as first_optimizers:
+        live.optimizer = get_megatron_optimizer(config, live.chunks, use_gloo_process_groups=False)
+    if cpu_optimizer.stays_after_build(live.scenario.state):
+        live.discarded_optimizers = first_optimizers
+    elif first_optimizers:
+        first_optimizers.clear()
+        gc.collect()  # now, and not in the middle of some step
+    _fuse_adam(live)
+    _retain_main_gradients(live)
+
+
+def take_apart(chunks: list[Any]) -> None:
+    """Clears the modules of model chunks, and the list.
+
+    DDP's hooks and the parameters' autograd nodes refer to each other in C++, where Python's garbage collector does not
+    look: dropping the names would free nothing.
+    """
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        vars(module).clear()
+    chunks.clear()
+
+
+def release_optimizer(live: LiveModel) -> None:
+    """Clears the optimizer's objects and what it wrote on the parameters, so that its memory is freed."""
+    live.discarded_optimizers.clear()
+    if live.optimizer is None:  # its build has failed
+        return
+    for part in live.optimizers:
+        part.optimizer.state.clear()
+        part.optimizer.param_groups.clear()
+        vars(part).clear()
+    vars(live.optimizer).clear()
+    live.optimizer = None
+    for parameter in live.parameters():
+        # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
+        for name in ("main_param", "main_param_sharded"):
+            vars(parameter).pop(name, None)
+
+
+def _spread_experts(model: GPTModel) -> None:
+    # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
+    # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
+    for layer in model.decoder.layers:
+        for weight in layer.mlp.experts.parameters() if layer.is_moe_layer else ():
+            weight.allreduce = False
+
+
+def _fuse_adam(live: LiveModel) -> None:
+    # Without TE or Apex Megatron takes torch's AdamW; fused, it updates in one kernel without temporaries, like TE's.
+    for part in live.optimizers:
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
+def _retain_main_gradients(live: LiveModel) -> None:
+    # In fp32 the main parameters are views of the parameters, not leaves. Megatron sets their `.grad` itself, and torch
+    # warns at each read before that, until it knows that a view's gradient is meant to be read.
+    for part in live.optimizers:
+        for group in part.optimizer.param_groups:
+            for main_parameter in group["params"]:
+                if not main_parameter.is_leaf:
+                    main_parameter.retain_grad()
+
+
+def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:
+    """Builds Megatron's GPTModel with the layers of a provider: one of the chunks of this rank's pipeline stage."""
+    architecture = scenario.architecture
+    # The specs are Transformer Engine's own; only the classes in them are the provider's. Megatron's
+    # `get_gpt_decoder_block_spec`, which makes both kinds of layers, cannot be imported without Transformer Engine.
+    with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
+        specs = {
+            part: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                qk_layernorm=architecture.qk_layernorm, **part.megatron_spec
+            )
+            for part in architecture.feed_forwards
+        }
+    # Stages have numbers of chunks only where they are interleaved.
+    place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
+    block = gpt_layer_specs.TransformerBlockSubmodules(
+        layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
+        layer_norm=provider().layer_norm(rms_norm=True),
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=scenario.seq_length,
+        position_embedding_type="rope",
+        rotary_base=int(architecture.rotary_base),
+        rotary_percent=architecture.rotary_percent,
+        share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+        **place,
+    )
+
+
+def initialize_megatron(layout: Layout) -> None:
+    """Makes Megatron's process groups of a joined one."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=interleaved_chunks(layout),
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
+        create_gloo_process_groups=False,
+    )
+
+
+def seed_megatron(seed: int) -> None:
+    """Seeds torch's random states and Megatron's, so that a model that is built next has the weights of this seed.
+
+    Each pipeline stage has its own (``_set_random_seed`` in megatron/training/initialize.py).
+    """
+    of_stage = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(of_stage)
+    model_parallel_cuda_manual_seed(of_stage, force_reset_rng=True)

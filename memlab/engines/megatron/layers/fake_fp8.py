@@ -1,0 +1,491 @@
+"""The layer provider for fake tensors under FP8: each layer allocates, saves and frees what Transformer Engine's does.
+
+Read in TE 2.12.0: ``linear.py``, ``layernorm_linear.py``, ``grouped_linear.py`` and ``base.py`` of
+``transformer_engine/pytorch/module``. Attention, norms and the output layer are the provider's without FP8.
+
+A forward pass quantizes the input row-wise for the product and column-wise for backward, and frees the row-wise half
+when the product is done. The weight is quantized once per step, in the first micro-batch; the copy stays allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.layers.fp8_parameters import Fp8Parameter
+from memlab.engines.megatron.layers.fp8_recipes import RECIPES, Quantized, Recipe, Splits
+from memlab.engines.megatron.layers.tensor_parallel import Split
+from memlab.engines.megatron.layers.torch_layers import (
+    TorchColumnLinear,
+    TorchGroupedLinear,
+    TorchLinear,
+    TorchNormLinear,
+    TorchRowLinear,
+)
+from memlab.engines.megatron.layers.weight_gradients import empty_weight_gradient
+from memlab.engines.megatron.megatron_versions import grouped_experts
+from memlab.meter.labels import keeping, kept_by_collective
+
+
+class FakeFp8Provider(FakeProvider):
+    """Megatron's layers for a GPT layer spec with FP8, for tensors without values."""
+
+    def linear(self) -> type:
+        return Fp8Linear
+
+    def column_parallel_linear(self) -> type:
+        return Fp8ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return Fp8RowLinear
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return Fp8NormLinear
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        return grouped_experts(Fp8GroupedLinear, Fp8GroupedRowLinear)
+
+
+_latest_recipe: Recipe = RECIPES["delayed"]
+"""The recipe of the layers that were built last: a process has one model at a time."""
+
+
+@dataclass(eq=False)
+class QuantizerState:
+    """The scales and amaxes of a module's quantizers."""
+
+    tensors: list[torch.Tensor]
+
+
+class _Fp8Module(torch.nn.Module):
+    """What every FP8 layer keeps between steps: the state of its quantizers and its weight in FP8."""
+
+    def keep_fp8(self, config: TransformerConfig, num_matrix_products: int = 1) -> None:
+        """Starts with FP8 parameters, or without anything in FP8 until the first forward pass."""
+        global _latest_recipe  # noqa: PLW0603  # as in TE (`FP8GlobalStateManager`), which pads experts' rows by it
+        self.recipe = _latest_recipe = RECIPES[config.fp8_recipe]
+        self.is_first_microbatch = True
+        """Set by Megatron at the start of a step (``MegatronModule.set_is_first_microbatch``)."""
+        self.num_matrix_products = num_matrix_products
+        self.quantizers: dict[str, list[QuantizerState]] = {}
+        self._fp8_workspaces: dict[str, Quantized] = {}
+        self._updates_columnwise = False
+        self._stores_fp8 = bool(config.fp8_param)
+        if self._stores_fp8:
+            self._keep_quantizers()
+            for name, parameter in list(self.named_parameters()):
+                if parameter.dim() > 1:
+                    setattr(self, name, Fp8Parameter.of(parameter, self.recipe))
+
+    def _keep_quantizers(self) -> None:
+        if not self.quantizers:
+            with keeping("workspace"):
+                self.quantizers["all"] = [QuantizerState(self.recipe.state(self.num_matrix_products))]
+
+    def quantize_weight(self, *, columnwise: bool) -> None:
+        """Keeps the weight in FP8 (``get_weight_workspace``), allocated or completed where that is needed.
+
+        Args:
+            columnwise: Whether this pass asks for column-wise values.
+        """
+        self._keep_quantizers()
+        if self._stores_fp8:
+            return
+        kept = self._fp8_workspaces.get("weight")
+        if kept is not None and columnwise and not kept.columnwise and self.recipe.renews_incomplete:
+            del self._fp8_workspaces["weight"]
+            kept = None
+        if kept is None:
+            with keeping("workspace"):
+                self._fp8_workspaces["weight"] = self._quantized(columnwise=columnwise)
+            self._updates_columnwise = columnwise
+        elif self.is_first_microbatch and not self._updates_columnwise:
+            kept.columnwise = []  # an update leaves what the tensor was made with
+        self.is_first_microbatch = False
+
+    def complete_weight(self) -> None:
+        """Adds the column-wise values that the product in backward reads, where forward left them out."""
+        weight = self._fp8_workspaces.get("weight")
+        if weight is not None and not weight.columnwise:
+            with keeping("workspace"):
+                weight.columnwise = self._quantized(rowwise=False, columnwise=True).columnwise
+
+    def _quantized(self, *, rowwise: bool = True, columnwise: bool) -> Quantized:
+        count, (rows, width) = self.num_matrix_products, next(self._matrices()).shape
+        return self.recipe.quantize_weights(count, rows, width, rowwise=rowwise, columnwise=columnwise)
+
+    def _matrices(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for parameter in self.parameters() if parameter.dim() > 1)
+
+
+class Fp8Linear(_Fp8Module, TorchLinear):
+    """A linear without bias."""
+
+    def __init__(
+        self,
+        *sizes: int,
+        config: TransformerConfig,
+        tp_comm_buffer_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*sizes, config=config, **options)
+        self.keep_fp8(config)
+        # Attention saves its output itself, and Megatron lets this linear save the same tensor in place of an FP8 copy
+        # (``transformer/attention.py``); its delayed recipe cannot.
+        self.save_original_input = tp_comm_buffer_name == "proj" and config.fp8_recipe != "delayed"
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Maps [..., input_size] to [..., output_size]."""
+        return _Linear.apply(inputs, self.weight, self, torch.is_grad_enabled()), None
+
+
+class Fp8ColumnLinear(Fp8Linear, TorchColumnLinear):
+    """Each rank makes a part of the output's features."""
+
+
+class Fp8RowLinear(Fp8Linear, TorchRowLinear):
+    """Each rank takes a part of the input's features."""
+
+
+class Fp8NormLinear(_Fp8Module, TorchNormLinear):
+    """RMSNorm fused with the linear that follows it."""
+
+    def __init__(self, *sizes: int, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(*sizes, config=config, **options)
+        self.keep_fp8(config)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Maps [..., input_size] to [..., output_size]."""
+        weights = self.layer_norm_weight, self.weight, self.bias
+        return _NormLinear.apply(inputs, *weights, self, torch.is_grad_enabled()), None
+
+
+class Fp8GroupedLinear(_Fp8Module, TorchGroupedLinear):
+    """One linear without bias for each local expert, over rows grouped by expert."""
+
+    def __init__(self, num_gemms: int, *sizes: int, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(num_gemms, *sizes, config=config, **options)
+        self.keep_fp8(config, num_gemms)
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
+        splits = tuple(tokens_per_expert)
+        assert sum(splits) == len(inputs), f"{tokens_per_expert} rows for {len(inputs)}"
+        return _GroupedLinear.apply(inputs, self, splits, torch.is_grad_enabled(), *self.parameters()), None
+
+
+class Fp8GroupedRowLinear(Fp8GroupedLinear):
+    """The second linear of the experts."""
+
+    way = "row"
+
+
+class _Linear(torch.autograd.Function):
+    """``linear.py``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, layer: Fp8Linear, is_training: bool
+    ) -> torch.Tensor:
+        recipe, split = layer.recipe, layer.split
+        rows, width = _size(inputs)
+        ctx.saves_inputs = layer.save_original_input
+        keeps_rows = split.way == "column" and recipe.gathers_rows_only
+        columnwise = is_training and not ctx.saves_inputs and not keeps_rows
+        quantized = recipe.quantize(rows, width, columnwise=columnwise)
+        entered, _ = _entered(layer, quantized, rows, width, rowwise=True, columnwise=False)
+        layer.quantize_weight(columnwise=is_training or _asks_for_columns(layer))
+        output = split.leave(inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0])))
+        del entered
+        if is_training:
+            if not keeps_rows:
+                quantized.rowwise = []
+            _save(ctx, Quantized() if ctx.saves_inputs else quantized, inputs if ctx.saves_inputs else None, weight)
+            ctx.layer, ctx.shape, ctx.keeps_rows = layer, inputs.shape, keeps_rows
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _, weight, saved = _saved(ctx)
+        layer, recipe, split = ctx.layer, ctx.layer.recipe, ctx.layer.split
+        width = ctx.shape[-1]
+        rows = ctx.shape[:-1].numel()
+        grad = _left_backward(layer, grads[0])
+        if ctx.saves_inputs:
+            saved = recipe.quantize(rows, width, rowwise=recipe.gathers_rows_only, columnwise=not ctx.keeps_rows)
+        entered, in_transfer = _entered(layer, saved, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
+        layer.complete_weight()
+        grad_entered = weight.new_empty((*_entered_shape(grads[0], split, backward=True), width))
+        del in_transfer
+        grad_inputs = split.enter_backward(grad_entered)
+        grad_weight = empty_weight_gradient(layer.weight)
+        del grad, saved, entered
+        return grad_inputs, grad_weight, None, None
+
+
+class _NormLinear(torch.autograd.Function):
+    """``layernorm_linear.py``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        norm_weight: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: Fp8NormLinear,
+        is_training: bool,
+    ) -> torch.Tensor:
+        recipe, split = layer.recipe, layer.split
+        rows, width = _size(inputs)
+        keeps_rows = split.way == "column" and recipe.gathers_rows_only
+        reciprocal = inputs.new_empty(rows, dtype=torch.float32)
+        normalised = recipe.quantize(rows, width, columnwise=is_training and not keeps_rows)
+        if not recipe.fuses_norm:
+            inputs.new_empty(inputs.shape)  # the norm's output, freed when it is quantized
+        entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
+        layer.quantize_weight(columnwise=is_training)
+        output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
+        del entered
+        if is_training:
+            if not keeps_rows:
+                normalised.rowwise = []
+            _save(ctx, normalised, inputs, weight, norm_weight, reciprocal)
+            ctx.layer, ctx.keeps_rows = layer, keeps_rows
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight, norm_weight, reciprocal, normalised = _saved(ctx)
+        layer, split = ctx.layer, ctx.layer.split
+        rows, width = _size(inputs)
+        # Added up where the gradient is quantized (``bgrad_quantize``, ``csrc/extensions/bias.cpp``).
+        grad_bias = None if layer.bias is None else torch.empty_like(layer.bias)
+        grad = _left_backward(layer, grads[0])
+        entered, in_transfer = _entered(layer, normalised, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
+        layer.complete_weight()
+        grad_entered = weight.new_empty((*grads[0].shape[:-1], width))
+        grad_normalised = split.enter_backward(grad_entered)
+        grad_weight = empty_weight_gradient(layer.weight)
+        del grad_entered, in_transfer
+        entered.clear()
+        normalised.clear()
+        grad_inputs, grad_norm_weight = torch.empty_like(inputs), torch.empty_like(norm_weight)
+        del grad, grad_normalised, reciprocal
+        return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """``grouped_linear.py``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        layer: Fp8GroupedLinear,
+        splits: Splits,
+        is_training: bool,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        saves_inputs = layer.save_original_input
+        quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_training and not saves_inputs)
+        layer.quantize_weight(columnwise=is_training or _asks_for_columns(layer))
+        output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        if is_training:
+            quantized.rowwise = []
+            _save(ctx, Quantized() if saves_inputs else quantized, inputs if saves_inputs else None, *weights)
+            ctx.layer, ctx.splits, ctx.saves_inputs = layer, splits, saves_inputs
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        _, *weights, saved = _saved(ctx)
+        layer, recipe, splits = ctx.layer, ctx.layer.recipe, ctx.splits
+        out_width, width = weights[0].shape
+        grad_output = grads[0].contiguous()
+        grad = recipe.quantize_rows(splits, out_width, columnwise=True)
+        grad_inputs = grad_output.new_empty((grad_output.shape[0], width))
+        layer.complete_weight()
+        grad_weights = [empty_weight_gradient(weight) for weight in layer.parameters()]
+        if ctx.saves_inputs:
+            saved = recipe.quantize_rows(splits, width, rowwise=recipe.gathers_rows_only, columnwise=True)
+        saved.clear()
+        del grad, saved
+        return grad_inputs, None, None, None, *grad_weights
+
+
+def _entered(
+    layer: Fp8Linear | Fp8NormLinear, own: Quantized, rows: int, width: int, *, rowwise: bool, columnwise: bool
+) -> tuple[Quantized, list[torch.Tensor]]:
+    """Returns the operand of a matrix product that a column-parallel linear gathers from `own`.
+
+    Args:
+        layer: The linear; another one than column-parallel takes `own` as it is.
+        own: The rank's part.
+        rows: Of the part.
+        width: Of the part.
+        rowwise: Whether row-wise values are gathered.
+        columnwise: Whether column-wise values are needed.
+
+    Returns:
+        The operand, and what lives until the transfer has ended.
+    """
+    if layer.split.way != "column":
+        return own, []
+    entered, arriving = layer.recipe.gather(rows, layer.split.ranks, width, rowwise=rowwise, columnwise=columnwise)
+    # Column-wise values are sent in backward, where TE empties the sent tensors itself.
+    _note_kept(layer.recipe, [*(own.rowwise if rowwise else ()), *arriving])
+    return entered, arriving
+
+
+def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor) -> Quantized:
+    """Returns the output's gradient in FP8, which a row-parallel linear gathers (`grad_output_preprocess`)."""
+    rows, width = _size(grad)
+    recipe, split = layer.recipe, layer.split
+    if split.way != "row":
+        return recipe.quantize(rows, width, columnwise=True)
+    own = recipe.quantize(rows, width, columnwise=not recipe.gathers_rows_only)
+    gathered, arriving = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=True)
+    _note_kept(recipe, [*own.tensors(), *arriving])
+    del own
+    return gathered
+
+
+def _note_kept(recipe: Recipe, tensors: Iterable[torch.Tensor]) -> None:
+    """Reports what torch may keep of a gather: all tensors sent and received, except those that TE empties itself.
+
+    TE opens ``_coalescing_manager(group, device)``, which waits for the work object of ``_end_coalescing`` and drops
+    that of the collective (``torch/distributed/distributed_c10d.py``, 2.11). The dropped one holds the tensors. torch's
+    watchdog, which looks every 100 ms, must first find that the GPU has run it; then the next collective of the group
+    frees them (``shelvesToUnstash_``, ``ProcessGroupNCCL.cpp``). Measured: `labs/LOG.md`, 2026-11-24, night.
+    """
+    if recipe.gathers_scales:
+        kept_by_collective(tensors)
+
+
+def _entered_shape(inputs: torch.Tensor, split: Split, *, backward: bool = False) -> tuple[int, ...]:
+    """Returns the leading sizes of a product: the sequence is gathered before it, or in backward after it."""
+    length, *others = inputs.shape[:-1]
+    return length * (split.ranks if split.way == ("row" if backward else "column") else 1), *others
+
+
+def _size(matrix: torch.Tensor) -> tuple[int, int]:
+    return matrix.shape[:-1].numel(), matrix.shape[-1]
+
+
+def _save(ctx: Any, quantized: Quantized, *others: torch.Tensor | None) -> None:
+    """Saves each tensor of a matrix in FP8 by itself, as TE's ``prepare_for_saving`` does."""
+    ctx.save_for_backward(*others, *quantized.tensors())
+    ctx.counts = len(others), len(quantized.rowwise), len(quantized.columnwise)
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """Returns what `_save` saved: the others in order, then the matrix in FP8."""
+    tensors = list(ctx.saved_tensors)
+    ends = list(accumulate(ctx.counts))
+    quantized = Quantized(tensors[ends[0] : ends[1]], tensors[ends[1] : ends[2]], tensors[ends[2] :])
+    return [*tensors[: ends[0]], quantized]
+
+
+_checkpoint: Literal["around layers", "inside layers"] | None = None
+"""Which checkpoint's first pass runs: Megatron's around whole layers, or one inside a layer's FP8 context."""
+
+
+def _asks_for_columns(layer: _Fp8Module) -> bool:
+    """Whether the first pass of a checkpoint quantizes weights column-wise too (`is_fp8_activation_recompute_enabled`).
+
+    TE asks whether FP8 is on where the checkpoint begins. Around whole layers it is on only under the delayed recipe,
+    whose context Megatron opens around all layers (``transformer_block.py``).
+    """
+    return _checkpoint == "inside layers" or (_checkpoint == "around layers" and layer.recipe.spans_layers)
+
+
+def checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
+    """Replaces ``te_checkpoint`` in ``transformer_block.py`` and, since 0.18, in ``megatron/core/recompute.py``."""
+    return _checkpointed("around layers", *args, **kwargs)
+
+
+def checkpoint_inside_layers(*args: Any, **kwargs: Any) -> Any:
+    """Replaces ``te_checkpoint`` in layers (``transformer_layer.py`` and ``moe_layer.py``)."""
+    return _checkpointed("inside layers", *args, **kwargs)
+
+
+def _checkpointed(
+    place: Literal["around layers", "inside layers"],
+    function: Callable[..., Any],
+    distribute_saved_activations: bool,
+    get_rng_state_tracker: Any,
+    tp_group: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Checkpoints as Megatron does without FP8: TE's `_CheckpointFunction` saves the same tensors."""
+
+    def run(*inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return function(*inputs, **kwargs)
+        with _first_pass(place):
+            return function(*inputs, **kwargs)
+
+    return tensor_parallel.checkpoint(run, distribute_saved_activations, *args)
+
+
+@contextmanager
+def _first_pass(place: Literal["around layers", "inside layers"]) -> Iterator[None]:
+    global _checkpoint  # noqa: PLW0603  # TE keeps it in the module too
+    outer, _checkpoint = _checkpoint, place
+    try:
+        yield
+    finally:
+        _checkpoint = outer
+
+
+class Fp8Padding(torch.nn.Module):
+    """Pads each expert's rows to a multiple of the recipe's alignment (``module/fp8_padding.py``)."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.align_size = align_size or _latest_recipe.row_alignment
+
+    def forward(self, inputs: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """Returns [padded rows, width] and the padded rows of each expert."""
+        padded = _padded_rows(splits, self.align_size)
+        return (inputs if padded == splits else _Resized.apply(inputs, sum(padded))), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    """Undoes `Fp8Padding` (``module/fp8_unpadding.py``)."""
+
+    def forward(self, inputs: torch.Tensor, splits: list[int]) -> torch.Tensor:  # type: ignore[override]
+        """Returns [rows, width]."""
+        if _padded_rows(splits, self.align_size) == splits:
+            return inputs
+        result: torch.Tensor = _Resized.apply(inputs, sum(splits))
+        return result
+
+
+def _padded_rows(splits: list[int], alignment: int) -> list[int]:
+    """Returns the rows of each expert, rounded up to a multiple of the alignment."""
+    return [-(-rows // alignment) * alignment for rows in splits]
+
+
+class _Resized(torch.autograd.Function):
+    """Copies rows into a tensor with other space between them, and back in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.num_rows = len(inputs)
+        return inputs.new_empty((num_rows, inputs.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad = grads[0].contiguous()
+        return grad.new_empty((ctx.num_rows, grad.shape[1])), None

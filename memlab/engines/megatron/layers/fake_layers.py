@@ -1,0 +1,55 @@
+"""The layer provider for fake tensors: `TorchProvider`'s layers, with one operation for all experts of a layer.
+
+Each expert has its own weights, as on a GPU. Their gradients, main parameters and moments are then hundreds of blocks
+of 3 to 12 MiB, of which the allocator cuts several from a segment of 20 MiB, and leaves the rest of the segment unused.
+With one tensor for all experts, Qwen3-30B-A3B with 4 layers would reserve 1 GiB less than it does on an H200.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.engines.megatron.layers.torch_layers import TorchGroupedLinear, TorchProvider
+from memlab.engines.megatron.layers.weight_gradients import empty_weight_gradient
+from memlab.engines.megatron.megatron_versions import grouped_experts
+
+
+class FakeProvider(TorchProvider):
+    """Megatron's layers for a GPT layer spec, for tensors without values."""
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        return grouped_experts(FakeGroupedLinear, FakeGroupedRowLinear)
+
+
+class FakeGroupedLinear(TorchGroupedLinear):
+    """`TorchGroupedLinear` without its matrix products."""
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
+        assert sum(tokens_per_expert) == len(inputs), f"{tokens_per_expert} rows for {len(inputs)}"
+        return _GroupedLinear.apply(inputs, *self.parameters(recurse=False)), None
+
+
+class FakeGroupedRowLinear(FakeGroupedLinear):
+    """The second linear of the experts."""
+
+    way = "row"
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Allocates and saves what `torch_functions.GroupedLinear` does."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, *weights)
+        ctx.parameters = weights
+        return inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, *_ = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        with torch._C.DisableTorchFunction():  # they are where the weights are
+            return grad.new_empty(inputs.shape), *map(empty_weight_gradient, ctx.parameters)

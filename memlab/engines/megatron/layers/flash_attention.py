@@ -1,0 +1,148 @@
+"""Attention of the package flash-attn, version 2, as Transformer Engine calls it.
+
+The buffers are those of ``mha_fwd`` and ``mha_bwd`` in flash-attn's ``csrc/flash_attn/flash_api.cpp`` (2.8) and of
+``FlashAttention`` in Transformer Engine's ``attention/dot_product_attention/backends.py`` (2.12.0). Allocated peaks
+of steps with flash-attn 2.8.3 on an H200 were within 0.012 % of it (`labs/RESULTS.md`). Where the package flash-attn-3
+is installed, Transformer Engine calls that one on a Hopper GPU, and its buffers are others. For fewer than about 100
+blocks of 64 queries (sequences x heads x blocks) flash-attn splits the keys and allocates more than is allocated
+here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.engines.megatron.layers.torch_functions import attend, attend_backward, attend_each, attend_each_backward
+from memlab.engines.megatron.packed_sequences import lengths_of
+from memlab.meter.labels import one_kernel
+
+_QUERIES_PER_BLOCK = 128
+_CHANNELS_PER_BLOCK = 32
+
+
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
+
+    Returns:
+        Shape [sequence, batch, heads * channels].
+    """
+    # A value that is a slice of linear_qkv's output is copied (``get_qkv_layout`` in utils.py).
+    copied = [tensor.contiguous() for tensor in (query, key, value)]
+    # Sequences come first in flash-attn. One sequence needs no copy for that.
+    output = _FlashAttention.apply(*(tensor.transpose(0, 1).contiguous() for tensor in copied), scale)
+    result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
+    return result
+
+
+def packed_flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+) -> torch.Tensor:
+    """Attends each packed sequence by itself, from [tokens, heads, channels] (``mha_varlen_fwd``, ``mha_varlen_bwd``).
+
+    Args:
+        query: Shape [tokens, heads, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        scale: Of the scores.
+        ends: Where the sequences end, int32 [sequences + 1] with a 0 in front.
+
+    Returns:
+        Shape [tokens, heads * channels].
+    """
+    copied = [tensor.contiguous() for tensor in (query, key, value)]
+    output: torch.Tensor = _PackedFlashAttention.apply(*copied, scale, ends)
+    return output.flatten(1)
+
+
+class _PackedFlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.lengths = lengths_of(ends)
+        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths)
+        random_state = query.new_empty(2, dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, ends)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sum_exp, _, _ = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        # Each sequence gets a block of rows more, where it may not be a multiple of one.
+        rows = query.shape[0] + _QUERIES_PER_BLOCK * len(ctx.lengths)
+        buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
+        parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
+        del buffers
+        return *parts, None, None
+
+
+class _FlashAttention(torch.autograd.Function):
+    """``FlashAttnFunc``; shapes are [batch, sequence, heads, channels].
+
+    Saves query, key, value, its output, the log-sum-exp of each row (fp32) and the state of dropout's random numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        output, log_sum_exp = _attend(query, key, value, scale)
+        random_state = query.new_empty(2, dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
+        buffers = _backward_buffers(query, key, rows)
+        _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale)
+        del buffers
+        return *results, None
+
+
+def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """Returns what ``mha_bwd`` allocates and frees, for the queries of a sequence in so many rows.
+
+    These are sums of rows, the query's gradient in fp32, and with grouped queries the gradients of key and value for
+    each head.
+    """
+    batch, tokens, heads, channels = query.shape
+    columns = -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK
+    buffers = [
+        query.new_empty(batch, heads, rows, dtype=torch.float32),
+        query.new_empty(batch, rows, heads, columns, dtype=torch.float32),
+    ]
+    if key.shape[2] != heads:
+        buffers += [key.new_empty(batch, tokens, heads, channels) for _ in range(2)]
+    return buffers
+
+
+@one_kernel()
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, log_sum_exp = attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale)
+    return output.transpose(0, 1).contiguous(), log_sum_exp
+
+
+@one_kernel()
+def _attend_backward(
+    results: tuple[torch.Tensor, ...],
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> None:
+    grad, query, key, value, output = (tensor.transpose(0, 1) for tensor in (grad, query, key, value, output))
+    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale)
+    for result, part in zip(results, parts, strict=True):
+        result.copy_(part.transpose(0, 1))

@@ -1,0 +1,303 @@
+"""The autograd functions behind `torch_layers`: each computes in torch what one Transformer Engine module computes.
+
+Each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that TE's kernels make; what a kernel
+keeps on chip is made inside `one_kernel`. Norms are RMSNorm, computed in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.engines.megatron.layers.tensor_parallel import WHOLE, Split
+from memlab.engines.megatron.layers.weight_gradients import weight_gradient
+from memlab.engines.megatron.packed_sequences import lengths_of
+from memlab.meter.labels import one_kernel
+
+
+class RmsNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension; saves its input and the reciprocal root mean square of each row (fp32)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        output, reciprocal = _normalise(inputs, weight, epsilon)
+        ctx.save_for_backward(inputs, reciprocal, weight)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, reciprocal, weight = ctx.saved_tensors
+        grad_inputs, grad_weight = _normalise_backward(grads[0], inputs, reciprocal, weight)
+        return grad_inputs, grad_weight, None
+
+
+class Linear(torch.autograd.Function):
+    """``inputs @ weight.T``; saves this rank's part of its input (transformer_engine/pytorch/module/linear.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.split, ctx.parameter = split, weight
+        return split.leave(_matmul(split.enter(inputs), weight.T))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight = ctx.saved_tensors
+        grad = ctx.split.leave_backward(grads[0])
+        inputs = ctx.split.enter(inputs)
+        grad_entered = _matmul(grad, weight)  # stays allocated during the weight's gradient, while it is reduced
+        grad_inputs = ctx.split.enter_backward(grad_entered)
+        return grad_inputs, weight_gradient(ctx.parameter, _flat(grad), _flat(inputs)), None
+
+
+class NormLinear(torch.autograd.Function):
+    """RMSNorm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
+
+    Saves its input, the normalised output and the reciprocal root mean square: measured on an H200 with TE 2.12.0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        norm_weight: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        epsilon: float,
+        split: Split = WHOLE,
+    ) -> torch.Tensor:
+        normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
+        ctx.save_for_backward(inputs, norm_weight, weight, normalised, reciprocal)
+        ctx.split, ctx.has_bias, ctx.parameter = split, bias is not None, weight
+        return _matmul(split.enter(normalised), weight.T, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, norm_weight, weight, normalised, reciprocal = ctx.saved_tensors
+        entered = ctx.split.enter(normalised)
+        grad_entered = _matmul(grads[0], weight)
+        grad_normalised = ctx.split.enter_backward(grad_entered)
+        grad_weight = weight_gradient(ctx.parameter, _flat(grads[0]), _flat(entered))
+        grad_bias = _flat(grads[0]).sum(0) if ctx.has_bias else None  # cuBLAS adds it up beside the weight's gradient
+        del grad_entered, entered
+        normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
+        grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
+        return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """One linear per expert over consecutive rows (transformer_engine/pytorch/module/grouped_linear.py).
+
+    Saves each expert's rows as a view of the input, or the input itself under `save_original_input`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, splits: list[int], save_original_input: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows = torch.split(inputs, splits)
+        output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        for part, row, weight in zip(torch.split(output, splits), rows, weights, strict=True):
+            torch.mm(row, weight.T, out=part)
+        ctx.save_for_backward(*((inputs,) if save_original_input else rows), *weights)
+        ctx.splits, ctx.parameters = splits, weights
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        saved, splits = ctx.saved_tensors, ctx.splits
+        weights = saved[-len(splits) :]
+        grad_rows = torch.split(grads[0].contiguous(), splits)
+        grad_inputs = grads[0].new_empty((grads[0].shape[0], weights[0].shape[1]))
+        for part, grad_row, weight in zip(torch.split(grad_inputs, splits), grad_rows, weights, strict=True):
+            torch.mm(grad_row, weight, out=part)
+        rows = saved[: -len(splits)]
+        if len(rows) == 1 and len(splits) > 1:
+            rows = torch.split(rows[0], splits)
+        grad_weights = map(weight_gradient, ctx.parameters, grad_rows, rows)
+        return grad_inputs, None, None, *grad_weights
+
+
+class CausalAttention(torch.autograd.Function):
+    """Fused causal attention; saves query, key, value, its output and the log-sum-exp of each row (fp32).
+
+    Shapes are [sequence, batch, heads, channels]; key and value may have fewer heads (grouped queries). The output is
+    [sequence, batch, heads * channels].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        # A value that is a slice of linear_qkv's output is copied, and the copy saved (TE's get_qkv_layout).
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        output, log_sum_exp = attend(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.scale = scale
+        return output.view(*output.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
+
+
+class PackedAttention(torch.autograd.Function):
+    """`CausalAttention` of sequences that share a row: shapes are [tokens, heads, channels].
+
+    Saves the same tensors, and where the sequences end. cuDNN's log-sum-exp is fp32 [tokens, heads, 1] here
+    (``fused_attn_f16_arbitrary_seqlen.cu``, Transformer Engine 2.12); how large cuDNN's workspace for packed sequences
+    is, was not measured.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+    ) -> torch.Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        # Backward does not read the places: what is offloaded comes back without values in a simulation.
+        ctx.lengths = lengths_of(ends)
+        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, ends)
+        ctx.scale = scale
+        return output.view(len(output), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        parts = attend_each_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
+        return *parts, None, None
+
+
+@one_kernel()
+def attend_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    lengths: list[int],
+    key_lengths: list[int] | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends each packed sequence by itself; returns output [tokens, heads, channels] and log-sum-exp [heads, tokens].
+
+    Args:
+        query: Shape [tokens, heads, channels].
+        key: The same, of as many or fewer heads, and of other tokens if `key_lengths` says so.
+        value: Like `key`.
+        scale: Of the scores.
+        lengths: Of the sequences of queries.
+        key_lengths: Of those of keys; None if they are the same.
+        causal: Whether a query sees only the keys up to its own place.
+    """
+    queries = query.unsqueeze(1).split(lengths)
+    keys, values = (tensor.unsqueeze(1).split(key_lengths or lengths) for tensor in (key, value))
+    rows = [attend(*row, scale, causal=causal) for row in zip(queries, keys, values, strict=True)]
+    outputs, log_sums = zip(*rows, strict=True)
+    return torch.cat(outputs).squeeze(1), torch.cat(log_sums, dim=-1).squeeze(0)
+
+
+@one_kernel()
+def attend_each_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+    lengths: list[int],
+    key_lengths: list[int] | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of query, key and value of `attend_each`."""
+    grads, queries, outputs = (
+        tensor.unsqueeze(1).split(lengths) for tensor in (grad.view(output.shape), query, output)
+    )
+    keys, values = (tensor.unsqueeze(1).split(key_lengths or lengths) for tensor in (key, value))
+    # Torch's kernel wants the log-sum-exp contiguous.
+    log_sums = [part.contiguous() for part in log_sum_exp.unsqueeze(0).split(lengths, dim=-1)]
+    rows = zip(grads, queries, keys, values, outputs, log_sums, strict=True)
+    parts = [attend_backward(one, q, k, v, out, log_sum, scale, causal=causal) for one, q, k, v, out, log_sum in rows]
+    return tuple(torch.cat(of_rows).squeeze(1) for of_rows in zip(*parts, strict=True))
+
+
+def _heads_first(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = query.shape[2] // key.shape[2]
+    return (
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3).repeat_interleave(groups, dim=1),
+        value.permute(1, 2, 0, 3).repeat_interleave(groups, dim=1),
+    )
+
+
+@one_kernel()
+def _normalise(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = inputs.float()
+    reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)
+    return (exact * reciprocal.unsqueeze(-1) * weight.float()).to(inputs.dtype), reciprocal
+
+
+@one_kernel()
+def _normalise_backward(
+    grad: torch.Tensor, inputs: torch.Tensor, reciprocal: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    unit = inputs.float() * reciprocal.unsqueeze(-1)
+    exact = grad.view(inputs.shape).float()
+    grad_weight = _flat(exact * unit).sum(0).to(weight.dtype)
+    weighted = exact * weight.float()
+    projected = (weighted * unit).mean(-1, keepdim=True)
+    return ((weighted - unit * projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype), grad_weight
+
+
+@one_kernel()
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence]."""
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(query, key, value), 0.0, causal, scale=scale
+    )
+    return output.permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
+
+
+@one_kernel()
+def attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value."""
+    groups = query.shape[2] // key.shape[2]
+    grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.view(output.shape).permute(1, 2, 0, 3),
+        *_heads_first(query, key, value),
+        output.permute(1, 2, 0, 3),
+        log_sum_exp,
+        0.0,
+        causal,
+        scale=scale,
+    )
+    grad_key, grad_value = (
+        part.unflatten(1, (-1, groups)).float().sum(2).to(part.dtype).permute(2, 0, 1, 3).contiguous()
+        for part in grads_of_groups
+    )
+    return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
+
+
+def _matmul(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product = _flat(inputs) @ weight if bias is None else torch.addmm(bias, _flat(inputs), weight)
+    return product.view(*inputs.shape[:-1], weight.shape[1])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -1,0 +1,284 @@
+"""A layer provider without Transformer Engine, through megatron-core's own extension point.
+
+It has the module tree that TE gives a GPT model (norm fused into the linear after it, grouped experts, fused
+attention) on the functions of `torch_functions`, so that every recompute and offload module exists here where it
+exists on a GPU. Constructors take what ``megatron/core/extensions/transformer_engine.py`` takes (0.16.1, 0.19.2).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.engines.megatron.layers.context_parallel import RingAttention
+from memlab.engines.megatron.layers.flash_attention import flash_attention, packed_flash_attention
+from memlab.engines.megatron.layers.packed_context_parallel import PackedRingAttention
+from memlab.engines.megatron.layers.tensor_parallel import split_of
+from memlab.engines.megatron.layers.torch_functions import (
+    CausalAttention,
+    GroupedLinear,
+    Linear,
+    NormLinear,
+    PackedAttention,
+    RmsNorm,
+)
+from memlab.engines.megatron.layers.unfused_attention import unfused_attention
+from memlab.engines.megatron.layers.weight_gradients import set_fusion
+from memlab.engines.megatron.megatron_versions import grouped_experts
+
+
+class TorchProvider(BackendSpecProvider):
+    """Megatron's layers for a GPT layer spec, in torch without Transformer Engine."""
+
+    def linear(self) -> type:
+        return TorchLinear
+
+    def column_parallel_linear(self) -> type:
+        return TorchColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return TorchRowLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TorchNormLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **_: Any) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchAttention
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        return grouped_experts(TorchGroupedLinear, TorchGroupedRowLinear)
+
+    def activation_func(self) -> None:
+        return None
+
+
+class TorchNorm(torch.nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.epsilon = eps
+        self.weight = _norm_weight(hidden_size, config=config)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalises [..., hidden_size]."""
+        # TE's norm takes a contiguous copy (transformer_engine/pytorch/ops/basic/rmsnorm.py): the query and key norms
+        # then save their own input instead of linear_qkv's whole output.
+        result: torch.Tensor = RmsNorm.apply(inputs.contiguous(), self.weight, self.epsilon)
+        return result
+
+
+class TorchLinear(torch.nn.Module):
+    """A linear without bias. Returns (output, None): Megatron adds biases itself."""
+
+    way: ClassVar[Literal["column", "row"] | None] = None
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        assert not bias, "only queries, keys and values have biases"
+        self.save_original_input = False
+        self.split = split_of(self.way, config)
+        ranks = config.tensor_model_parallel_size
+        rows, columns = _part(self.way, output_size, input_size, ranks)
+        self.weight = _weight(rows, columns, config=config, init_method=init_method, way=self.way)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Maps [..., input_size] to [..., output_size]."""
+        return Linear.apply(inputs, self.weight, self.split), None
+
+
+class TorchColumnLinear(TorchLinear):
+    """Each rank makes a part of the output's features."""
+
+    way = "column"
+
+
+class TorchRowLinear(TorchLinear):
+    """Each rank takes a part of the input's features."""
+
+    way = "row"
+
+
+class TorchNormLinear(torch.nn.Module):
+    """RMSNorm fused with the linear that follows it."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        self.epsilon = config.layernorm_epsilon
+        self.split = split_of("column", config)
+        self.layer_norm_weight = _norm_weight(input_size, config=config)
+        rows = output_size // config.tensor_model_parallel_size
+        self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
+        self.bias = _bias(rows, config=config) if bias else None
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Maps [..., input_size] to [..., output_size]."""
+        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.bias, self.epsilon, self.split), None
+
+
+class TorchGroupedLinear(torch.nn.Module):
+    """One linear without bias for each local expert, over rows grouped by expert.
+
+    Where experts are split over ranks too, Megatron's dispatcher gathers and scatters their rows.
+    """
+
+    way: ClassVar[Literal["column", "row"]] = "column"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias, "only queries, keys and values have biases"
+        self.num_gemms = num_gemms
+        self.save_original_input = False
+        rows, columns = expert_part(self.way, output_size, input_size, config)
+        is_spread = config.expert_model_parallel_size > 1
+        random_state = get_expert_parallel_rng_tracker_name() if is_spread else _MODEL_PARALLEL
+        # Once for all experts: to save and restore a random state takes longer than to make a fake weight.
+        with _drawing_from(random_state, config):
+            for index in range(num_gemms):
+                weight = _new_weight(rows, columns, config=config, init_method=init_method, way=self.way)
+                # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
+                weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+                self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return GroupedLinear.apply(inputs, list(tokens_per_expert), self.save_original_input, *weights), None
+
+
+class TorchGroupedRowLinear(TorchGroupedLinear):
+    """The second linear of the experts."""
+
+    way = "row"
+
+
+class TorchAttention(torch.nn.Module):
+    """Causal attention with grouped queries, by the config's ``attention_backend``; ``auto`` is cuDNN's, fused."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self.context_parallel_group = ring
+        self.config = config
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attends from [sequence, batch, heads, channels]; returns [sequence, batch, heads * channels].
+
+        Packed sequences have no batch dimension.
+        """
+        if packed_seq_params is not None and self.context_parallel_group is not None:
+            ends = packed_seq_params.cu_seqlens_q_padded
+            spread: torch.Tensor = PackedRingAttention.apply(
+                query, key, value, self.softmax_scale, ends, self.context_parallel_group
+            )
+            return spread
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q
+            is_flash = self.config.attention_backend is AttnBackend.flash
+            attend = packed_flash_attention if is_flash else PackedAttention.apply
+            packed: torch.Tensor = attend(query, key, value, self.softmax_scale, ends)
+            return packed
+        if self.context_parallel_group is not None:
+            ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
+            return ring
+        # A change of the training state changes the config.
+        if self.config.attention_backend is AttnBackend.unfused:
+            return unfused_attention(query, key, value, self.softmax_scale)
+        if self.config.attention_backend is AttnBackend.flash:
+            return flash_attention(query, key, value, self.softmax_scale)
+        result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
+        return result
+
+
+def _part(way: str | None, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+    return rows // (ranks if way == "column" else 1), columns // (ranks if way == "row" else 1)
+
+
+def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) -> tuple[int, int]:
+    """Returns the shape of this rank's part of an expert's weight."""
+    return _part(way, rows, columns, config.expert_tensor_parallel_size)
+
+
+def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(device_empty(size, config=config).fill_(1.0))
+    # Each rank has a part of the sequence: Megatron sums these gradients (distributed/finalize_model_grads.py).
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+def _bias(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
+    bias = torch.nn.Parameter(device_empty(size, config=config).fill_(0.0))
+    set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
+    return bias
+
+
+_MODEL_PARALLEL = "model-parallel-rng"
+"""Megatron's default random state of weights; ranks that have other experts draw them from another state."""
+
+
+def _weight(
+    rows: int, columns: int, *, config: TransformerConfig, init_method: Any, way: str | None
+) -> torch.nn.Parameter:
+    with _drawing_from(_MODEL_PARALLEL, config):
+        return _new_weight(rows, columns, config=config, init_method=init_method, way=way)
+
+
+def _drawing_from(random_state: str, config: TransformerConfig) -> AbstractContextManager[None]:
+    return get_cuda_rng_tracker().fork(random_state) if config.perform_initialization else nullcontext()
+
+
+def _new_weight(
+    rows: int, columns: int, *, config: TransformerConfig, init_method: Any, way: str | None
+) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
+    set_fusion(weight, config)
+    if way is not None:
+        # Megatron leaves the gradients of all others but the first rank's out of the norm, as copies of them.
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1 if way == "row" else 0, stride=1)
+    if config.perform_initialization and not weight.is_meta:  # a fake weight has no values
+        init_method(weight)
+    return weight
+
+
+def device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
+    """Returns a tensor on the device, of the parameters' dtype."""
+    return torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())

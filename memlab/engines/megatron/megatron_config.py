@@ -1,0 +1,127 @@
+"""Megatron's configs of a Scenario: of the model, of DDP and of the optimizer.
+
+Written against megatron-core 0.16.1 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.config.layout import Layout
+from memlab.config.option import options_of
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.routing_draws import RoutingDraws
+
+# Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
+# still allocates and updates everything that it does at any other rate.
+LEARNING_RATE = 0.0
+
+# Megatron and Transformer Engine's Adam write FP8 moments as uint8 (``map_dtype``, megatron/training/arguments.py).
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def transformer_config(scenario: Scenario, settings: MemorySettings) -> TransformerConfig:
+    """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
+    architecture = scenario.architecture
+    dtype = _DTYPES[scenario.dtype]
+    of_parts: dict[str, Any] = {"ffn_hidden_size": architecture.ffn_hidden_size}
+    for part in architecture.parts:
+        of_parts |= {**asdict(part), **part.megatron}
+    if architecture.moe_layer_freq is not None:
+        of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
+    config = TransformerConfig(
+        num_layers=scenario.num_layers,
+        tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
+        context_parallel_size=scenario.layout.context_parallel_size,
+        pipeline_model_parallel_size=scenario.layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=interleaved_chunks(scenario.layout),
+        # Two stages would exchange several tensors with each other in one batch (megatron/training/arguments.py).
+        overlap_p2p_comm=interleaved_chunks(scenario.layout) is not None,
+        batch_p2p_comm=interleaved_chunks(scenario.layout) is None,
+        num_layers_in_first_pipeline_stage=scenario.layout.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
+        expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=scenario.layout.expert_tensor_size,
+        sequence_parallel=scenario.layout.sequence_parallel,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=scenario.dtype == "bf16",
+        use_cpu_initialization=False,
+        finalize_model_grads_func=finalize_model_grads,
+        **state_fields(scenario.state),
+        **{name: value for name, value in of_parts.items() if name in TransformerConfig.__dataclass_fields__},
+        **settings_fields(settings),
+    )
+    # What memlab's own dispatcher reads, which gets nothing but the config.
+    config.memlab_routing = RoutingDraws(scenario.routing)
+    return config
+
+
+def state_fields(state: TrainingState) -> dict[str, Any]:
+    """Returns the part of a training state that Megatron's TransformerConfig holds."""
+    return _options(state, "model") | {"attention_backend": AttnBackend[state.attention_backend]}
+
+
+def distributed_data_parallel_config(scenario: Scenario) -> DistributedDataParallelConfig:
+    """Returns the config of Megatron's DDP."""
+    state = scenario.state
+    given = _options(state, "ddp") | {"grad_reduce_in_fp32": not state.grad_reduce_in_bf16}
+    # All stages gather at once, but only where they are interleaved (megatron/training/arguments.py).
+    gathers_at_once = state.overlap_param_gather and interleaved_chunks(scenario.layout) is not None
+    return DistributedDataParallelConfig(align_param_gather=gathers_at_once, **given)
+
+
+def optimizer_config(scenario: Scenario) -> OptimizerConfig:
+    """Returns the config of Megatron's optimizer, which checks it by Megatron's own rules too."""
+    state, given = scenario.state, _options(scenario.state, "optimizer")
+    given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        weight_decay=0.0,
+        bf16=scenario.dtype == "bf16",
+        params_dtype=_DTYPES[scenario.dtype],
+        fp8_recipe=None if state.fp8_format is None else state.fp8_recipe,
+        **given,
+    )
+
+
+def settings_fields(settings: MemorySettings) -> dict[str, Any]:
+    """Returns the settings as fields of Megatron's TransformerConfig."""
+    given = _options(settings, "model")
+    given |= {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    offload = settings.offload_modules
+    return given | {"fine_grained_activation_offloading": offload is not None, "offload_modules": list(offload or ())}
+
+
+def _options(values: TrainingState | MemorySettings, config: str) -> dict[str, Any]:
+    """Returns the options that one of Megatron's configs has, by its names; no older one has the newer options."""
+    return {
+        name: getattr(values, one.name)
+        for one in options_of(type(values)).values()  # type: ignore[arg-type]  # a class is hashable
+        if (name := one.name_in(config)) is not None
+        and (one.since is None or name in TransformerConfig.__dataclass_fields__)
+    }
+
+
+def interleaved_chunks(layout: Layout) -> int | None:
+    """Returns the chunks of a pipeline stage as Megatron expects them: None if stages are not interleaved."""
+    chunks = layout.virtual_pipeline_model_parallel_size
+    return chunks if chunks > 1 else None

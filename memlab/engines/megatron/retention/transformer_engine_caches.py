@@ -1,0 +1,114 @@
+"""What Transformer Engine and cuBLAS keep on the device for the whole process, and how it is freed.
+
+Read in ``transformer_engine/pytorch``, 2.12.0 and 2.16.1: ``cpp_extensions/gemm.py``, ``module/base.py``,
+``quantization.py``, and ``utils.py``, ``context_parallel.py`` and ``softmax.py`` of
+``attention/dot_product_attention``. Without TE nothing is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_PACKAGE = "transformer_engine.pytorch"
+
+CUBLAS_WORKSPACE_BYTES = 32 * 1024**2
+"""The workspace of one cuBLAS handle on compute capability 9.0 (torch, ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+CUBLAS_THREADS = 2
+"""Threads that use cuBLAS, each with its own handle: the one that runs forward, and autograd's."""
+TE_WORKSPACE_BYTES = 32 * 1024**2 + 1024
+"""``get_cublas_workspace_size_bytes`` on compute capability 9.0 and later (``cpp_extensions/gemm.py``)."""
+TE_GROUPED_GEMM_STREAMS = 4
+"""Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
+
+_simulated_workspaces: list[torch.Tensor] = []
+simulated_causal_masks: dict[int, torch.Tensor] = {}
+"""What `memlab.engines.megatron.layers.unfused_attention` keeps as TE keeps its ``_default_causal_mask``, by length."""
+simulated_unused_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
+"""What `memlab.engines.megatron.layers.weight_gradients` keeps as TE keeps its ``_dummy_wgrads``, by shape and type."""
+
+
+def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """Yields a name, a container with tensors, and a function that empties it."""
+    gemm = sys.modules.get(f"{_PACKAGE}.cpp_extensions.gemm")
+    if gemm is not None:
+        workspace = gemm.get_cublas_workspace
+        yield "Transformer Engine's cuBLAS workspaces", gc.get_referents(workspace), workspace.cache_clear
+    base = sys.modules.get(f"{_PACKAGE}.module.base")
+    if base is not None:
+        yield "Transformer Engine's unused gradients", base._dummy_wgrads, base._dummy_wgrads.clear
+    attention = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.utils")
+    if attention is not None:
+        yield "Transformer Engine's sequence lengths", attention._cu_seqlens_cache, attention._cu_seqlens_cache.clear
+    ring = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.context_parallel")
+    if ring is not None:
+        lengths = ring._cu_seqlens_info_with_cp_cache
+        yield "Transformer Engine's sequence lengths under context parallelism", lengths, lengths.clear
+    softmax = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.softmax")
+    if softmax is not None:
+        yield "Transformer Engine's causal masks", softmax._default_causal_mask, softmax._default_causal_mask.clear
+    quantization = sys.modules.get(f"{_PACKAGE}.quantization")
+    if quantization is not None:
+        manager = quantization.FP8GlobalStateManager
+        state = getattr(manager, "quantization_state", manager)  # an object since 2.15
+        buffers = [state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer]
+        yield "Transformer Engine's FP8 scales and maxima", buffers, manager.reset
+    if simulated_causal_masks:
+        yield "simulated causal masks", simulated_causal_masks, simulated_causal_masks.clear
+    if simulated_unused_gradients:
+        yield "simulated unused gradients", simulated_unused_gradients, simulated_unused_gradients.clear
+    if _simulated_workspaces:
+        yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
+
+
+def forget_causal_masks() -> None:
+    """Frees the masks of unfused attention, which the other attention backends do not read."""
+    for name, _, empty in list(caches()):
+        if name.endswith("causal masks"):
+            empty()
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    """Yields the tensors of all caches."""
+    for _, container, _ in caches():
+        yield from tensors_in(container)
+
+
+def tensors_in(container: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a container, and in the containers in it."""
+    if isinstance(container, torch.Tensor):
+        yield container
+    elif isinstance(container, dict):
+        yield from tensors_in(list(container.values()))
+    elif isinstance(container, (list, tuple)):
+        for value in container:
+            yield from tensors_in(value)
+
+
+def fill_cublas_workspaces() -> None:
+    """Makes cuBLAS allocate its workspaces on this thread and on autograd's: they belong to no tensor."""
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.ones(64, 64, dtype=dtype, device="cuda", requires_grad=True)
+        torch.mm(weight, weight).sum().backward()
+
+
+def hold_fake_workspaces(*, grouped: bool) -> None:
+    """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
+
+    Args:
+        grouped: Whether the model has grouped linears.
+    """
+    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS + [TE_WORKSPACE_BYTES]
+    sizes += [TE_WORKSPACE_BYTES] * TE_GROUPED_GEMM_STREAMS if grouped else []
+    device = torch.cuda.current_device()
+    _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+
+
+def clear_torch_caches() -> None:
+    """Frees cuBLAS's workspaces."""
+    if torch.version.cuda is not None and torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()

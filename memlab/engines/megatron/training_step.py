@@ -1,0 +1,223 @@
+"""One step of a live model, training or forward alone, through Megatron's own schedule, with its phases named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+
+from memlab.config.scenario import Scenario
+from memlab.engines.megatron import data_parallel_overlap
+from memlab.engines.megatron.activation_offload import manager as offload_manager
+from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
+from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
+from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
+from memlab.meter.labels import Labels
+from memlab.upstream.patching import patched
+
+
+def update_parameters(live: LiveModel) -> None:
+    """Runs the optimizer."""
+    succeeded, _, _ = live.optimizer.step()
+    assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
+
+
+def train_step(
+    live: LiveModel,
+    labels: Labels,
+    load_for_update: Callable[[], None] = lambda: None,
+    microbatches: Microbatches = ALL_MICROBATCHES,
+    update: Callable[[], None] | None = None,
+) -> float | None:
+    """Takes a training step, as `memlab.engines.protocol.Engine.train_step` documents it."""
+    for chunk in live.chunks:
+        chunk.zero_grad_buffer()
+    with torch._C.DisableTorchFunction():  # it drops references: a function mode would see each look at a gradient
+        live.optimizer.zero_grad()
+    with _phases(live, labels, microbatches.before_forward):
+        loss = _run_schedule(live, microbatches)
+        load_for_update()
+        labels.enter_phase("optimizer")
+        if update is None:
+            update_parameters(live)
+        else:
+            update()
+        zero_auxiliary_losses()
+    data_parallel_overlap.start_gathering(live)
+    return loss
+
+
+def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool) -> float | None:
+    """Takes a step of forward passes alone, as `memlab.engines.protocol.Engine.forward_only_step` documents it."""
+    without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
+    _set_training(live, False)
+    try:
+        with _phases(live, labels), torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
+            loss = _run_schedule(live, forward_only=True)
+            zero_auxiliary_losses()
+    finally:
+        _set_training(live, True)
+    return loss
+
+
+def _set_training(live: LiveModel, mode: bool) -> None:
+    for chunk in live.chunks:
+        chunk.train(mode)
+
+
+def _run_schedule(
+    live: LiveModel, microbatches: Microbatches = ALL_MICROBATCHES, *, forward_only: bool = False
+) -> float | None:
+    scenario = live.scenario
+    live.config.memlab_routing.begin_step()
+    with microbatches.counted():
+        losses = live.forward_backward(
+            forward_step_func=partial(_forward_step, live),
+            data_iterator=[_batches(scenario) for _ in live.chunks],
+            model=live.chunks,
+            num_microbatches=scenario.num_microbatches,
+            seq_length=scenario.seq_length,
+            micro_batch_size=scenario.micro_batch_size,
+            forward_only=forward_only,
+        )
+    return _over_the_copies(sum(losses) / len(losses)) if losses else None
+
+
+def _over_the_copies(loss: float) -> float:
+    """Returns the mean over the ranks that have tokens of their own, as Megatron's training loop reports it.
+
+    They are the copies of the model and the parts of a sequence: the ranks that reduce gradients together.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() == 1:
+        return loss
+    total = torch.tensor(loss, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(total, group=group)
+    return total.item() / group.size()
+
+
+def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens, lengths = next(batches).cuda(), live.scenario.sequence_lengths
+    if lengths is None:
+        positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    else:
+        inputs, positions, labels = shifted(tokens, lengths)
+    packed = {"packed_seq_params": packed_sequence_params(live.scenario)}
+    own_inputs, own_positions, own_labels = (chunks_of_this_rank(part, lengths) for part in (inputs, positions, labels))
+    state, ranks = live.scenario.state, parallel_state.get_context_parallel_world_size()
+    lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
+    if state.loss == "cross_entropy":
+        return model(own_inputs, own_positions, None, labels=own_labels, **packed), _mean_loss
+
+    def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank))
+
+    # Without labels the model returns the logits.
+    logits = model(own_inputs, own_positions, None, **packed)
+    return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
+
+
+def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
+    loss = per_token.float().mean()
+    # Megatron multiplies the whole sequence's loss by the ranks that share it, and divides by them where it reduces
+    # gradients (`forward_step_calc_loss` in schedules.py, `gradient_scaling_factor` in distributed_data_parallel.py).
+    ranks = parallel_state.get_context_parallel_world_size()
+    return loss / ranks if ranks > 1 else loss, loss.item()
+
+
+def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+    """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step.
+
+    A packed row has one token more for each of its sequences. Each copy of the model has its own tokens; the ranks of
+    one copy have the same.
+    """
+    generator = torch.Generator().manual_seed(scenario.seed + parallel_state.get_data_parallel_rank())
+    shape = (scenario.micro_batch_size, scenario.seq_length + (scenario.packed_sequences or 1))
+    for _ in range(scenario.num_microbatches):
+        yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+
+
+def chunks_of_this_rank(batch: torch.Tensor, lengths: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Returns this rank's part of a batch [sequences, tokens] under context parallelism, all of it without.
+
+    Args:
+        batch: Rows of one sequence each, or one row of packed sequences.
+        lengths: Of the packed sequences, of each of which the rank has its part.
+    """
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if lengths is None or ranks == 1:
+        return chunks_of_rank(batch, ranks, rank, 1)
+    return torch.cat([chunks_of_rank(sequence, ranks, rank, 1) for sequence in batch.split(lengths, 1)], 1)
+
+
+@contextmanager
+def _phases(live: LiveModel, labels: Labels, before_forward: Callable[[], None] = lambda: None) -> Iterator[None]:
+    # Megatron's schedules start these timers around each micro-batch, whatever the pipeline layout
+    # (megatron/core/pipeline_parallel/schedules.py).
+    names = {"forward-compute": "forward", "backward-compute": "backward"}
+
+    def timers(name: str, **_: Any) -> _PhaseTimer:
+        return _PhaseTimer(labels, names.get(name), before_forward)
+
+    fork_rng = random._fork_rng
+
+    @contextmanager
+    def fork_rng_to_recompute() -> Iterator[None]:
+        # Both of Megatron's checkpoints recompute inside this, and nothing else uses it (tensor_parallel/random.py).
+        with labels.recompute(), fork_rng():
+            yield
+
+    labels.passes_in_flight = 0
+    on_config = {"megatron.core.transformer.transformer_config.TransformerConfig.timers": timers}
+    on_random = {"megatron.core.tensor_parallel.random._fork_rng": fork_rng_to_recompute}
+    with patched(on_config, on=live.config), patched(on_random | _labels_in_engine_checkpoints(labels)):
+        yield
+
+
+_ENGINE = "transformer_engine.pytorch.distributed"
+
+
+def _labels_in_engine_checkpoints(labels: Labels) -> dict[str, Any]:
+    """Returns the replacement that labels what Transformer Engine's checkpoint recomputes: Megatron's under FP8."""
+    if _ENGINE not in sys.modules:
+        return {}
+
+    # A subclass: TE reads and writes attributes of the class by its name (distributed.py, 2.12.0).
+    class LabelledPass(sys.modules[_ENGINE].activation_recompute_forward):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            self.label: AbstractContextManager[None] = labels.recompute() if self.recompute_phase else nullcontext()
+            self.label.__enter__()
+            return super().__enter__()
+
+        def __exit__(self, *error: object) -> Any:
+            super().__exit__(*error)
+            self.label.__exit__(None, None, None)
+
+    return {f"{_ENGINE}.activation_recompute_forward": LabelledPass}
+
+
+class _PhaseTimer:
+    def __init__(self, labels: Labels, phase: str | None, before_forward: Callable[[], None]) -> None:
+        self._labels = labels
+        self._before_forward = before_forward
+        self._phase = phase
+
+    def start(self, barrier: bool = False) -> None:
+        if self._phase == "forward":
+            self._before_forward()
+        if self._phase is not None:
+            self._labels.enter_phase(self._phase)
+            if self._phase == "forward":
+                self._labels.passes_in_flight += 1
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._phase == "backward":
+            self._labels.passes_in_flight -= 1

@@ -1,0 +1,129 @@
+"""Transfers of a live model's parameters, gradients and optimizer state: each one is timed, recorded and audited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+from memlab.config.settings import MemorySettings
+from memlab.engines.protocol import Engine
+from memlab.engines.residency.audit import audit_residency
+from memlab.engines.residency.residency import Residency, groups_on_host
+from memlab.meter.protocol import Meter
+from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
+from memlab.record.transfer import GROUPS, Action, Transfer
+
+
+class Transfers:
+    """Transfers the groups of one live model, and records where each was requested to be."""
+
+    def __init__(self, engine: Engine, meter: Meter) -> None:
+        self.residency = Residency(engine.groups())
+        self.has_fault = False
+        """Whether `set_fault` has put a fault on."""
+        self._engine, self._meter = engine, meter
+        self._requested = RequestedPlacement()
+        self._host_bytes = (0, 0)
+        """Host bytes around the last transfer (the larger of before and after), and at its peak."""
+
+    def categories(self) -> dict[str, list[torch.Tensor]]:
+        """Returns what the model keeps from step to step: workspaces, and the groups with their host copies."""
+        return self.workspaces() | self.residency.tensors()
+
+    def workspaces(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the workspaces."""
+        return {"workspace": list(self._engine.workspace())}
+
+    def load(self, groups: Collection[str] = GROUPS) -> float:
+        """Loads what a step needs; returns the seconds that it took, 0.0 if nothing was on the host."""
+        self._requested.move("load", groups)
+        _, seconds = self._timed(lambda: self.residency.load(groups))
+        return seconds
+
+    def offload(self, groups: Collection[str]) -> tuple[dict[str, int], float]:
+        """Offloads what a step needs only later.
+
+        Returns:
+            Device bytes freed by each group, and the seconds that it took; empty and 0.0 if all were on the host.
+        """
+        self._requested.move("offload", groups)
+        return self._timed(lambda: self.residency.offload(groups))
+
+    def put_on_host(self, groups: Collection[str]) -> None:
+        """Offloads these groups, and loads the others."""
+        self.load([group for group in GROUPS if group not in groups])
+        self.offload(groups)
+
+    def end_step(self, settings: MemorySettings) -> tuple[dict[str, int], float]:
+        """Offloads what the settings keep on the host between steps, and frees the host copies of all else.
+
+        Returns:
+            Device bytes freed by each group, and the seconds that it took.
+        """
+        away = groups_on_host(settings)
+
+        def offload() -> dict[str, int]:
+            self._requested.end_step(away)
+            self.residency.forget([group for group in GROUPS if group not in away])
+            return self.residency.offload(away)
+
+        return self._timed(offload)
+
+    def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
+        """Transfers groups between two steps, or hands the parameters over.
+
+        Raises:
+            ValueError: If the parameters are to be handed over while they are on the host.
+        """
+        transfers = {
+            "load": lambda: self.residency.load(groups),
+            "offload": lambda: self.residency.offload(groups),
+            "hand over": self.residency.hand_over,
+        }
+        transferred_bytes, seconds = self._timed(transfers[action])
+        self._requested.move(action, groups)
+        self._meter.categorise(self.categories())
+        return Transfer(
+            action=action,
+            transferred_bytes=transferred_bytes,
+            seconds=seconds,
+            device_bytes=self._meter.live_bytes("device"),
+            host_bytes=self._meter.live_bytes("host"),
+            peak_host_bytes=self._meter.peak_host_bytes,
+        )
+
+    def audit(self) -> ResidencyAudit:
+        """Compares where every byte of the three groups is with where it was requested to be."""
+        return audit_residency(self._engine, self._meter, self._requested, self.residency.tensors(), self._host_bytes)
+
+    def set_fault(self, name: str | None) -> None:
+        """Loads and repairs everything; later transfers have one of the engine's faults, or none.
+
+        Raises:
+            ValueError: If there is no such fault, another one is active, or the model has nothing that it concerns.
+        """
+        faults = self._engine.residency_faults
+        if name is not None and name not in faults:
+            choices = ", ".join(faults)
+            raise ValueError(f"residency fault is {name!r}, must be one of {choices}: choose one of them")
+        if name is not None and self.has_fault:
+            raise ValueError(
+                f"{name} is a second fault, must be the only one: leave the with block of the other fault first"
+            )
+        self.load()  # also if the model lacks what the fault needs, so that the audit still agrees
+        self._engine.repair()
+        pinned = self.residency.pinned
+        self.residency = Residency(self._engine.groups()) if name is None else faults[name]()
+        self.has_fault, self.residency.pinned = name is not None, pinned
+        self._requested, self._host_bytes = RequestedPlacement(), (0, 0)
+
+    def _timed(self, transfer: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
+        before = self._meter.live_bytes("host")
+        self._meter.reset_peak()
+        started = time.perf_counter()
+        transferred_bytes = transfer()
+        seconds = time.perf_counter() - started if transferred_bytes else 0.0
+        self._host_bytes = (max(before, self._meter.live_bytes("host")), self._meter.peak_host_bytes)
+        return transferred_bytes, seconds
