@@ -1,4 +1,8 @@
-"""How many parameters a rank has, and how many bytes training keeps for each."""
+"""What a rank keeps between steps, without torch: how many parameters, and how many bytes of each kind of state.
+
+This is the answer of Megatron's DDP, for what never builds a model: searches, bounds, and the check of the host's
+memory. Parameters and gradients are whole on each rank, and the distributed optimizer shards its state.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,40 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     return Parameters(outside, vocabulary + has_output * model.hidden_size, inside)
+
+
+class KeptBytes(NamedTuple):
+    """Bytes on the device, without padding."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def kept_bytes(scenario: Scenario) -> KeptBytes:
+    """Returns what the scenario's rank keeps on the device.
+
+    A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
+    parameters.
+    """
+    counts, state = parameters_of_rank(scenario), scenario.state
+    of_parameter = 2 if scenario.dtype == "bf16" else 4
+    in_layers = 1 if state.fp8_param_gather else of_parameter
+    on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
+    main, moments = bytes_of_optimizer(state, scenario.dtype)
+    of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
+    sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
+    return KeptBytes(
+        parameters=(counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter,
+        gradients=sum(counts) * bytes_of_gradient(scenario),
+        optimizer=sum(round(of_optimizer * count) for count in sharded),
+    )
+
+
+def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns parameters and how many ranks hold each of them, outside experts and in them."""
+    counts, layout = parameters_of_rank(scenario), scenario.layout
+    return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
 
 
 def bytes_of_gradient(scenario: Scenario) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
+from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
@@ -28,17 +28,13 @@ recomputed module may free whatever a layer allocates."""
 def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
     """Returns what a rank of the last pipeline stage allocates at least, whatever it recomputes: a bound from below.
 
-    Counted are parameters, gradients, optimizer state, and the logits that the loss is computed from; the optimizer
-    state as the distributed optimizer shards it. So no layout is left out that would fit.
+    Counted are parameters, gradients, optimizer state, and the logits that the loss is computed from; nothing of an
+    optimizer on the host. So no layout is left out that would fit.
     """
     layout, state, is_bf16 = job.layout, job.state, job.dtype == "bf16"
     last = replace(job, layout=replace(layout, rank=layout.world_size - 1))
-    counts = parameters_of_rank(last)
-    in_layers = (1 if state.fp8_param_gather else 2) + bytes_of_gradient(job)
-    optimizer = 0 if state.optimizer_cpu_offload else sum(bytes_of_optimizer(state, job.dtype))
-    static = counts.layers * in_layers + counts.vocabulary * (2 + bytes_of_gradient(job)) + counts.experts * in_layers
-    static += counts.outside_experts * optimizer // layout.copies_of_parameters
-    static += counts.experts * optimizer // layout.copies_of_experts
+    kept = kept_bytes(last)
+    static = kept.parameters + kept.gradients + (0 if state.optimizer_cpu_offload else kept.optimizer)
     if base.offload_optimizer_except_update:
         return static  # the logits are freed before the update, the only time at which all of it is on the device
     tokens = job.seq_length * job.micro_batch_size // layout.context_parallel_size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, parameters_of_rank
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copied, kept_bytes, parameters_of_rank
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -157,29 +157,8 @@ def _elements_of_routers(scenario: Scenario) -> int:
 
 def _trained_bytes(scenario: Scenario) -> int:
     """Returns what gradients and optimizer state of all parameters take on the device of a rank."""
-    return bytes_of_gradient(scenario) * sum(parameters_of_rank(scenario)) + _optimizer_bytes(scenario)
-
-
-def _optimizer_bytes(scenario: Scenario) -> int:
-    """Returns what the optimizer state of all parameters takes on the device of a rank, sharded as in the job.
-
-    A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
-    parameters.
-    """
-    state = scenario.state
-    on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
-    main, moments = bytes_of_optimizer(state, scenario.dtype)
-    of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
-    return sum(
-        round(of_optimizer * -(-count // (copies if state.use_distributed_optimizer else 1)))
-        for count, copies in _counts_and_copies(scenario)
-    )
-
-
-def _counts_and_copies(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns parameters and how many ranks hold each of them, outside experts and in them."""
-    counts, layout = parameters_of_rank(scenario), scenario.layout
-    return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
+    kept = kept_bytes(scenario)
+    return kept.gradients + kept.optimizer
 
 
 def _sharded_bytes(scenario: Scenario) -> int:
@@ -191,7 +170,7 @@ def _sharded_bytes(scenario: Scenario) -> int:
     if scenario.state.use_distributed_optimizer:
         optimizer = 0
     of_parameter = weight + bytes_of_gradient(scenario) + optimizer
-    return sum(of_parameter * (count - count // copies) for count, copies in _counts_and_copies(scenario))
+    return sum(of_parameter * (count - count // copies) for count, copies in copied(scenario))
 
 
 def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
@@ -270,20 +249,20 @@ def _jitter_bytes(scenario: Scenario) -> int:
 def _exchanged_gradient_bytes(scenario: Scenario) -> int:
     """Returns a copy of all gradients, and a rank's own part in fp32 (``reduce_scatter_with_fp32_accumulation``)."""
     gradient = bytes_of_gradient(scenario)
-    return sum(gradient * count + 4 * -(-count // copies) for count, copies in _counts_and_copies(scenario))
+    return sum(gradient * count + 4 * -(-count // copies) for count, copies in copied(scenario))
 
 
 def _remainder_bytes(scenario: Scenario) -> int:
     """Returns 2 bytes for each parameter whose state a rank has: the half of a main parameter that is in the weight."""
     is_spread = scenario.state.use_distributed_optimizer
-    return sum(2 * -(-count // (copies if is_spread else 1)) for count, copies in _counts_and_copies(scenario))
+    return sum(2 * -(-count // (copies if is_spread else 1)) for count, copies in copied(scenario))
 
 
 def _unspread_optimizer_bytes(scenario: Scenario) -> int:
     """Returns what the distributed optimizer spreads over ranks, apart from each rank's own share."""
     spread = scenario.state.use_distributed_optimizer
     main, moments = bytes_of_optimizer(scenario.state, scenario.dtype)
-    counts = _counts_and_copies(scenario) if spread else ()
+    counts = copied(scenario) if spread else ()
     return sum(round((main + moments) * (count - count // copies)) for count, copies in counts)
 
 
@@ -357,7 +336,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
-    "offload_optimizer_states": _optimizer_bytes,
+    "offload_optimizer_states": lambda scenario: kept_bytes(scenario).optimizer,
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""

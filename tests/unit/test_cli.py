@@ -419,7 +419,7 @@ def test_doctor_names_the_hardware_and_versions_that_were_never_run(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["packages"]["megatron-core"]["note"] == "memlab was never run with it, only with 0.16 and 0.19"
+    assert found["packages"]["megatron-core"]["note"] == "memlab was never run with it, only with 0.16, 0.18, 0.19"
     assert found["hardware"]["GPU 0"] == "NVIDIA H200, 143771 MiB"
     assert found["hardware"]["driver"] == "580.159.04"
     assert {"CUDA", "CPU"} <= found["hardware"].keys()

@@ -52,7 +52,9 @@ def test_importing_the_lab_is_silent_and_loads_no_compiler_without_a_gpu() -> No
     code = f"from memlab import Lab\nimport gc, sys\nprint({loaded}, gc.get_freeze_count() > 200_000)"
     environment = os.environ | {"CUDA_HOME": sys.prefix}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout + done.stderr == f"{torch.cuda.device_count() > 0} False True\n", "and collections pass over torch"
+    assert done.stdout + done.stderr == f"{torch.cuda.device_count() > 0} False True\n", (
+        "and collections pass over torch"
+    )
 
 
 def test_a_headless_run_does_not_import_the_parser_of_urls_that_takes_2_seconds() -> None:

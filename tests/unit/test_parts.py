@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
-from memlab.config.parameters import parameters_of_rank
+from memlab.config.parameters import kept_bytes, parameters_of_rank
+from memlab.config.scenario import Dtype
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
 
@@ -20,6 +23,7 @@ _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
 MODELS = [ARCHITECTURES[name] for name in ("llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny")]
 MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
 MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
+PRECISION_AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
 LAYOUTS = [
     Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, rank=1),
@@ -53,6 +57,28 @@ def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, lay
         for weight, count in model.weights_of(scenario.layers_of_rank).items()
     }
     assert parameters_of_rank(scenario)._asdict() == {"experts": 0} | numbers
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "state", "dtype"),
+    [
+        ("phi-4-tiny", Layout(), {}, "bf16"),
+        ("phi-4-tiny", Layout(data_parallel_size=4), {"use_distributed_optimizer": False}, "fp32"),
+        ("phi-4-tiny", Layout(data_parallel_size=4, pipeline_model_parallel_size=2, rank=4), {}, "bf16"),
+        ("qwen3-moe-tiny", Layout(expert_model_parallel_size=2, data_parallel_size=2), {}, "bf16"),
+        ("qwen3-moe-tiny", Layout(expert_model_parallel_size=2, data_parallel_size=4), {"use_distributed_optimizer": False}, "bf16"),
+        ("llama-3-tiny", Layout(tensor_model_parallel_size=2, data_parallel_size=2), PRECISION_AWARE, "bf16"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_keeps_is_known_without_a_model(
+    model: str, layout: Layout, state: dict[str, Any], dtype: Dtype
+) -> None:
+    """To the padding of DDP's buffers, and from below: no layout is left out that would fit."""
+    of_run: dict[str, Any] = {"state": TrainingState(**state), "dtype": dtype, "layout": layout, "backend": "simulated"}
+    with Lab(model, num_layers=2, seq_length=64, **of_run) as lab:
+        kept, found = kept_bytes(lab.scenario), lab.step(warm_up=False).peak_by_category
+    for expected, name in zip(kept, ("parameters", "gradients", "optimizer state"), strict=True):
+        assert expected <= found[name] < 1.01 * expected, name
 
 
 def test_a_rank_without_experts_has_a_dense_model_s_workspaces_and_says_which_settings_are_idle() -> None:

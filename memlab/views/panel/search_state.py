@@ -9,7 +9,7 @@ from typing import Any
 import traitlets
 
 from memlab.config.backend_kind import KINDS
-from memlab.config.settings import MemorySettings
+from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.lab.background_search import BackgroundSearch
 from memlab.units import GIB, format_bytes, parse_bytes
@@ -23,10 +23,7 @@ _SHARE_OF_PEAK = 0.9
 
 _CLICK = "Click a row of a table, or a point of the chart"
 
-_KEPT = (
-    *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
-    "checkpoint_input_remedy",
-)
+_KEPT = (*KEPT_ON_HOST, "checkpoint_input_remedy")
 
 
 class SearchState(traitlets.HasTraits):
