@@ -283,6 +283,7 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
+    yield from fusions_of_two_ranks(of)
 
 
 def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -308,6 +309,20 @@ def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(QWEN, 2, alone, state=state)
     for state in (LOW_PRECISION | moments[0], blockwise):
         yield from of(PHI, 2, alone, {}, FULL, state=state)
+
+
+def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks with the fusions of frameworks, each kind of parallelism once."""
+    both = FUSED_GRADIENTS | UNFUSED_ACTIVATION
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=both)
+    yield from of(QWEN2_7B, 4, "TP2", {}, FULL)
+    yield from of(QWEN2_7B, 4, "TP2", state=both)
+    yield from of(QWEN, 4, "TP2 EP2 ETP1", {}, recompute("moe_act"), state=both)
+    yield from of(PHI, 4, "PP2", num_microbatches=4, config=DEALLOCATE, state=both)
+    yield from of(QWEN_4B, 4, "PP2", num_microbatches=4, config=DEALLOCATE, state=FUSED_GRADIENTS)
+    yield from of(QWEN_8B, 4, "DP2", state=both | {"overlap_grad_reduce": True})
+    yield from of(QWEN2_1B, 4, "DP2", {}, state=FUSED_GRADIENTS)
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL, state=both)
 
 
 def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

@@ -210,14 +210,15 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
     job, rank = pair
     predicted = predict_rank(job, rank)
     step = job["ranks"][rank]["steps"][-1]
-    outside, stated = step["outside_torch_bytes"], estimate_outside_torch(predicted.scenario.layout)
-    inside = stated.total_bytes <= outside <= stated.most_bytes
+    outside = step.get("outside_torch_bytes")  # left out where other processes used the same GPU
+    stated = estimate_outside_torch(predicted.scenario.layout)
+    inside = outside is None or stated.total_bytes <= outside <= stated.most_bytes
     cells = [
         *(f"{job['name']}", f"{rank}"),
         *figures(step["start_bytes"], predicted.static_bytes, hidden=True),
         *figures(step["peak_bytes"], predicted.peak_allocated_bytes),
         *figures(step["peak_reserved_bytes"], predicted.peak_reserved_bytes or 0, hidden=True),
-        f"{outside / GIB:.2f}",
+        "" if outside is None else f"{outside / GIB:.2f}",
         f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{'' if inside else ', wrong'}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -230,12 +231,14 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         job: A line of ``ranks.jsonl``.
         rank: The rank.
     """
-    from memlab import Lab, Layout, MemorySettings, TrainingState
+    from memlab import Lab, Layout, MemorySettings, TrainingState, Versions
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
 
     architecture = find_architecture(job["model"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
+    environment = job["ranks"][rank]["environment"]
+    versions = Versions(transformer_engine=environment["transformer-engine"], torch=environment["torch"])
     with Lab(
         replace(architecture, vocab_size=job["vocab_size"], **sizes),
         num_layers=job["num_layers"],
@@ -244,6 +247,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
         state=TrainingState(**job["state"], deallocate_pipeline_outputs="deallocate_pipeline_outputs" in job["config"]),
         routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),
+        versions=versions,
         backend="simulated",
     ) as lab:
         return lab.step(MemorySettings(**job["settings"]))

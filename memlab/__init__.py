@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.config.settings import MemorySettings as MemorySettings
     from memlab.config.settings import validation_error as validation_error
     from memlab.config.training_state import TrainingState as TrainingState
+    from memlab.config.versions import Versions as Versions
     from memlab.exercises import Attempt as Attempt
     from memlab.exercises import check as check
     from memlab.exercises import failure as failure

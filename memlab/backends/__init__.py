@@ -14,6 +14,7 @@ from memlab.config.backend_kind import KINDS, BackendKind, BackendName
 if TYPE_CHECKING:  # so that the names of the backends can be read without torch
     from memlab.config.layout import Layout
     from memlab.config.scenario import Scenario
+    from memlab.config.versions import Versions
     from memlab.meter.labels import Labels
     from memlab.meter.protocol import Meter
 
@@ -44,6 +45,8 @@ class Backend:
     """Raises `ValueError` for a scenario that cannot be built here: too few ranks, or too little memory."""
     allocator: Callable[[], AllocatorSettings] = AllocatorSettings
     """Returns the options that torch's allocator has if a lab is given none."""
+    versions: Callable[[Versions], Versions] = lambda asked: asked
+    """Returns the versions of a lab that is asked for some; raises `ValueError` for those that it cannot have."""
     compiles: bool = False
     """Whether Megatron's small functions go through ``torch.compile``."""
 

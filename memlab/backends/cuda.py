@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
 from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
 from memlab.engines.process_group import join_with_nccl, require_started_ranks
@@ -105,9 +106,31 @@ def backend(reason: str) -> Backend:
         meter=AllocatorMeter,
         check=check,
         allocator=allocator_of_process,
+        versions=installed_versions,
         fill_workspaces=lambda scenario: fill_cublas_workspaces(),
         compiles=True,
     )
+
+
+def installed_versions(asked: Versions) -> Versions:
+    """Returns the versions that this process has, whatever the default is.
+
+    Raises:
+        ValueError: If others are asked for than these, and than those that a scenario has by itself.
+    """
+    installed = Versions(
+        transformer_engine=metadata.version("transformer-engine"),
+        megatron_core=metadata.version("megatron-core"),
+        torch=torch.__version__,
+    )
+    wrong = {name: value for name, value in asked.changed().items() if value != getattr(installed, name)}
+    if wrong:
+        named = ", ".join(f"{name} {value}" for name, value in wrong.items())
+        raise ValueError(
+            f"versions has {named}, must be what is installed here with backend 'cuda' "
+            f"({installed.words(str(installed.megatron_core))}): leave versions out, or choose backend 'simulated'"
+        )
+    return installed
 
 
 def check(scenario: Scenario) -> None:

@@ -1,9 +1,10 @@
 """Transformer Engine's FusedAdam without its kernels: the same storage, and on the CPU the same values.
 
 Precisions, remainders, scales, temporaries and their lifetimes are those of
-``transformer_engine/pytorch/optimizers/fused_adam.py`` (2.12.0) on a Hopper GPU. Under fp16, bf16 and FP8 moments an
-update makes fp32 copies of the moments of all parameters of a group, and frees them when it ends: the state is smaller
-between updates, and the peak moves into the optimizer.
+``transformer_engine/pytorch/optimizers/fused_adam.py`` (2.12.0 and 2.16.1) on a Hopper GPU. Under fp16, FP8 and unlike
+moments an update makes fp32 copies of the moments of all parameters of a group, and frees them when it ends: the state
+is smaller between updates, and the peak moves into the optimizer. Since 2.13.0 (``fuse_unscale``) the kernel updates
+two bf16 moments as they are stored; before, they were copied too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from memlab.backends.simulated_version import imitated
 from memlab.meter.labels import one_kernel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -110,6 +112,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        both_in_bf16 = exp_avg_dtype == exp_avg_sq_dtype == torch.bfloat16
+        self._moments_in_place = both_in_bf16 and imitated().updates_bf16_moments_in_place
         self.is_precision_aware = master_weights or {exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
@@ -137,8 +141,8 @@ class FusedAdam(torch.optim.Optimizer):
         for (parameter, states), gradient in zip(updated, gradients, strict=True):
             if not parameter.is_meta:  # the kernel allocates nothing
                 _update(parameter, gradient, group, adam_w_mode=self.adam_w_mode, **states)
-        for name, dtype in self.dtypes.items():
-            if dtype != torch.float32:
+        for name in self.dtypes:
+            if self._has_copies(name):
                 for parameter, states in updated:
                     if name in states:
                         self._store(parameter, name, states[name])
@@ -174,13 +178,17 @@ class FusedAdam(torch.optim.Optimizer):
             scale = torch.ones([1], dtype=torch.float32, device=parameter.device)
             self._scales.setdefault(parameter, {})[name] = scale  # of bf16 states too, where nothing reads it
 
+    def _has_copies(self, name: str) -> bool:
+        """Whether the kernel gets fp32 copies of a state, which are stored again after it."""
+        return self.dtypes[name] != torch.float32 and not (self._moments_in_place and name in _MOMENTS)
+
     def _unscaled(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns a state for the kernel: itself if it is fp32 or a remainder, otherwise an fp32 copy."""
-        stored, dtype = self.state[parameter][name], self.dtypes[name]
-        if dtype == torch.float32:
+        """Returns a state for the kernel: itself, such as a remainder, or an fp32 copy."""
+        stored = self.state[parameter][name]
+        if not self._has_copies(name):
             return stored
         values = stored.float()
-        return values.mul_(self._scales[parameter][name]) if dtype == torch.float16 else values
+        return values.mul_(self._scales[parameter][name]) if self.dtypes[name] == torch.float16 else values
 
     def _store(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Stores fp32 values as the state's type."""
@@ -226,8 +234,8 @@ def _update(
         gradient: Of any type.
         group: With ``step`` counted.
         adam_w_mode: As for `FusedAdam`.
-        exp_avg: In fp32.
-        exp_avg_sq: In fp32.
+        exp_avg: In fp32, or in bf16; the kernel computes in fp32.
+        exp_avg_sq: Of the same type.
         master_param: In fp32, or int16 as a remainder; None updates the parameter itself.
     """
     if parameter.dtype == torch.float32:
@@ -241,10 +249,14 @@ def _update(
     if not adam_w_mode:
         slope = slope + decay * weights
     beta1, beta2 = group["betas"]
-    exp_avg.mul_(beta1).add_(slope, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+    first, second = exp_avg.float(), exp_avg_sq.float()
+    first.mul_(beta1).add_(slope, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+    if exp_avg.dtype != torch.float32:
+        exp_avg.copy_(first)
+        exp_avg_sq.copy_(second)
     left1, left2 = (1 - beta ** group["step"] if group["bias_correction"] else 1.0 for beta in (beta1, beta2))
-    change = (exp_avg / left1) / ((exp_avg_sq / left2).sqrt_() + group["eps"])
+    change = (first / left1) / ((second / left2).sqrt_() + group["eps"])
     if adam_w_mode:
         change += decay * weights
     weights = weights - group["lr"] * change

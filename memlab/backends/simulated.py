@@ -21,7 +21,7 @@ from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
-from memlab.backends.simulated_version import is_te_min_version
+from memlab.backends.simulated_version import is_te_min_version, known
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
@@ -43,6 +43,7 @@ def backend(reason: str) -> Backend:
         active=on_fake_tensors,
         meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=_fill_workspaces,
+        versions=known,
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from memlab._version import __version__
 from memlab.backends.host_system import host_memory_bytes
 from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.config.versions import MEASURED, TITLES, Versions, release
 from memlab.cpu_info import processor_name
 from memlab.units import format_bytes
 
@@ -72,6 +73,7 @@ def _report(*, as_json: bool) -> int:
         groups = {"packages": packages, "backends": backends}
         found = {name: {f.name: _facts(f) for f in findings} for name, findings in groups.items()}
         about = {"memlab": __version__, "python": platform.python_version(), "hardware": hardware}
+        about |= {"versions": {"measured_together": not _unmeasured(), "note": _versions_line()}}
         print(json.dumps(about | found, indent=2))
     else:
         print(f"memlab {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -79,6 +81,7 @@ def _report(*, as_json: bool) -> int:
             print(f"\n{title}")
             for finding in findings:
                 print(f"  {finding.name:<20} {finding.version or '-':<14} {_state(finding)}")
+        print(f"\nversions\n  {_versions_line()}")
         print("\nhardware")
         for name, value in hardware.items():
             print(f"  {name:<20} {value}")
@@ -102,6 +105,27 @@ def _memlab() -> Finding:
         why = f"not installed, only importable from {Path(__file__).parents[2]}"
         return Finding(name="memlab", version=__version__, problem=why, remedy=_CPU_EXTRA)
     return Finding(name="memlab", version=__version__)
+
+
+def _unmeasured() -> dict[str, str]:
+    """Returns what of the installed combination no step on a GPU was measured with, by title."""
+    installed = {name: _installed(name.replace("_", "-")) for name in TITLES}
+    named = {name: version or "not installed" for name, version in installed.items()}
+    return {
+        TITLES[name]: version
+        for name, version in named.items()
+        if version == "not installed" or release(version) not in MEASURED[name]
+    }
+
+
+def _versions_line() -> str:
+    """Says for which versions predictions are made, and whether steps were measured with the installed ones."""
+    usual = Versions().words(_installed("megatron-core") or "")
+    unmeasured = ", ".join(f"{title} {version}" for title, version in _unmeasured().items())
+    measured = "steps were measured with the combination that is installed here"
+    if unmeasured:
+        measured = f"no step was measured with what is installed here ({unmeasured})"
+    return f"predictions are for {usual}, unless flags or a job say otherwise; {measured}"
 
 
 def _requirements() -> Iterator[_Requirement]:

@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=Path,
+        nargs="+",
+        default=[],
         metavar="FILE",
-        help="file of records of measured steps; memlab predicts each step and compares the two",
+        help="files of records of measured steps; memlab predicts each step and compares the two",
     )
     parser.add_argument(
         "--limits",
@@ -63,11 +65,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     check_new_file(arguments.out)
     given = arguments.hardware.strip()
     page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)], given)
-    steps = [_read(StepRecord.from_dict, *line) for line in _lines(arguments.steps)] if arguments.steps else []
+    steps = [_read(StepRecord.from_dict, *line) for path in arguments.steps for line in _lines(path)]
     limits = [_read(Limit.from_dict, *line) for line in _lines(arguments.limits)] if arguments.limits else []
     failed = next((step for step in steps if step.status != "ok"), None)
     if failed is not None:
-        raise ValueError(f"{arguments.steps}: {failed.scenario}, {failed}, did not finish: leave its line out")
+        raise ValueError(f"--steps: {failed.scenario}, {failed}, did not finish: leave its line out")
     return lambda: _write(page, steps, limits, given, arguments.out)
 
 

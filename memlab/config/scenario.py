@@ -15,6 +15,7 @@ from memlab.config.option import check_options, option
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
+from memlab.config.versions import OLDER_FILES, Versions
 
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
@@ -25,6 +26,7 @@ _KINDS: dict[str, type] = {
     "routing": Routing,
     "state": TrainingState,
     "allocator": AllocatorSettings,
+    "versions": Versions,
 }
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 """Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
@@ -80,6 +82,8 @@ class Scenario:
     """Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed."""
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     """Options of torch's allocator; a process on a GPU has those that it was started with."""
+    versions: Versions = field(default_factory=Versions)
+    """The libraries of the machines where the job runs; a process on a GPU has the installed ones."""
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -385,6 +389,8 @@ class Scenario:
         Raises:
             ValueError: If a field is missing, unknown, not of its type, or breaks a rule.
         """
+        if isinstance(values, dict) and "versions" not in values:
+            values = values | {"versions": OLDER_FILES}
         return build(cls, values, "scenario")
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
+from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import CONVERSIONS, Missing, refusal
@@ -161,8 +162,8 @@ def with_layer_pattern(reading: Reading, architecture: Architecture) -> Architec
     return architecture
 
 
-def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
-    """Builds the scenario that the values of a job's file describe.
+def scenario_of(reading: Reading, architecture: Architecture, versions: Versions) -> Scenario:
+    """Builds the scenario that the values of a job's file describe, with the versions that its framework installs.
 
     Raises:
         CannotStartError: If Megatron's own rules refuse the layout.
@@ -190,6 +191,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         layout=layout,
         state=state_of(reading, layout),
         allocator=_allocator(reading),
+        versions=versions,
     )
     _drop_overlap(reading, scenario)
     return scenario

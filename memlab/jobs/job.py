@@ -14,6 +14,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
+from memlab.config.versions import Versions
 from memlab.jobs.arguments import add_override
 from memlab.jobs.bounds import bound, is_of_inference_engine
 from memlab.jobs.building import (
@@ -220,7 +221,7 @@ def _built(
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         framework.check(reading)
-        scenario = scenario_of(reading, found)
+        scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         bound(reading, scenario, settings)
     except CannotStartError as error:

@@ -18,6 +18,7 @@ from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import is_whole_number, shortened
+from memlab.config.versions import Versions
 from memlab.engines.protocol import Held, check_held
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.fit_with_steps import judge_with_steps
@@ -49,7 +50,7 @@ class Lab(Residency, Probes):
 
     Args:
         architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``. Or a whole
-            `Scenario`, of which the arguments from `num_layers` to `allocator` that are given replace fields.
+            `Scenario`, of which the arguments from `num_layers` to `versions` that are given replace fields.
         num_layers: How many layers to build; None builds all.
         seq_length: Tokens in a sequence; None takes the architecture's default.
         micro_batch_size: Sequences in one forward pass; None is 1.
@@ -68,6 +69,8 @@ class Lab(Residency, Probes):
             None is plain Megatron in bf16.
         allocator: Options of torch's allocator, on which predicted reserved bytes depend. None means torch's defaults,
             or on a GPU the options that the process was started with.
+        versions: The libraries of the machines where the job runs; None means the newest that were measured, or on a
+            GPU the installed ones.
         backend: ``auto``, a name of `memlab.backends.BACKENDS`, or a backend.
         ranks: Engines that run the ranks of the layout (`memlab.Ranks`). Every method then acts on all ranks, and a
             step's record is a `JobRecord`. If a rank fails, the step ends on all of them, and the next call builds the
@@ -99,6 +102,7 @@ class Lab(Residency, Probes):
         expert_buffers: bool | None = None,
         state: TrainingState | None = None,
         allocator: AllocatorSettings | None = None,
+        versions: Versions | None = None,
         backend: str | Backend = "auto",
         ranks: Ranks | None = None,
         replay: bool = True,
@@ -118,6 +122,7 @@ class Lab(Residency, Probes):
             "expert_buffers": expert_buffers,
             "state": state,
             "allocator": allocator,
+            "versions": versions,
         }
         scenario = Scenario.of(architecture, **{name: value for name, value in values.items() if value is not None})
         has_allocator = allocator is not None or isinstance(architecture, Scenario)
@@ -534,6 +539,7 @@ def _session_here(scenario: Scenario, backend: Backend, *, replay: bool, has_all
         )
     if not has_allocator:
         scenario = replace(scenario, allocator=backend.allocator())
+    scenario = replace(scenario, versions=backend.versions(scenario.versions))
     backend.check(scenario)
     return OneProcess(scenario, backend, replays=replay)
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from memlab.backends import Backend
+from memlab.backends.simulated_version import imitating
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.activation_tap import Tap
@@ -70,6 +71,7 @@ class LabModel:
             stack.enter_context(labelled_by(self.labels, whole_process=self._is_on_gpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.engine.active())
+            stack.enter_context(imitating(self.scenario.versions))
             stack.enter_context(self.backend.active())
             stack.enter_context(self.meter.watching())
             yield

@@ -60,7 +60,7 @@ class StepRecords:
             step_index=model.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
-            kept_gather_bytes=meter.kept_gather_bytes,
+            kept_gather_bytes=meter.kept_gather_bytes if model.scenario.versions.keeps_freed_gathers else 0,
             uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,

@@ -9,6 +9,7 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
+from memlab.config.versions import Versions
 from memlab.record.step_record import StepRecord
 
 
@@ -20,7 +21,8 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
             to others.
         architecture: A known name (`memlab.ARCHITECTURES`).
         **scenario: Further arguments of a `Scenario`, such as ``num_layers``, ``seq_length``, ``layout`` and ``state``.
-            What is left out has its default. The seed and the options of the allocator are not compared.
+            What is left out has its default. The seed and the options of the allocator are not compared, and
+            ``versions`` only if they are given.
 
     Returns:
         The first finished step under each memory setting, by the text of the setting (``"none"`` is plain Megatron).
@@ -34,7 +36,7 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
         raise ValueError(
             f"{path} is not a file: give a file such as results/h200_steps.jsonl in the folder of the labs"
         )
-    wanted = _without_seed_and_allocator(Scenario.of(architecture, **scenario))
+    wanted = _comparable(Scenario.of(architecture, **scenario), has_versions="versions" in scenario)
     found: dict[str, StepRecord] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
@@ -45,7 +47,7 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
             record = StepRecord.from_dict(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        is_wanted = _without_seed_and_allocator(record.scenario) == wanted
+        is_wanted = _comparable(record.scenario, has_versions="versions" in scenario) == wanted
         if is_wanted and record.status == "ok" and not record.forward_only:
             found.setdefault(f"{record.settings}", record)
     if not found:
@@ -53,5 +55,6 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
     return found
 
 
-def _without_seed_and_allocator(scenario: Scenario) -> Scenario:
-    return replace(scenario, seed=0, allocator=AllocatorSettings())
+def _comparable(scenario: Scenario, *, has_versions: bool) -> Scenario:
+    versions = replace(scenario.versions, megatron_core=None) if has_versions else Versions()
+    return replace(scenario, seed=0, allocator=AllocatorSettings(), versions=versions)

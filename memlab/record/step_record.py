@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -209,7 +210,7 @@ class StepRecord:
             raise ValueError(f"the record is {shortened(values)}, must be an object")
         read: dict[str, Any] = {"timeline": timeline}
         if "scenario" in values:
-            read["scenario"] = Scenario.from_dict(values["scenario"])
+            read["scenario"] = Scenario.from_dict(_with_versions(values["scenario"], values.get("versions")))
         if "settings" in values:
             read["settings"] = MemorySettings.from_dict(values["settings"])
         if values.get("out_of_memory") is not None:
@@ -235,3 +236,14 @@ class StepRecord:
             return "at the start"
         phase = "" if self.peak_phase in ("", "forward", "backward") else f", in the {self.peak_phase} phase"
         return f"{format_bytes(above)} above the start{phase}"
+
+
+def _with_versions(scenario: Any, installed: Any) -> Any:
+    """Returns a record's scenario with the version of Transformer Engine that measured it, if it has none of its own.
+
+    Records of memlab 0.3.0 and older have none. Where TE was not installed, they are predictions for 2.12.
+    """
+    engine = installed.get("transformer-engine") if isinstance(installed, dict) else None
+    if not isinstance(scenario, dict) or "versions" in scenario or not re.match("[0-9]", str(engine)):
+        return scenario
+    return scenario | {"versions": {"transformer_engine": engine}}

@@ -107,7 +107,7 @@ class Measured:
                 raise ValueError(f"records.{name} has no peak_allocated_bytes, must have a whole number")
             if name != LAB and not isinstance(record.metrics.get("status"), str):
                 raise ValueError(f"records.{name} has no status, must have a text")
-            for part in ("layout", "state", "allocator"):
+            for part in ("layout", "state", "allocator", "versions"):
                 if not isinstance(record.scenario.get(part, {}), dict):
                     raise ValueError(f"records.{name}.scenario.{part} is not a mapping")
 
@@ -196,9 +196,9 @@ def _machine() -> str:
 def _unusual(scenario: dict[str, Any]) -> dict[str, Any]:
     """Returns a scenario for a reader: the architecture by name, and what is usual in nested parts left out."""
     usual = Scenario.of(architecture=Architecture(**scenario["architecture"])).to_dict()
-    nested = ("layout", "routing", "expert_buffers", "state", "allocator")
+    nested = ("layout", "routing", "expert_buffers", "state", "allocator", "versions")
     rest = {name: value for name, value in scenario.items() if name not in nested or value != usual[name]}
-    for part in ("state", "allocator"):
+    for part in ("state", "allocator", "versions"):
         if part in rest:  # many options, few of which are changed
             rest[part] = {name: value for name, value in rest[part].items() if value != usual[part][name]}
     return rest | {"architecture": scenario["architecture"]["name"]}

@@ -23,6 +23,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.backend_kind import KINDS
 from memlab.config.layout import Layout
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.regression.case_measurements import CUDA_SLACK_BYTES, Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
@@ -34,7 +35,12 @@ _MODULES_OF = {
     "recomputed": "recomputed_by_module",
 }
 """By the beginning of a metric's name: the field of a record that has the metric's bytes by module."""
-_PARTS: dict[str, Any] = {"layout": Layout(), "state": TrainingState(), "allocator": AllocatorSettings()}
+_PARTS: dict[str, Any] = {
+    "layout": Layout(),
+    "state": TrainingState(),
+    "allocator": AllocatorSettings(),
+    "versions": Versions(),
+}
 """Parts of a scenario whose values are compared one by one, with the usual values."""
 # The packages that compute; memlab's own version and Python's change no rounding.
 _NUMERIC_PACKAGES = ("torch", "megatron-core", "transformer-engine")

@@ -2,7 +2,7 @@
 
 One row per place upstream. `memlab.upstream.patching` replaces nothing that has no row here, and a test checks that
 every name exists in the installed versions. That test has passed with torch 2.13, 2.14 and 2.15 and megatron-core
-0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names were read in 2.12.0.
+0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names are in 2.12.0 and 2.16.1.
 """
 
 from __future__ import annotations
@@ -1161,12 +1161,12 @@ _TRANSFORMER_ENGINE = (
         why="A cache of tensors on the device.",
     ),
     Internal(
-        owner=_ENGINE + ".quantization:FP8GlobalStateManager",
+        owner=_ENGINE + ".quantization",
         names=("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer", "reset"),
         use="used",
         where="engines/megatron/retention/transformer_engine_caches.py",
         why="FP8 scales and maxima of all modules, which outlive a model.",
-        on_instances=True,  # of its quantization_state, since 2.15
+        on_instances=True,  # of FP8GlobalStateManager or, since 2.15, of its quantization_state
     ),
     Internal(
         owner=_ENGINE + ".attention.dot_product_attention.dot_product_attention",

@@ -12,11 +12,13 @@ from megatron.core.package_info import MINOR
 
 from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
 from memlab.analysis.limits import Limit
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured
 from memlab.record import transfer
@@ -53,6 +55,45 @@ def runs_here(record: StepRecord) -> bool:
     except ValueError:
         return MINOR < 19
     return True
+
+
+TE_2_16 = [
+    StepRecord.from_dict(json.loads(line))
+    for line in (STEPS.parent / "h200_te216_steps.jsonl").read_text().splitlines()
+]
+
+
+def test_steps_with_transformer_engine_2_16_are_predicted_as_well_as_those_with_2_12() -> None:
+    # The first step of each lab of phi-4, which has the training state that no earlier step could blur.
+    first = [each for each in TE_2_16 if each.step_index == 1 and each.scenario.architecture.name == "phi-4"]
+    alone = [each for each in first if each.scenario.seq_length == 4096 and each.scenario.num_layers == 2]
+    wanted = ("bf16", "fp8")
+    chosen = [each for each in alone if {each.scenario.state.exp_avg_dtype} <= {*wanted}]
+    chosen += [each for each in alone if each.scenario.state.fp8_recipe != "delayed"][:2] + alone[:2]
+    assert len(alone) > 25 and len(chosen) >= 7
+    for pair in pairs_of(chosen, predict_measured(chosen)):
+        assert pair.measured.scenario.versions.transformer_engine == "2.16"
+        assert abs(pair.peak_error) < 0.0002, pair.measured
+        assert abs(pair.start_error) < 0.0002, pair.measured
+
+
+def test_versions_of_transformer_engine_differ_only_in_steps_with_two_bf16_moments() -> None:
+    def key(record: StepRecord) -> tuple[object, ...]:
+        scenario = replace(record.scenario, routing=Routing(), versions=Versions(), allocator=AllocatorSettings())
+        return str(scenario), str(record.settings), record.forward_only
+
+    settings = (STEPS.parent / "h200_settings.jsonl").read_text().splitlines()
+    old = {key(each): each for each in (StepRecord.from_dict(json.loads(line)["record"]) for line in settings)}
+    old |= {key(each): each for each in MEASURED}
+    both = [(each, old[key(each)]) for each in TE_2_16 if key(each) in old]
+    assert len(both) >= 179
+    for new, before in both:
+        state = new.scenario.state
+        share = new.peak_allocated_bytes / before.peak_allocated_bytes - 1
+        if state.exp_avg_dtype == state.exp_avg_sq_dtype == "bf16":
+            assert share < 0.0001, new
+        else:
+            assert abs(share) < 0.0003, new
 
 
 def test_fp8_steps_of_two_ranks_peak_between_the_prediction_and_what_torch_may_keep_beside_it() -> None:

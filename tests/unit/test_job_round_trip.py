@@ -19,6 +19,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import NEWER_SETTINGS, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.versions import Versions
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
@@ -193,6 +194,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
     if name in ("skyrl-sft", "verl"):  # they switch expandable segments on
         scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
+    scenario = replace(scenario, versions=Versions(transformer_engine=FRAMEWORKS[name].transformer_engine))
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)
 

@@ -13,9 +13,11 @@ import torch
 import memlab.lab.lab
 from memlab.backends.fused_adam import FusedAdam, split_remainder, with_remainder
 from memlab.backends.simulated import of_the_cpu_backend
+from memlab.backends.simulated_version import imitating
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.lab.lab import Lab
 from memlab.record.transfer import GROUPS
 from tests.unit.inside import inside
@@ -120,6 +122,47 @@ def test_fp16_main_parameters_are_scaled_to_their_largest_value() -> None:
     torch.testing.assert_close(main, expected, rtol=0.01, atol=1e-4 * float(expected.abs().max()))
 
 
+def test_two_bf16_moments_that_are_updated_in_place_are_those_of_the_copies_rounded() -> None:
+    # The kernel computes in fp32 either way, and only what is stored is rounded.
+    both = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    copied, stored = (start(torch.float32) for _ in range(2))
+    with imitating(Versions(transformer_engine="2.12")):
+        old = FusedAdam([copied], **OPTIONS, **both)
+    with imitating(Versions(transformer_engine="2.13")):
+        new = FusedAdam([stored], **OPTIONS, **both)
+    for optimizer, weights in ((old, copied), (new, stored)):
+        steps_of(optimizer, weights, "grad", 20)
+    assert torch.equal(copied, stored)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert new.state[stored][name].dtype == torch.bfloat16
+        assert torch.equal(new.state[stored][name], old.state[copied][name])
+
+
+@pytest.mark.parametrize(
+    ("state", "version", "copies"),
+    [
+        (moments("bf16"), "2.12", True),
+        (moments("bf16"), "2.13", False),
+        (moments("bf16"), "2.16", False),
+        (replace(moments("bf16"), exp_avg_dtype="fp32"), "2.16", True),
+        (moments("fp16"), "2.16", True),
+        (moments("fp8"), "2.16", True),
+        (moments("bf16", main_params_dtype="fp16"), "2.16", True),
+        (moments("fp32"), "2.16", False),
+    ],
+    ids=str,
+)
+def test_only_two_bf16_moments_need_no_copies_and_only_since_transformer_engine_2_13(
+    state: TrainingState, version: str, copies: bool
+) -> None:
+    versions = Versions(transformer_engine=version)
+    with Lab("phi-4-tiny", num_layers=2, seq_length=16, state=state, versions=versions, backend="simulated") as lab:
+        record = lab.step()
+    assert record.timeline is not None
+    added = record.timeline.peak_bytes(phases=["optimizer"]) - record.static_bytes
+    assert (added > record.peak_by_category["parameters"]) == copies
+
+
 @pytest.mark.parametrize("state", STATES, ids=str)
 def test_settings_change_no_loss_and_leave_nothing_in_any_precision(
     state: TrainingState, open_lab: Callable[..., Any]
@@ -195,28 +238,33 @@ def test_an_update_that_runs_out_of_memory_can_be_repeated(open_lab: Callable[..
     assert lab.groups_used()["optimizer"] == GROUPS
 
 
+BF16_MOMENTS = moments("bf16", main_grads_dtype="bf16")
 H200_BYTES = [
-    ("phi-4", BF16_GRADIENTS, 34286853120, 34286855680),
-    ("phi-4", moments("fp32"), 24032674816, 28018842624),
-    ("phi-4", moments("bf16", main_grads_dtype="bf16"), 17201115136, 31902150656),
-    ("phi-4", moments("fp16"), 17201115648, 30874751488),
-    ("phi-4", moments("fp32", main_params_dtype="fp16"), 24032683008, 30869500928),
-    ("qwen3-30b-a3b", PRECISION_AWARE, 30154626048, 34872064000),
-    ("qwen3-30b-a3b", moments("bf16", main_grads_dtype="bf16"), 18941633536, 34517721088),
+    ("2.12", "phi-4", BF16_GRADIENTS, 34286853120, 34286855680),
+    ("2.12", "phi-4", moments("fp32"), 24032674816, 28018842624),
+    ("2.12", "phi-4", BF16_MOMENTS, 17201115136, 31902150656),
+    ("2.16", "phi-4", BF16_MOMENTS, 17199017984, 21185185792),
+    ("2.12", "phi-4", moments("fp16"), 17201115648, 30874751488),
+    ("2.12", "phi-4", moments("fp32", main_params_dtype="fp16"), 24032683008, 30869500928),
+    ("2.12", "qwen3-30b-a3b", PRECISION_AWARE, 30154626048, 34872064000),
+    ("2.12", "qwen3-30b-a3b", BF16_MOMENTS, 18941633536, 34517721088),
+    ("2.16", "qwen3-30b-a3b", BF16_MOMENTS, 18942682112, 23660103680),
 ]
-"""Architecture with 2 layers, state, bytes at the start of a step of 4096 tokens and at its peak (2026-11-22)."""
+"""Transformer Engine, architecture with 2 layers, state, bytes at the start of a step of 4096 tokens and at its peak
+(2026-11-22 and 2026-11-28)."""
 
 
-@pytest.mark.parametrize(("architecture", "state", "start_bytes", "peak_bytes"), H200_BYTES)
+@pytest.mark.parametrize(("engine", "architecture", "state", "start_bytes", "peak_bytes"), H200_BYTES)
 def test_predictions_are_what_an_h200_needed(
-    architecture: str, state: TrainingState, start_bytes: int, peak_bytes: int
+    engine: str, architecture: str, state: TrainingState, start_bytes: int, peak_bytes: int
 ) -> None:
-    with Lab(architecture, num_layers=2, seq_length=4096, backend="simulated", state=state) as lab:
+    versions = Versions(transformer_engine=engine)
+    with Lab(architecture, num_layers=2, seq_length=4096, backend="simulated", state=state, versions=versions) as lab:
         record = lab.step()
     assert record.static_bytes == pytest.approx(start_bytes, rel=1e-4)
     assert record.peak_allocated_bytes == pytest.approx(peak_bytes, rel=1e-4)
     stores_less = {state.exp_avg_dtype, state.main_params_dtype} != {"fp32"} or state == BF16_GRADIENTS
-    assert record.peak_phase == ("optimizer" if stores_less else "forward")
+    assert record.peak_phase == ("optimizer" if stores_less and engine == "2.12" else "forward")
 
 
 def test_options_that_change_nothing_say_so() -> None:

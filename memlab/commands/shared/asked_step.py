@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from memlab.commands.shared.job_flags import job_of_flags
@@ -15,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import check_whole_number
+from memlab.config.versions import Versions
 from memlab.jobs.job import Job
 
 _Options = TypeVar("_Options", MemorySettings, TrainingState, AllocatorSettings)
@@ -53,6 +54,7 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
     source = given.pop("architecture", None)  # a job has taken it already
     world_size = measured_ranks if measured_ranks is not None else arguments.world_size
     layout, state, allocator, settings = Layout(), TrainingState(), AllocatorSettings(), MemorySettings()
+    versions = Versions()
     if job is not None:
         source, settings = job.required()
         if getattr(arguments, "forward_only", False) and job.rollout is not None:
@@ -60,13 +62,15 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
         for note in _notes(job, source, given.get("num_microbatches", source.num_microbatches), measured_ranks):
             print(f"{job.path.name}: {note}", file=sys.stderr)
         given = {"packed_sequences": _packed_sequences(arguments, source)} | given
-        state, allocator = source.state, source.allocator
+        state, allocator, versions = source.state, source.allocator, source.versions
         if measured_ranks is None:
             world_size = source.layout.world_size
         if measured_ranks != 1:
             layout = source.layout
     given["layout"] = _laid_over(layout, arguments, 1 if world_size is None else world_size, rank or 0)
     given["state"], given["allocator"] = _overlaid(state, arguments), _overlaid(allocator, arguments)
+    given["versions"] = replace(versions, **_given(arguments, Versions))
+    given["versions"].require_known()
     settings = _overlaid(settings, arguments)
     scenario = Scenario.of(source, **given)
     on_ranks = scenario.on_ranks(rank)

@@ -12,6 +12,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import MEASURED, TITLES, Versions
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.units import format_bytes, parse_bytes
 
@@ -66,6 +67,12 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help="run every layer and every micro-batch, even if it is known to repeat an earlier one; this takes longer "
         "and predicts the same bytes",
     )
+    versions = parser.add_argument_group("versions of the job's machines (whatever is installed here)")
+    for name, title in TITLES.items():
+        known = ", ".join(MEASURED[name])
+        default = f"default {getattr(Versions(), name) or 'the installed one, whose code a prediction runs'}"
+        text = f"release of {title}; predictions were compared with measurements with {known} ({default})"
+        versions.add_argument(f"--{name.replace('_', '-')}", metavar="X.Y", help=text)
     group = parser.add_argument_group("job")
     group.add_argument(
         "--world-size",

@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
+from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
 from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
@@ -153,6 +154,9 @@ class Framework:
     title: str
     source: str
     """The versions whose names and defaults the table has."""
+    transformer_engine: str = Versions().transformer_engine
+    """The release of Transformer Engine that the framework's own images or requirements install with that version; the
+    usual one where they name none."""
     signs: Signs
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""

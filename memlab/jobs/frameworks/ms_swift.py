@@ -657,6 +657,7 @@ MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
     source="4.6.0",
+    transformer_engine="2.16",
     signs=Signs(looked_for="args.json, 'megatron sft', or YAML with its arguments", of_command=is_command),
     style="flags",
     keys=KEYS,

@@ -543,6 +543,7 @@ NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
     source="main of August 2026",
+    transformer_engine="2.15",  # release_v2.15 in pyproject.toml
     signs=Signs(
         looked_for="policy.megatron_cfg",
         key="policy.megatron_cfg.",

@@ -203,6 +203,7 @@ SKYRL = Framework(
     name="skyrl",
     title="SkyRL",
     source="0.3.0, and main of August 2026",
+    transformer_engine="2.16",
     signs=Signs(looked_for="trainer.policy", key="trainer.policy."),
     style="overrides",
     keys=KEYS,

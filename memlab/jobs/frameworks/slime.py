@@ -343,6 +343,7 @@ SLIME = Framework(
     name="slime",
     title="slime",
     source="main of August 2026, with Megatron-LM core 0.16.1",
+    transformer_engine="2.16",
     signs=Signs(looked_for="--actor-num-nodes", of_command=lambda words: "--actor-num-nodes" in flags_of(words)),
     style="flags",
     keys=KEYS,

@@ -293,6 +293,7 @@ VERL = Framework(
     name="verl",
     title="verl",
     source="0.9.1, and main of August 2026",
+    transformer_engine="2.16",
     signs=Signs(looked_for="actor_rollout_ref", key="actor_rollout_ref."),
     style="overrides",
     keys=KEYS,

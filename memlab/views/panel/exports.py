@@ -44,7 +44,8 @@ def measure_command(run: Run) -> str:
     words = [architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
     of_layout = [field.name for field in fields(Layout) if field.name not in ("data_parallel_size", "rank")]
     plain = Scenario.of(architecture=architecture)
-    of_scenario = [field.name for field in fields(Scenario) if field.name not in ("layout", "state", "allocator")]
+    parts = ("layout", "state", "allocator", "versions")
+    of_scenario = [field.name for field in fields(Scenario) if field.name not in parts]
     for values, usual, names in ((scenario, plain, of_scenario), (layout, Layout(), of_layout)):
         for name in names:
             value = getattr(values, name)
@@ -57,6 +58,7 @@ def measure_command(run: Run) -> str:
     if run.record is not None and run.record.out_of_memory is not None:
         words += ["--device-memory", f"{run.record.out_of_memory.failed_allocation.limit_bytes}B"]
     if KINDS[run.backend].is_prediction:  # a rank of a job that is not there, with a routing that is chosen
+        words += _flags(scenario.versions.changed())
         job = [] if layout == Layout() else ["--world-size", str(layout.world_size), "--rank", str(layout.rank)]
         return shlex.join(["memlab", "predict", *words, *job])
     if layout.world_size > 1:

@@ -24,7 +24,9 @@ evenly than the untrained routers did.
 
 
 def accuracy_page(pairs: Sequence[Pair], hardware: str = "") -> str:
-    """Writes the errors of all steps together and of each step; single ranks and ranks of jobs are separate.
+    """Writes the errors of all steps together and of each step.
+
+    Single ranks and ranks of jobs are separate, and so are versions of Transformer Engine if there are several.
 
     Args:
         pairs: Predictions with their measurements.
@@ -32,11 +34,19 @@ def accuracy_page(pairs: Sequence[Pair], hardware: str = "") -> str:
     """
     single = [pair for pair in pairs if pair.measured.scenario.layout.world_size == 1]
     of_jobs = [pair for pair in pairs if pair.measured.scenario.layout.world_size > 1]
+    engines = sorted({_engine(pair) for pair in pairs})
     lines = [_HEAD.strip(), ""]
-    for title, group in (("One rank", single), ("Every rank of jobs with several ranks", of_jobs)):
-        if group:
-            lines += [f"### {title}", _versions(group, hardware), "", *_summary(group), "", *_steps(group), ""]
+    for title, both in (("One rank", single), ("Every rank of jobs with several ranks", of_jobs)):
+        for engine in engines:
+            group = [pair for pair in both if _engine(pair) == engine]
+            named = f"{title}, Transformer Engine {engine}" if len(engines) > 1 else title
+            if group:
+                lines += [f"### {named}", _versions(group, hardware), "", *_summary(group), "", *_steps(group), ""]
     return "\n".join(lines)
+
+
+def _engine(pair: Pair) -> str:
+    return pair.measured.scenario.versions.transformer_engine
 
 
 def _versions(pairs: Sequence[Pair], hardware: str) -> str:

@@ -76,6 +76,8 @@ def _summary(job: Job) -> list[str]:
         f"state      {scenario.state}",
         f"settings   {job.settings}",
     ]
+    if scenario.versions.changed():
+        lines.append(f"versions   {scenario.versions}")
     if scenario.allocator != AllocatorSettings():
         lines.append(f"allocator  {scenario.allocator}")
     return lines

@@ -10,7 +10,7 @@ from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.views.text.columns import Block, Table, as_text
 from memlab.views.text.compare import byte_column, finished, peak_phase, record_names
-from memlab.views.text.record import state_lines, without_state
+from memlab.views.text.record import state_lines, version_lines, without_state
 
 _RANK_WIDTH = 8
 
@@ -32,8 +32,9 @@ def ranks_blocks(records: Sequence[StepRecord]) -> list[Block]:
         records: At least one, of the same job: all ranks, or one of every kind.
     """
     job = JobRecord.of(records)
+    head = [f"{job_words(job.scenario)}, on {job.backend}", *state_lines(job.scenario), f"settings: {job.settings}"]
     blocks: list[Block] = [
-        [f"{job_words(job.scenario)}, on {job.backend}", *state_lines(job.scenario), f"settings: {job.settings}"],
+        [*head, *version_lines(job.ranks[0])],
         _table(job.ranks, job.worst_rank),
     ]
     notes = [] if finished(job) else [f"{job.status.replace('_', ' ')}: {job.message}"]

@@ -85,6 +85,14 @@ def state_lines(scenario: Scenario) -> list[str]:
     return [] if scenario.state == TrainingState() else [f"training state: {scenario.state}"]
 
 
+def version_lines(record: StepRecord) -> list[str]:
+    """Returns the versions that a prediction is for, and a line for each way in which they decide or are not exact."""
+    if not KINDS[record.backend].is_prediction:
+        return []
+    versions, core = record.scenario.versions, record.versions.get("megatron-core", "")
+    return [f"versions: {versions.words(core)}", *versions.remarks(record.scenario.state, core)]
+
+
 def record_table(record: StepRecord) -> str:
     """Writes one step: its peak and what made it up, what stayed, what was transferred, how long it took.
 
@@ -108,7 +116,7 @@ def record_table(record: StepRecord) -> str:
     ]
     place = f"on {record.backend}{rank_words(record.scenario.layout)}, step {record.step_index}"
     head = [f"{without_state(record.scenario)}, {place}"]
-    head += [*state_lines(record.scenario), f"settings: {record.settings}"]
+    head += [*state_lines(record.scenario), f"settings: {record.settings}", *version_lines(record)]
     head += [f"peak phase: {record.peak_phase}"] if record.peak_phase else []
     head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
     blocks: list[Block] = [head, entries_table(entries, record.peak_allocated_bytes), [_time_line(record)]]

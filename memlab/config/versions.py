@@ -1,0 +1,145 @@
+"""The versions of the libraries of a job, where they differ in bytes, and which of them memlab knows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from memlab.config.from_json import build
+from memlab.config.training_state import TrainingState
+from memlab.config.validation import shortened
+
+TITLES = {"transformer_engine": "Transformer Engine", "megatron_core": "megatron-core", "torch": "torch"}
+MEASURED = {"transformer_engine": ("2.12", "2.16"), "megatron_core": ("0.16", "0.19"), "torch": ("2.11",)}
+"""Releases with which steps were measured on a GPU and compared with predictions (labs/RESULTS.md)."""
+READ = {
+    "transformer_engine": ("2.13", "2.14", "2.15"),
+    "megatron_core": ("0.17", "0.18"),
+    "torch": ("2.10", "2.12", "2.13", "2.14", "2.15"),
+}
+"""Releases of which only the code that decides about bytes was read."""
+OLDER_FILES = {"transformer_engine": "2.12"}
+"""What memlab predicted before a scenario had versions."""
+_FIRST_WITH_BF16_UPDATES, _FIRST_THAT_FREES_GATHERS = (2, 13), (2, 14)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Versions:
+    """The libraries of the machines where a job runs, whatever is installed where it is predicted.
+
+    Each is a release such as ``2.16``; a third number is left out, since no patch release that was looked at changes
+    bytes. A live lab on a GPU has the installed ones.
+
+    Raises:
+        ValueError: If a value is no version. Whether memlab knows it is asked only for a prediction (`require_known`).
+    """
+
+    transformer_engine: str = "2.16"
+    """The newest release that was measured. Its layers, its Adam and what they keep are imitated without a GPU."""
+    megatron_core: str | None = None
+    """None is the installed one: a prediction runs its code, so another release is an approximation (`remarks`)."""
+    torch: str = "2.11"
+    """The release that was measured."""
+
+    def __post_init__(self) -> None:
+        for name in TITLES:
+            value = getattr(self, name)
+            if value is None and name == "megatron_core":
+                continue
+            found = re.match(r"([0-9]{1,3})[.]([0-9]{1,3})(?![0-9])", value) if isinstance(value, str) else None
+            if found is None:
+                raise ValueError(
+                    f"{name} is {shortened(value)}, must be a version: give one such as {MEASURED[name][-1]}"
+                )
+            object.__setattr__(self, name, found[0])
+
+    def require_known(self) -> None:
+        """Checks that memlab can predict for these versions.
+
+        Raises:
+            ValueError: If it has never looked at one of them.
+        """
+        for name, title in TITLES.items():
+            value, known = getattr(self, name), (*MEASURED[name], *READ[name])
+            if value is not None and value not in known:
+                choices = ", ".join(sorted(known, key=_numbers))
+                raise ValueError(
+                    f"{name} is {value}, must be one of {choices}, since memlab has not looked at what another "
+                    f"{title} allocates: choose the nearest one, and expect another number of bytes"
+                )
+
+    @property
+    def updates_bf16_moments_in_place(self) -> bool:
+        """Whether Adam's kernel reads and writes two bf16 moments as they are stored.
+
+        ``fuse_unscale`` in ``transformer_engine/pytorch/optimizers/fused_adam.py``, which is new in 2.13.0. Before, and
+        for other types, fp32 copies of the moments of all parameters of a group live until the group is updated.
+        """
+        return _numbers(self.transformer_engine) >= _FIRST_WITH_BF16_UPDATES
+
+    @property
+    def keeps_freed_gathers(self) -> bool:
+        """Whether torch may keep what a coalesced collective has sent after the program has freed it.
+
+        Fixed in torch 2.14 (https://github.com/pytorch/pytorch/pull/187433).
+        """
+        return _numbers(self.torch) < _FIRST_THAT_FREES_GATHERS
+
+    def remarks(self, state: TrainingState, installed_core: str) -> list[str]:
+        """Returns what a reader of a prediction should know of its versions: where they decide, or are not exact.
+
+        Args:
+            state: The training state of the step.
+            installed_core: The version of megatron-core whose code was run.
+        """
+        lines = []
+        if state.exp_avg_dtype == state.exp_avg_sq_dtype == "bf16" and not state.keeps_optimizer_on_host:
+            copies = "makes fp32 copies of bf16 moments in each update, which raise the peak"
+            lines.append(
+                "the version of Transformer Engine decides what the update needs: Adam of 2.13 and later updates two "
+                f"bf16 moments in place, Adam of 2.12 {copies}"
+            )
+        for name, title in TITLES.items():
+            if getattr(self, name) in READ[name] and name != "torch":
+                lines.append(f"{title} {getattr(self, name)} was read, and no step with it was measured")
+        if installed_core and self.megatron_core not in (None, release(installed_core)):
+            lines.append(
+                f"the code of megatron-core {installed_core}, which is installed here, made this prediction for "
+                f"{self.megatron_core}: 49 steps with 0.19.2 peaked within 0.04 % of those with 0.16.1"
+            )
+        return lines
+
+    def words(self, installed_core: str) -> str:
+        """Names the versions, as ``Transformer Engine 2.16, megatron-core 0.16.1, torch 2.11``."""
+        named = asdict(self) | {"megatron_core": self.megatron_core or installed_core or "unknown"}
+        return ", ".join(f"{title} {named[name]}" for name, title in TITLES.items())
+
+    def changed(self) -> dict[str, Any]:
+        """Returns the fields that differ from the default."""
+        default = Versions()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Versions:
+        """Builds versions from what `dataclasses.asdict` returned.
+
+        Raises:
+            ValueError: If a field is unknown, or no version.
+        """
+        return build(cls, values, "versions")
+
+    def __str__(self) -> str:
+        """The versions that are not the default, such as ``Transformer Engine 2.12``."""
+        return ", ".join(f"{TITLES[name]} {value}" for name, value in self.changed().items()) or "default versions"
+
+
+def release(version: str) -> str:
+    """Returns the first two numbers of a version, which are what memlab tells apart."""
+    return ".".join(map(str, _numbers(version)))
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(re.match(r"[0-9]*", minor)[0] or 0)  # type: ignore[index]  # matches anything
