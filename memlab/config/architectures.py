@@ -128,6 +128,11 @@ class Architecture:
         """Whether a layer sends tokens to experts."""
         return any(part.routes for part in self.parts)
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a layer keeps the graph of its last forward pass."""
+        return any(part.keeps_graph for part in self.parts)
+
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
         absent = [getattr(kind, field) for kind in (Dense, Experts) if kind not in map(type, self.feed_forwards)]

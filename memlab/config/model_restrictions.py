@@ -31,7 +31,7 @@ _MODULES = ("recompute_modules", "offload_modules")
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
     """Whether MoE layers are recomputed as a whole; their checkpoints then keep input and gradient alive."""
     whole = settings.recompute_granularity == "full" or "moe" in (settings.recompute_modules or ())
-    return architecture.routes and whole
+    return architecture.keeps_graph and whole
 
 
 def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
@@ -182,7 +182,7 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
         reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
             "choose recompute_granularity 'full', or recompute 'moe'"
-            if architecture.routes
+            if architecture.keeps_graph
             else f"{architecture.name} is dense and has none"
         )
     if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):

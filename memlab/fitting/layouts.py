@@ -6,7 +6,7 @@ The sequences of a step stay as many in every layout: num_microbatches x data_pa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -35,9 +35,6 @@ SIZES = (
 MOST_TENSOR_RANKS = 8
 """Tensor parallelism stays within a node of eight GPUs."""
 _FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-_FEW_SETTINGS = 2
-"""The most recompute, and one setting with less. The most recompute takes the longest to predict, so the other setting
-is tried first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,13 +303,14 @@ def _least_recompute(
     """Goes from the base to the most recompute, the least first, until all ranks fit.
 
     One rank that does not fit decides, so the rank that was the last one not to fit is asked first. What cannot fit by
-    `least_peak_with` is left out. When a rank does not fit for the first time, and several settings are left, the most
-    recompute is tried on it: if that does not help, nothing does.
+    `least_peak_with` is left out. Where it says nothing, the most recompute is tried on a rank that does not fit for
+    the first time: if that does not help, nothing does.
     """
     ranks = deciding_ranks(job)
     left = deque(one for one in _settings_to_try(base, tuple(ranks)) if one == base or is_allowed(one))
     most_recompute = left[-1]
     are_helped: set[int] = set()
+    at_peak: Mapping[str, int] = {}
     while left:
         settings = left.popleft()
         predictions: list[Prediction] = []
@@ -324,7 +322,7 @@ def _least_recompute(
             if settings == base and prediction.peak_range.is_exact:
                 at_peak = prediction.requested_at_peak
                 left = deque(one for one in left if least_peak_with(one, at_peak) <= limit_bytes)
-            if rank.layout.rank not in are_helped and len(left) > _FEW_SETTINGS:
+            if left and not at_peak and rank.layout.rank not in are_helped:
                 most = yield Step(rank, most_recompute, limit_bytes)
                 if not most.fits:
                     return None

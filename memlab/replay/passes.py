@@ -150,7 +150,7 @@ class PassesOfStep:
 
     def __init__(self, live: LiveModel) -> None:
         layout = live.scenario.layout
-        self.is_moe = live.scenario.architecture.routes
+        self.is_moe = live.scenario.architecture.keeps_graph
         self.is_moe_stage = self.is_moe and layout.pipeline_model_parallel_size > 1
         self._num_chunks = len(live.chunks)
         is_followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or self._num_chunks > 1

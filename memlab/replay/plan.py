@@ -48,7 +48,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
     """
     scenario, settings = step.scenario, step.settings
-    layout, is_moe = scenario.layout, scenario.architecture.routes
+    layout, is_moe = scenario.layout, scenario.architecture.keeps_graph
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates.
     must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault

@@ -103,7 +103,7 @@ class StepReplay(NoReplay):
     def forget_passes(
         self, scenario: Scenario, settings: MemorySettings, following: MemorySettings | None = None
     ) -> None:
-        recomputes_all_of_moe = scenario.architecture.routes and settings.recompute_granularity == "full"
+        recomputes_all_of_moe = scenario.architecture.keeps_graph and settings.recompute_granularity == "full"
         self._follows_full_recompute |= recomputes_all_of_moe and not _keeps_groups(settings, following)
         self._repeatable = None
         self._layers.forget()

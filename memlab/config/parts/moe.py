@@ -38,6 +38,7 @@ class Experts(FeedForward):
     }
     offload_groups: ClassVar = ("mlp_norm", "expert_fc1", "moe_act")
     routes: ClassVar = True
+    keeps_graph: ClassVar = True  # as the token dispatcher's ``probs`` (`memlab.engines.retained_leaves`)
     formulas: ClassVar = ("none", "full")
 
     @property

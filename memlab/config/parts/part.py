@@ -73,6 +73,8 @@ class Part(ABC):
     """The groups of ``offload_modules`` that begin in a layer after another one has ended, in their order."""
     routes: ClassVar[bool] = False
     """Whether it sends tokens to experts, so that the rows of its matrices are known only when the step runs."""
+    keeps_graph: ClassVar[bool] = False
+    """Whether it keeps the graph of its last forward pass, and with it the input of a checkpoint around the layer."""
 
     @classmethod
     def of(cls, model: object) -> Self:

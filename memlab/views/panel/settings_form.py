@@ -162,7 +162,7 @@ class SettingsForm:
             else:
                 is_set = self.values[name] != one.default
                 reasons[name] = not_read.get(name) or ("" if is_set else not_in_megatron(one))
-        if not architecture.routes:
+        if not architecture.keeps_graph:
             remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
         return {name: reason for name, reason in reasons.items() if reason}
