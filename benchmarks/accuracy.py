@@ -40,6 +40,7 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured
 from memlab.record.step_record import StepRecord
@@ -313,7 +314,7 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int
 
 
 def _key(record: StepRecord) -> tuple[Scenario, MemorySettings, bool]:
-    return replace(record.scenario, routing=Routing()), record.settings, record.forward_only
+    return replace(record.scenario, routing=Routing(), versions=Versions()), record.settings, record.forward_only
 
 
 @contextmanager
@@ -367,7 +368,7 @@ def _mean_of_senders(counts: list[int], num_senders: int) -> list[int]:
 def _has_model_of(scenario: Scenario, other: Scenario) -> bool:
     """Whether a lab of one scenario can take the other's step."""
     workload: dict[str, Any] = {name: getattr(other, name) for name in USUAL}
-    return replace(scenario, **workload) == other
+    return replace(scenario, **workload, versions=other.versions) == other
 
 
 def rank_file(path: Path, architecture: str, job: str) -> Path:

@@ -1,7 +1,8 @@
-"""Takes the steps of random scenarios twice, and compares the timelines event by event.
+"""Takes the steps of random scenarios twice, and compares the timelines event by event; or the two allocators.
 
 python -m benchmarks.replay --number 200                 # with and without replay
 python -m benchmarks.replay --number 200 --start-over    # in a lab that starts over, and in new labs
+python -m benchmarks.replay --number 5000 --allocators   # random requests: the allocator in Python, and compiled
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 
+from tests.unit.allocators import require_equal_answers
 from tests.unit.replayed import Case, random_case, require_identical, take, take_anew
 
 
@@ -42,7 +44,12 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=200, help="random scenarios")
     parser.add_argument("--first", type=int, default=0, help="seed of the first scenario; each has the next one")
     parser.add_argument("--start-over", action="store_true", help="compare a lab that starts over with new labs")
+    parser.add_argument("--allocators", action="store_true", help="compare the allocators, with random requests")
     arguments = parser.parse_args()
+    if arguments.allocators:
+        seeds = range(arguments.first, arguments.first + arguments.number)
+        print(f"{arguments.number} scenarios, {sum(map(require_equal_answers, seeds))} operations with equal answers")
+        return 0
     started, num_different, num_steps, num_passes = time.monotonic(), 0, 0, 0
     for seed in range(arguments.first, arguments.first + arguments.number):
         case = random_case(random.Random(seed))  # noqa: S311 - a scenario needs no cryptography

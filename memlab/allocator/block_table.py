@@ -23,11 +23,11 @@ class BlockTable:
         self.after: list[int] = []
         self.free_since: list[int] = []
         """When a simulated pool got a free block back, on the pool's clock."""
-        self._unused: list[int] = []
+        self.unused: list[int] = []
 
     def add(self, address: int, num_bytes: int, pool: int, *, is_free: bool = True) -> int:
         """Returns a new block without neighbours."""
-        block = self._unused.pop() if self._unused else self._extend()
+        block = self.unused.pop() if self.unused else self._extend()
         self.address[block], self.num_bytes[block], self.pool[block] = address, num_bytes, pool
         self.is_free[block], self.before[block], self.after[block] = is_free, NO_BLOCK, NO_BLOCK
         return block
@@ -40,11 +40,11 @@ class BlockTable:
 
     def remove(self, block: int) -> None:
         """Drops a block that has no neighbours."""
-        self._unused.append(block)
+        self.unused.append(block)
 
     def split(self, block: int, num_bytes: int) -> int:
         """Cuts a block after so many bytes, and returns the second part, as free or not as the first."""
-        rest, after, sizes = self._unused.pop() if self._unused else self._extend(), self.after[block], self.num_bytes
+        rest, after, sizes = self.unused.pop() if self.unused else self._extend(), self.after[block], self.num_bytes
         self.address[rest], self.pool[rest] = self.address[block] + num_bytes, self.pool[block]
         self.is_free[rest] = self.is_free[block]
         sizes[rest], sizes[block] = sizes[block] - num_bytes, num_bytes
@@ -78,7 +78,7 @@ class BlockTable:
         behind = self.after[block] = self.after[after]
         if behind != NO_BLOCK:
             self.before[behind] = block
-        self._unused.append(after)
+        self.unused.append(after)
 
     def copy(self) -> BlockTable:
         """Returns the same blocks under the same numbers."""

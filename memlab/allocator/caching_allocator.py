@@ -31,32 +31,32 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008  # frozen
         self.log: array[int] | None = None
-        self._settings = settings
+        self.settings = settings
         split_mib = settings.max_split_size_mb
-        self._unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
+        self.unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
         self._has_unsplit = split_mib is not None
-        self._whole_from_bytes = sys.maxsize if settings.expandable_segments else self._unsplit_from_bytes
+        self._whole_from_bytes = sys.maxsize if settings.expandable_segments else self.unsplit_from_bytes
         """For requests of this size and larger no block is split."""
         self._kind = ExpandablePool if settings.expandable_segments else SegmentPool
-        self._blocks = BlockTable()
-        self._pools = {number: self._kind(number, self._blocks) for number in (0, 1)}
+        self.blocks = BlockTable()
+        self.pools = {number: self._kind(number, self.blocks) for number in (0, 1)}
         """By number: those of the default stream, and those of other streams that have memory."""
 
     @property
     def reserved_bytes(self) -> int:
-        return self._blocks.reserved_bytes
+        return self.blocks.reserved_bytes
 
     def largest_free_bytes(self, requested_bytes: int, stream: int = 0) -> int | None:
-        if self._settings.expandable_segments:
+        if self.settings.expandable_segments:
             return None
         return self._pool_of(rounded_bytes(requested_bytes), stream).largest_free_bytes
 
     def num_bytes(self, block: int) -> int:
-        return self._blocks.num_bytes[block]
+        return self.blocks.num_bytes[block]
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
-        num_bytes, blocks = rounded_bytes(requested_bytes), self._blocks
-        pool = self._pools.get(2 * stream + (num_bytes > SMALL_REQUEST_BYTES)) or self._pool_of(num_bytes, stream)
+        num_bytes, blocks = rounded_bytes(requested_bytes), self.blocks
+        pool = self.pools.get(2 * stream + (num_bytes > SMALL_REQUEST_BYTES)) or self._pool_of(num_bytes, stream)
         if not self._has_unsplit:  # nearly always
             block = pool.take(num_bytes)
         else:
@@ -79,12 +79,12 @@ class CachingAllocator:
         num_bytes = rounded_bytes(requested_bytes)
         pool = self._pool_of(num_bytes, stream)
         # Garbage collection has one clock for the large pools of all streams.
-        for each in self._pools.values():
+        for each in self.pools.values():
             each.num_searches += each.is_small == pool.is_small
         if self._best_fit(pool, num_bytes) != NO_BLOCK:
             return True
-        if self._settings.garbage_collection_threshold is not None:
-            self._collect_garbage(int(self._settings.garbage_collection_threshold * limit_bytes))
+        if self.settings.garbage_collection_threshold is not None:
+            self._collect_garbage(int(self.settings.garbage_collection_threshold * limit_bytes))
         if self._can_grow(pool, num_bytes, limit_bytes):
             return True
         if self._return_oversize(pool, num_bytes) and self._can_grow(pool, num_bytes, limit_bytes):
@@ -95,18 +95,18 @@ class CachingAllocator:
     def free(self, block: int) -> None:
         if self.log is not None:
             self.log.extend((block, 0, 0))
-        self._pools[self._blocks.pool[block]].free(block)
+        self.pools[self.blocks.pool[block]].free(block)
 
     def empty_cache(self) -> None:
         if self.log is not None:
             self.log.extend((EMPTY_CACHE, 0, 0))
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             pool.empty()
         # A stream that is used again gets a pool again; programs make new streams, and each pool takes time.
-        self._pools = {number: pool for number, pool in self._pools.items() if number < 2 or pool.reserved_bytes}
+        self.pools = {number: pool for number, pool in self.pools.items() if number < 2 or pool.reserved_bytes}
 
     def run(self, operations: Operations, blocks: list[int], limit_bytes: int | None = None) -> Served:
-        table, num_bytes, changes = self._blocks, list[int](), list[tuple[int, int]]()
+        table, num_bytes, changes = self.blocks, list[int](), list[tuple[int, int]]()
         sizes, reserved_bytes = table.num_bytes, table.reserved_bytes
         for slot, requested_bytes, stream in operations.rows:
             if requested_bytes:
@@ -130,32 +130,40 @@ class CachingAllocator:
 
     def state(self, blocks: Iterable[int]) -> Hashable:
         # Garbage collection knows how long a block has been free.
-        clock = None if self._settings.garbage_collection_threshold is None else self._pools[1].num_searches
-        of_pools = tuple((number, pool.state()) for number, pool in sorted(self._pools.items()))
-        address = self._blocks.address
+        clock = None if self.settings.garbage_collection_threshold is None else self.pools[1].num_searches
+        of_pools = tuple((number, pool.state()) for number, pool in sorted(self.pools.items()))
+        address = self.blocks.address
         return of_pools, clock, tuple([-1 if block == NO_BLOCK else address[block] for block in blocks])
 
+    def in_python(self) -> CachingAllocator:
+        return self
+
+    def add_pool(self, number: int) -> SegmentPool:
+        """Adds the pool of a number, which has no memory yet."""
+        pool = self.pools[number] = self._kind(number, self.blocks)
+        return pool
+
     def copy(self) -> CachingAllocator:
-        other = CachingAllocator(self._settings)
-        other._blocks = self._blocks.copy()
-        other._pools = {number: pool.copy(other._blocks) for number, pool in self._pools.items()}
+        other = CachingAllocator(self.settings)
+        other.blocks = self.blocks.copy()
+        other.pools = {number: pool.copy(other.blocks) for number, pool in self.pools.items()}
         return other
 
     def _pool_of(self, num_bytes: int, stream: int) -> SegmentPool:
         number = 2 * stream + (num_bytes > SMALL_REQUEST_BYTES)
-        pool = self._pools.get(number)
+        pool = self.pools.get(number)
         if pool is None:
-            pool = self._pools[number] = self._kind(number, self._blocks)
-            pool.num_searches = self._pools[number % 2].num_searches
+            pool = self.add_pool(number)
+            pool.num_searches = self.pools[number % 2].num_searches
         return pool
 
     def _best_fit(self, pool: SegmentPool, num_bytes: int) -> int:
         block = pool.find(num_bytes)
         if block == NO_BLOCK or not self._has_unsplit:
             return block
-        found_bytes = self._blocks.num_bytes[block]
-        if num_bytes < self._unsplit_from_bytes:
-            return block if found_bytes < self._unsplit_from_bytes else NO_BLOCK
+        found_bytes = self.blocks.num_bytes[block]
+        if num_bytes < self.unsplit_from_bytes:
+            return block if found_bytes < self.unsplit_from_bytes else NO_BLOCK
         # A block that is never split may be larger than its request by less than 20 MiB (max_non_split_rounding_mb).
         return block if found_bytes < num_bytes + LARGE_SEGMENT_BYTES else NO_BLOCK
 
@@ -166,22 +174,22 @@ class CachingAllocator:
     def _collect_garbage(self, threshold_bytes: int) -> None:
         """Returns large segments to the device, those first that have been free for longest."""
         excess = self.reserved_bytes - threshold_bytes
-        large = [pool for pool in self._pools.values() if not pool.is_small]
+        large = [pool for pool in self.pools.values() if not pool.is_small]
         ages = {segment: (pool, pool.age(segment)) for pool in large for segment in pool.free_segments()}
         while excess > 0 and ages:
             mean = sum(age for _, age in ages.values()) / len(ages)
             # Never more often than needed: all of at least the mean age go, also when fewer would do.
             old = [(pool, segment) for segment, (pool, age) in ages.items() if age >= mean]
             for pool, segment in old:
-                excess -= self._blocks.num_bytes[segment]
+                excess -= self.blocks.num_bytes[segment]
                 pool.give_back(segment)
                 del ages[segment]
 
     def _return_oversize(self, pool: SegmentPool, num_bytes: int) -> bool:
         """Returns blocks that are never split to the device until they make up a request; returns whether they do."""
-        sizes = self._blocks.num_bytes
-        needed = max(num_bytes, self._unsplit_from_bytes)
-        oversize = [block for block in pool.free_segments() if sizes[block] >= self._unsplit_from_bytes]
+        sizes = self.blocks.num_bytes
+        needed = max(num_bytes, self.unsplit_from_bytes)
+        oversize = [block for block in pool.free_segments() if sizes[block] >= self.unsplit_from_bytes]
         enough = [block for block in oversize if sizes[block] >= needed]
         returned = 0
         for block in enough[:1] or reversed(oversize):

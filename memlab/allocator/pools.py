@@ -43,8 +43,8 @@ class SegmentPool:
         self.number = number
         self.is_small = number % 2 == 0
         self._blocks = blocks
-        self._top = 0
-        self._free: list[tuple[int, int, int]] = []
+        self.top = 0
+        self.free_blocks: list[tuple[int, int, int]] = []
         """Size and address of the free blocks, in torch's search order, and the blocks."""
         self.smallest_split_bytes = smallest_split_bytes(in_small_segment=self.is_small)
         """From this size on, the free end of a block becomes a block of its own."""
@@ -52,16 +52,16 @@ class SegmentPool:
     @property
     def largest_free_bytes(self) -> int:
         """The largest free block, 0 if there is none."""
-        return self._free[-1][0] if self._free else 0
+        return self.free_blocks[-1][0] if self.free_blocks else 0
 
     def find(self, num_bytes: int) -> int:
         """Returns the smallest free block that holds so many bytes, and leaves it in the pool; or `NO_BLOCK`."""
-        place = bisect_left(self._free, (num_bytes,))
-        return self._free[place][2] if place < len(self._free) else NO_BLOCK
+        place = bisect_left(self.free_blocks, (num_bytes,))
+        return self.free_blocks[place][2] if place < len(self.free_blocks) else NO_BLOCK
 
     def take(self, num_bytes: int) -> int:
         """Takes the block that `find` returns out of the pool."""
-        free = self._free
+        free = self.free_blocks
         place = bisect_left(free, (num_bytes,))
         return free.pop(place)[2] if place < len(free) else NO_BLOCK
 
@@ -72,8 +72,8 @@ class SegmentPool:
     def grow(self, num_bytes: int) -> int:
         """Reserves memory, and returns a free block for so many bytes that is not in the pool."""
         size = segment_bytes(num_bytes)
-        block = self._blocks.add(self._top, size, self.number)
-        self._top += size
+        block = self._blocks.add(self.top, size, self.number)
+        self.top += size
         self._reserve(size)
         return block
 
@@ -86,12 +86,12 @@ class SegmentPool:
         """Puts a free block into the pool."""
         blocks = self._blocks
         blocks.free_since[block] = self.num_searches
-        insort(self._free, (blocks.num_bytes[block], blocks.address[block], block))
+        insort(self.free_blocks, (blocks.num_bytes[block], blocks.address[block], block))
 
     def withdraw(self, block: int) -> None:
         """Takes a free block out of the pool."""
         blocks = self._blocks
-        del self._free[bisect_left(self._free, (blocks.num_bytes[block], blocks.address[block]))]
+        del self.free_blocks[bisect_left(self.free_blocks, (blocks.num_bytes[block], blocks.address[block]))]
 
     def free(self, block: int) -> int:
         """Frees a block, merges it with its free neighbours, and returns the whole."""
@@ -102,7 +102,7 @@ class SegmentPool:
     def free_segments(self) -> list[int]:
         """Returns the segments in which nothing is allocated, each as its one block, the smallest first."""
         before, after = self._blocks.before, self._blocks.after
-        return [block for *_, block in self._free if before[block] == after[block] == NO_BLOCK]
+        return [block for *_, block in self.free_blocks if before[block] == after[block] == NO_BLOCK]
 
     def age(self, block: int) -> int:
         """Returns how many requests have searched the pool since a block was freed."""
@@ -116,12 +116,12 @@ class SegmentPool:
 
     def state(self) -> Hashable:
         """Returns what decides about later requests; see `Allocator.state`."""
-        return self.reserved_bytes, self._top, tuple([(size, address) for size, address, _ in self._free])
+        return self.reserved_bytes, self.top, tuple([(size, address) for size, address, _ in self.free_blocks])
 
     def copy(self, blocks: BlockTable) -> Self:
         """Returns a pool in the same state, of a copy of its blocks."""
         other = copy(self)
-        other._blocks, other._free = blocks, self._free.copy()
+        other._blocks, other.free_blocks = blocks, self.free_blocks.copy()
         return other
 
     def empty(self) -> None:
@@ -141,17 +141,17 @@ class ExpandablePool(SegmentPool):
         super().__init__(number, blocks)
         self.smallest_split_bytes = MIN_BLOCK_BYTES
         self._page_bytes = SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
-        self._unmapped: set[int] = set()
+        self.unmapped: set[int] = set()
         """They are not free: a block there has no memory. None while no page is mapped."""
 
     def find(self, num_bytes: int) -> int:
         """Returns the free block that can grow least among the smallest ones that hold so many bytes."""
-        place = bisect_left(self._free, (num_bytes,))
-        if place == len(self._free):
+        place = bisect_left(self.free_blocks, (num_bytes,))
+        if place == len(self.free_blocks):
             return NO_BLOCK
-        block = self._free[place][2]
-        for index in range(place + 1, len(self._free)):
-            other = self._free[index][2]
+        block = self.free_blocks[place][2]
+        for index in range(place + 1, len(self.free_blocks)):
+            other = self.free_blocks[index][2]
             if self._size_with_growth(other) >= self._size_with_growth(block):
                 break
             block = other
@@ -170,7 +170,7 @@ class ExpandablePool(SegmentPool):
         needed, growth = num_bytes, 0
         while needed > 0:
             size = blocks.num_bytes[block]
-            if block in self._unmapped:
+            if block in self.unmapped:
                 size = min(size, -(-needed // self._page_bytes) * self._page_bytes)
                 growth += size
             needed -= size
@@ -180,7 +180,7 @@ class ExpandablePool(SegmentPool):
     def grow(self, num_bytes: int) -> int:
         """Maps pages, and returns a free block for so many bytes that is not in the pool."""
         blocks, block = self._blocks, self._place_to_grow(num_bytes)
-        if block in self._unmapped:
+        if block in self.unmapped:
             block = self._map(block, num_bytes)
         while blocks.num_bytes[block] < num_bytes:
             block = self._map(blocks.after[block], num_bytes - blocks.num_bytes[block])  # the last block is unmapped
@@ -193,38 +193,38 @@ class ExpandablePool(SegmentPool):
 
     def state(self) -> Hashable:
         """Returns what decides about later requests."""
-        unmapped = [(self._blocks.address[block], self._blocks.num_bytes[block]) for block in self._unmapped]
+        unmapped = [(self._blocks.address[block], self._blocks.num_bytes[block]) for block in self.unmapped]
         return super().state(), tuple(sorted(unmapped))
 
     def copy(self, blocks: BlockTable) -> Self:
         """Returns a pool in the same state."""
         other = super().copy(blocks)
-        other._unmapped = self._unmapped.copy()
+        other.unmapped = self.unmapped.copy()
         return other
 
     def empty(self) -> None:
         """Returns every page in which nothing is allocated to the device."""
-        for *_, block in self._free.copy():
+        for *_, block in self.free_blocks.copy():
             self._unmap(block)
         if not self.reserved_bytes:
-            for block in self._unmapped:
+            for block in self.unmapped:
                 self._blocks.remove(block)
-            self._unmapped.clear()
+            self.unmapped.clear()
 
     def _size_with_growth(self, block: int) -> int:
         after, num_bytes = self._blocks.after[block], self._blocks.num_bytes
-        return num_bytes[block] + (num_bytes[after] if after in self._unmapped else 0)
+        return num_bytes[block] + (num_bytes[after] if after in self.unmapped else 0)
 
     def _place_to_grow(self, num_bytes: int) -> int:
         """Returns the first of neighbours, free or unmapped, at the lowest address that has room (and no memory)."""
         blocks = self._blocks
-        if not self._unmapped:
-            self._unmapped.add(blocks.add(0, _ADDRESSES_BYTES, self.number, is_free=False))
-        for hole in sorted(self._unmapped, key=blocks.address.__getitem__):
+        if not self.unmapped:
+            self.unmapped.add(blocks.add(0, _ADDRESSES_BYTES, self.number, is_free=False))
+        for hole in sorted(self.unmapped, key=blocks.address.__getitem__):
             before = blocks.before[hole]
             first = before if before != NO_BLOCK and blocks.is_free[before] else hole
             room, block = 0, first
-            while room < num_bytes and block != NO_BLOCK and (blocks.is_free[block] or block in self._unmapped):
+            while room < num_bytes and block != NO_BLOCK and (blocks.is_free[block] or block in self.unmapped):
                 room += blocks.num_bytes[block]
                 block = blocks.after[block]
             if room >= num_bytes:
@@ -235,10 +235,10 @@ class ExpandablePool(SegmentPool):
         """Maps pages from a block's start on, and returns the free block that they are then part of."""
         blocks = self._blocks
         size = min(blocks.num_bytes[block], -(-num_bytes // self._page_bytes) * self._page_bytes)
-        self._unmapped.remove(block)
+        self.unmapped.remove(block)
         self._reserve(size)
         if size < blocks.num_bytes[block]:
-            self._unmapped.add(blocks.split(block, size))
+            self.unmapped.add(blocks.split(block, size))
         return self.free(block)
 
     def _unmap(self, block: int) -> None:
@@ -258,10 +258,10 @@ class ExpandablePool(SegmentPool):
             self.offer(blocks.split(middle, last - first))
         blocks.is_free[middle] = False
         after, before = blocks.after[middle], blocks.before[middle]
-        if after in self._unmapped:
-            self._unmapped.remove(after)
+        if after in self.unmapped:
+            self.unmapped.remove(after)
             blocks.join(middle, after)
-        if before in self._unmapped:
+        if before in self.unmapped:
             blocks.join(before, middle)
             middle = before
-        self._unmapped.add(middle)
+        self.unmapped.add(middle)

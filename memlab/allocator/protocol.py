@@ -36,6 +36,11 @@ class Operations:
         """The table for Python, which reads tuples faster."""
         return list(zip(*self.table.T.tolist(), strict=True))
 
+    @cached_property
+    def last_stream(self) -> int:
+        """The largest number of a stream, 0 without requests."""
+        return int(self.table[:, 2].max(initial=0))
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -49,15 +54,37 @@ class Served(NamedTuple):
     """The operations that changed the reserved bytes, and by how much."""
 
 
-class Allocator(Protocol):
-    """The blocks of one device."""
-
-    log: array[int] | None
-    """If it is set, each request and each free appends its row of `Operations` to it, with the block as the slot."""
+class ServesTables(Protocol):
+    """The blocks of one device, for tables of operations."""
 
     @property
     def reserved_bytes(self) -> int:
         """What the allocator has taken from the device, used or not."""
+
+    def run(self, operations: Operations, blocks: list[int], limit_bytes: int | None = None) -> Served:
+        """Serves operations in order, until one does not fit.
+
+        Args:
+            operations: Requests and frees.
+            blocks: The block in each slot, or `NO_BLOCK`; it is changed.
+            limit_bytes: What the allocator may reserve; None is no limit.
+        """
+
+    def state(self, blocks: Iterable[int]) -> Hashable:
+        """Returns what decides about later requests and about frees of these blocks: equal states answer equally."""
+
+    def copy(self) -> Self:
+        """Returns an allocator in the same state, without a log, for requests that may have to be undone."""
+
+    def in_python(self) -> Allocator:
+        """Returns an allocator in this state that goes on one request at a time; blocks keep their numbers."""
+
+
+class Allocator(ServesTables, Protocol):
+    """One that also serves one request at a time."""
+
+    log: array[int] | None
+    """If it is set, each request and each free appends its row of `Operations` to it, with the block as the slot."""
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
         """Returns the block that a request gets.
@@ -73,15 +100,6 @@ class Allocator(Protocol):
     def num_bytes(self, block: int) -> int:
         """Returns the bytes of an allocated block."""
 
-    def run(self, operations: Operations, blocks: list[int], limit_bytes: int | None = None) -> Served:
-        """Serves operations in order, until one does not fit.
-
-        Args:
-            operations: Requests and frees.
-            blocks: The block in each slot, or `NO_BLOCK`; it is changed.
-            limit_bytes: What the allocator may reserve; None is no limit.
-        """
-
     def makes_space(self, requested_bytes: int, limit_bytes: int, stream: int = 0) -> bool:
         """Returns whether a request fits within `limit_bytes` reserved, after returning free memory if it must."""
 
@@ -90,9 +108,3 @@ class Allocator(Protocol):
 
     def empty_cache(self) -> None:
         """Returns the segments or pages in which nothing is allocated to the device."""
-
-    def state(self, blocks: Iterable[int]) -> Hashable:
-        """Returns what decides about later requests and about frees of these blocks: equal states answer equally."""
-
-    def copy(self) -> Self:
-        """Returns an allocator in the same state, without a log, for requests that may have to be undone."""

@@ -10,6 +10,7 @@ from array import array
 
 import numpy as np
 
+from memlab.allocator.choice import for_operations
 from memlab.allocator.protocol import Allocator, Operations
 
 
@@ -30,4 +31,5 @@ class RequestLog:
         operations = Operations(table)
         # A slot is a number of a block at the time of the log: before the first row, of the same block of the copy.
         blocks = list(range(int(table[:, 0].max(initial=-1)) + 1))
-        return len(self._allocator.copy().run(operations, blocks, limit_bytes).num_bytes) == len(operations)
+        allocator = for_operations(len(operations), self._allocator).copy()
+        return len(allocator.run(operations, blocks, limit_bytes).num_bytes) == len(operations)

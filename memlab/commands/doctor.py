@@ -67,7 +67,7 @@ def _report(*, as_json: bool) -> int:
     with stdout_reserved_for_result():
         packages = [_memlab(), *(_package(requirement) for requirement in _requirements())]
         cpu = _cpu({package.name: package for package in packages})
-        backends = [cpu, _cuda(), replace(cpu, name="simulated")]  # which runs what the CPU does, on fake tensors
+        backends = [cpu, _cuda(), _simulated(cpu)]
         hardware = _hardware()
     if as_json:
         groups = {"packages": packages, "backends": backends}
@@ -188,6 +188,15 @@ def _cpu(packages: dict[str, Finding]) -> Finding:
             return Finding(name="cpu", problem=f"{name} does not load ({problem})", remedy=f"reinstall: {_CPU_EXTRA}")
     problem = _loading_problem("memlab.backends.cpu")
     return Finding(name="cpu", problem=problem, remedy=_CPU_EXTRA if problem else "")
+
+
+def _simulated(cpu: Finding) -> Finding:
+    """Returns the state of the backend that runs what the CPU does, on fake tensors."""
+    if cpu.problem:
+        return replace(cpu, name="simulated")
+    problem = import_module("memlab.allocator.choice").why_not_compiled()
+    note = f"steps of many micro-batches take longer: {problem}" if problem else ""
+    return Finding(name="simulated", note=note)
 
 
 def _cuda() -> Finding:

@@ -110,10 +110,14 @@ class Versions:
             )
         return lines
 
-    def words(self, installed_core: str) -> str:
-        """Names the versions, as ``Transformer Engine 2.16, megatron-core 0.16.1, torch 2.11``."""
-        named = asdict(self) | {"megatron_core": self.megatron_core or installed_core or "unknown"}
-        return ", ".join(f"{title} {named[name]}" for name, title in TITLES.items())
+    def words(self, installed_core: str = "") -> str:
+        """Names the versions, as ``Transformer Engine 2.16, megatron-core 0.16.1, torch 2.11``.
+
+        Args:
+            installed_core: The version of megatron-core whose code was run; empty leaves it out.
+        """
+        named = asdict(self) | {"megatron_core": self.megatron_core or installed_core}
+        return ", ".join(f"{title} {named[name]}" for name, title in TITLES.items() if named[name])
 
     def changed(self) -> dict[str, Any]:
         """Returns the fields that differ from the default."""

@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
 from memlab.fitting.measured_margin import (
-    gathers_fp8,
+    keeps_fp8_gathers,
     limit_with_margin,
     measured_margin,
     needs_whole_reserve,
@@ -190,7 +190,7 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     needed = f"{margin.steps} needed up to {margin.share:.1%} more than predicted (rounded up)"
     if needs_whole_reserve(scenario):
         needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'
-    kept = '; "fits" includes all that torch may keep of FP8 gathers' if gathers_fp8(scenario) else ""
+    kept = '; "fits" includes all that torch may keep of FP8 gathers' if keeps_fp8_gathers(scenario) else ""
     return f"a predicted step{routing}; {needed}{kept}"
 
 

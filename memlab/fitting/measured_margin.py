@@ -76,14 +76,15 @@ def limit_with_margin(limit_bytes: int, scenario: Scenario) -> int:
     return int(limit_bytes / (1 + measured_margin(scenario).share))
 
 
-def gathers_fp8(scenario: Scenario) -> bool:
-    """Whether Transformer Engine gathers FP8 tensors and their scales in one collective.
+def keeps_fp8_gathers(scenario: Scenario) -> bool:
+    """Whether Transformer Engine gathers FP8 tensors and their scales in one collective, which torch may keep.
 
-    torch may keep what such a collective sends and receives (`StepRecord.kept_gather_bytes`).
+    See `StepRecord.kept_gather_bytes` for what that adds.
 
     See ``_start_all_gather_fp8_blockwise`` and ``_all_gather_mxfp8`` in ``transformer_engine/pytorch/distributed.py``
     (version 2.12).
     """
     state = scenario.state
     has_scales = state.fp8_format is not None and state.fp8_recipe in ("blockwise", "mxfp8")
-    return has_scales and scenario.layout.tensor_model_parallel_size > 1
+    is_spread = scenario.layout.tensor_model_parallel_size > 1
+    return has_scales and is_spread and scenario.versions.keeps_freed_gathers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 UNKNOWN = "\0"
 """Stands for what is known only when the job runs, such as ``$(nproc)``. A text that contains it is unknown."""
@@ -18,6 +18,26 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None, "
 
 class NoJobError(ValueError):
     """The file is no job's, as far as memlab can tell."""
+
+
+class Line(int):
+    """A line of a file that is not the job's own, such as a script that it sources."""
+
+    file: str
+
+    def __new__(cls, number: int, file: str) -> Self:
+        """Makes one of a file's name."""
+        line = super().__new__(cls, number)
+        line.file = file
+        return line
+
+    def __add__(self, lines: int) -> Line:
+        """Returns a later line of the same file."""
+        return Line(int(self) + lines, self.file)
+
+    def __str__(self) -> str:
+        """Names the file too, so that messages do."""
+        return f"{int(self)} of {self.file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +102,13 @@ class Entries:
             if entry.value != {} or (key not in holders and not (key in kept and is_interpolation(kept[key].value)))
         }
         self.by_key = kept | added
+
+    def of_file(self, name: str) -> Entries:
+        """Gives the keys the name of the file that has them; those that another file brought keep its name."""
+        for key, entry in self.by_key.items():
+            if entry.line is not None and not isinstance(entry.line, Line):
+                self.by_key[key] = replace(entry, line=Line(entry.line, name))
+        return self
 
     def remove(self, key: str) -> None:
         """Removes a key, and all keys of the mapping that it may be."""

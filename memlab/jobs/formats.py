@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, Entry, NoJobError, lines_of
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, Line, NoJobError, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import (
     FRAMEWORKS,
@@ -227,9 +227,10 @@ def _with_defaults(
         if base is not None:
             merge_over(merged, _of_default(default, base, path, named, chain, package))
         elif not default.is_optional:
+            line = Line(default.line, path.name) if chain[1:] else default.line
             merged.warnings.append(
-                f"line {default.line}: the defaults {shortened(default.name)} are not beside the file, so memlab "
-                "takes the framework's own"
+                f"line {line}: the defaults {shortened(default.name)} are not beside the file, so memlab takes the "
+                "framework's own"
             )
     if not is_placed:
         merge_over(merged, own)
@@ -249,7 +250,8 @@ def _of_default(
     content, _ = _text(base)
     if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
         raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-    return _with_defaults(read_yaml(content, base.name), base, named, chain, package_in(content, default, package))
+    root, package = read_yaml(content, base.name), package_in(content, default, package)
+    return _with_defaults(root, base, named, chain, package).of_file(base.name)
 
 
 def _file_of_default(default: Default, path: Path, first: Path) -> Path | None:
@@ -332,7 +334,7 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
             )
             continue
         content, _ = _text(base)
-        own = _with_defaults(read_yaml(content, base.name), base, [])
+        own = _with_defaults(read_yaml(content, base.name), base, []).of_file(base.name)
         entries.merge(own)
         entries.warnings += own.warnings
 
@@ -371,7 +373,7 @@ def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entri
     root = _argument_file(name, line, path, entries)
     if root is None:
         return
-    own = arguments_of(root, name)
+    own = arguments_of(root, name).of_file(Path(name).name)
     flags = entries.by_key
     for key in ("config", "use_ray"):
         flags.pop(key, None)
@@ -392,7 +394,7 @@ def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> 
     root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
     if root is None or "MODEL_ARGS" not in root.value:
         return
-    own = model_args(root, variables, file_of_a_launcher(variables))
+    own = model_args(root, variables, file_of_a_launcher(variables)).of_file(Path(file_of_a_launcher(variables)).name)
     if (nodes := variables.get("NNODES", "")).isdigit():
         own.add("nnodes", int(nodes), command.line)
         own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)
@@ -422,7 +424,7 @@ def _take_values_above_flags(path: Path, entries: Entries) -> None:
             name = UNKNOWN if entry.is_unknown else str(entry.value)
             root = _argument_file(name, entry.line or 1, path, entries)
             if root is not None:
-                entries.by_key |= values_of(root, argument, name).by_key
+                entries.by_key |= values_of(root, argument, name).of_file(Path(name).name).by_key
 
 
 def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:

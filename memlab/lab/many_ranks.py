@@ -130,7 +130,8 @@ class ManyRanks:
         ]
         opened = group.call("open", arguments)
         self.backend = JobBackend(opened[0]["name"], opened[0]["reason"])
-        self.scenario = replace(self.scenario, allocator=opened[0]["scenario"].allocator)
+        own = opened[0]["scenario"]
+        self.scenario = replace(self.scenario, allocator=own.allocator, versions=own.versions)
         self._has_allocator = True
         for name, value in self._attributes.items():
             group.call("set", [(name, value)] * size)

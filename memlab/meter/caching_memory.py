@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from memlab.allocator.caching_allocator import CachingAllocator
+from memlab.allocator.choice import for_operations
 from memlab.allocator.pinned import PinnedMemory
-from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served, ServesTables
 from memlab.allocator.request_log import RequestLog
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Opening, StorageAllocation
@@ -116,13 +117,14 @@ class CachingMemory:
         self.reserved.num_bytes += sum(change for _, change in served.changes)
         return served
 
-    def trial(self) -> Allocator:
-        """Returns the allocator, or a copy of it if a request may not fit; `settle` keeps what was tried."""
-        return self.allocator if self._limit_bytes is None else self.allocator.copy()
+    def trial(self, num_operations: int) -> ServesTables:
+        """Returns what serves so many operations, a copy if a request may not fit; `settle` keeps what was tried."""
+        allocator = for_operations(num_operations, self.allocator)
+        return allocator.copy() if allocator is self.allocator and self._limit_bytes is not None else allocator
 
-    def settle(self, allocator: Allocator) -> None:
-        """Goes on with the allocator that `trial` has returned."""
-        self.allocator = allocator
+    def settle(self, allocator: ServesTables) -> None:
+        """Goes on from the state of what `trial` has returned."""
+        self.allocator = allocator.in_python()
         self.reserved.num_bytes = allocator.reserved_bytes
 
     def opening(self, live: list[StorageAllocation]) -> Opening:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memlab.allocator.protocol import NO_BLOCK, Allocator
+from memlab.allocator.protocol import NO_BLOCK, ServesTables
 from memlab.meter.allocations import Event, StorageAllocation, timeline_of_columns
 from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.events import EventLog
@@ -86,7 +86,7 @@ class Repeater:
             return None  # garbage collection has freed something since
         used = np.unique(period.storage[period.on_device]).tolist()
         opening, self._found = self.memory.opening(left.live), left
-        blocks, allocator = _blocks_of(finished.found_by_number(used)), self.memory.trial()
+        blocks, allocator = _blocks_of(finished.found_by_number(used)), self.memory.trial(len(period.on_device))
         served = period.run(allocator, [0], blocks, self.memory.limit_bytes)
         if served is None:
             return None
@@ -116,7 +116,8 @@ class Repeater:
         of_passes = {each.number + role: (each, role) for each in waiting for role, _ in each.left_allocated()}
         if not objects.keys() | of_passes.keys() >= live:
             return False
-        blocks, allocator = _blocks_of(objects, of_passes), self.memory.trial()
+        num_operations = times * (len(columns[0]) - ends[-2][0])
+        blocks, allocator = _blocks_of(objects, of_passes), self.memory.trial(num_operations)
         opening, limit_bytes = self.log.opening, self.memory.limit_bytes
         done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening) - 1)
         if done is None:
@@ -145,7 +146,7 @@ class Repeater:
 
     def _commit(
         self,
-        allocator: Allocator,
+        allocator: ServesTables,
         blocks: Mapping[int, int],
         rows: npt.NDArray[np.int64],
         objects: Mapping[int, StorageAllocation],

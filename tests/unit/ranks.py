@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
+    ThreadLocalWorld,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
 
 from memlab.backends.cpu import cuda_replaced
+
+if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 asks for it when a group is destroyed, and does not have it
+    ThreadLocalWorld.comms = []
 
 
 def on_ranks(count: int, job: Callable[[int, Any], None]) -> None:

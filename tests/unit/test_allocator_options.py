@@ -130,7 +130,7 @@ def test_the_simulation_reserves_what_torch_reserved_on_an_h200(name: str, setti
 def test_an_expandable_segment_maps_the_pages_that_a_search_from_scratch_maps(seed: int, page: int) -> None:
     choose = random.Random(seed)
     mine, truth = CachingAllocator(EXPANDABLE), Pages(page)
-    addresses = mine._blocks.address
+    addresses = mine.blocks.address
     sizes = (9, 19.9) if page == 2 * MIB else (20.1, 26.5)
     live: list[tuple[int, int]] = []
     base: int | None = None

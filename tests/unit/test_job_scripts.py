@@ -449,7 +449,9 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     assert script.causes == [f"{said}put it there, or give what it sets with --set NAME=VALUE"]
     (tmp_path / "loop.sh").write_text("source loop.sh\n")
     (warning,) = read_script("source loop.sh\nrun", tmp_path / "run.sh").warnings
-    assert warning.startswith("line 1: files source each other more than 5 deep, so what loop.sh sets is unknown: give")
+    assert warning.startswith(
+        "line 1 of loop.sh: files source each other more than 5 deep, so what loop.sh sets is unknown: give"
+    )
 
 
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:

@@ -479,6 +479,31 @@ def test_defaults_of_a_nemo_rl_file_are_merged_and_set_overrides_them(tmp_path: 
     assert "not beside the file" in Job.read(path).warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("own", "named", "text", "key"),
+    [
+        ("job.yaml", "base.yaml", f"# a base\n{NEMO}", "policy.model_name"),
+        ("run.sh", "tiny.sh", "A=1\n\n\nMODEL_ARGS=(\n  --num-layers 4\n)", "num_layers"),
+        ("run.sh", "tiny.sh", "B() {\n  MODEL_ARGS=(--swiglu\n\n\n--num-layers 4)\n}\nB", "num_layers"),
+        ("run.sh", "mine.yaml", "# a comment\n\n\n\nlr: 1.0e-6\nentropy_coef: 0.1", "entropy_coef"),
+    ],
+)
+def test_a_key_of_another_file_has_that_file_s_name(own: str, named: str, text: str, key: str, tmp_path: Path) -> None:
+    write(tmp_path, "tiny.sh", "")
+    write(tmp_path, named, text)
+    texts = {
+        "job.yaml": "defaults: base.yaml\ncluster: {num_nodes: 1}",
+        "run.sh": f"source tiny.sh\n{SLIME} ${{MODEL_ARGS[@]}} --custom-config-path mine.yaml --actor-num-nodes 1",
+    }
+    job = Job.read(write(tmp_path, own, texts[own]))
+    places = {one.key: one.place for one in (*job.taken, *job.not_modelled)}
+    last = key.rpartition(".")[2]
+    (number,) = (at for at, line in enumerate(text.splitlines(), 1) if last in line.replace("-", "_"))
+    assert places[key] == f"line {number} of {named}"
+    assert places["cluster.num_nodes" if own == "job.yaml" else "actor_num_nodes"] == "line 2"
+    assert f"  {places[key]} " in job_table(job)
+
+
 def test_a_number_that_is_null_is_the_default_of_the_framework(tmp_path: Path) -> None:
     path = write(tmp_path, "config.yaml", NEMO + "cluster: {num_nodes: null, gpus_per_node: 8}\n")
     assert Job.read(path).required()[0].layout.world_size == 8

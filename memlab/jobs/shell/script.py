@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
+from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Line
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
@@ -762,7 +762,7 @@ class _Reader(Builtins):
         self.sources += 1
         if self.sources > _MOST_SOURCES:
             raise ValueError(
-                f"{self.path.name}, line {self.line}: more than {_MOST_SOURCES} files are sourced: {_INSTEAD}"
+                f"{self.path.name}, line {self.line:d}: more than {_MOST_SOURCES} files are sourced: {_INSTEAD}"
             )
         if self.source_depth >= _DEEPEST_SOURCE:
             self.warn(
@@ -797,7 +797,7 @@ class _Reader(Builtins):
         self.source_depth += 1
         doubts, self.doubts = self.doubts, []
         try:
-            return self._run(syntax.parse(text, path.name))
+            return self._run(syntax.parse(text, path.name, Line(1, path.name)))
         except _LeaveError as leave:
             if leave.kind != "return":
                 raise

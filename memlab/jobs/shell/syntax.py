@@ -164,7 +164,7 @@ class _Parser:
         if self.depth > _DEEPEST_BLOCK:
             line = self.parts[min(self.position, len(self.parts) - 1)].line
             raise ValueError(
-                f"{self.name}, line {line}: more than {_DEEPEST_BLOCK} blocks are open: give a log of the job or its "
+                f"{self.name}, line {line:d}: more than {_DEEPEST_BLOCK} blocks are open: give a log of the job or its "
                 "resolved configuration"
             )
 

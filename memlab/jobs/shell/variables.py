@@ -502,8 +502,8 @@ class Variables:
         self.characters += sum(map(len, texts)) + _CHARACTERS_OF_A_WORD * len(texts) + copied
         if self.characters > _MOST_CHARACTERS:
             raise ValueError(
-                f"{self.path.name}, line {self.line}: the script expands to more than {_MOST_CHARACTERS:,} characters: "
-                "give a log of the job or its resolved configuration"
+                f"{self.path.name}, line {self.line:d}: the script expands to more than {_MOST_CHARACTERS:,} "
+                "characters: give a log of the job or its resolved configuration"
             )
 
     def _parts(self, word: Word) -> Iterator[tuple[list[str], str]]:

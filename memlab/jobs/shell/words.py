@@ -168,7 +168,7 @@ class _Scanner:
         return self.word
 
     def _not_closed(self, what: str, closing: str, line: int) -> ValueError:
-        return ValueError(f"{self.name}, line {line}: the {what} is not closed: add {closing}")
+        return ValueError(f"{self.name}, line {line:d}: the {what} is not closed: add {closing}")
 
     def _add(self, text: str, kind: str) -> None:
         if self.word is None:

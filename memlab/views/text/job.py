@@ -88,13 +88,13 @@ def _taken(title: str, taken: list[Taken]) -> list[str]:
         return []
     keys = [f"{one.key} {_short(one.value)}" for one in taken]
     width = min(70, max(len(key) for key in keys))
+    of_place = max(9, *(len(one.place) for one in taken))
     lines = []
     for key, one in zip(keys, taken, strict=True):
         same = one.key.rpartition(".")[2] == one.field
         meaning = _short(one.memlab_value) if same else f"{one.field} {_short(one.memlab_value)}"
-        lines.append(
-            f"  {one.place:9} {key:{width}}  {'' if same and one.value == one.memlab_value else meaning}".rstrip()
-        )
+        meaning = "" if same and one.value == one.memlab_value else meaning
+        lines.append(f"  {one.place:{of_place}} {key:{width}}  {meaning}".rstrip())
     return [title, *lines]
 
 

@@ -20,9 +20,8 @@ def largest_table(found: Largest) -> str:
         sizes = [in_unit(size, unit_bytes) for size in (one.peak_allocated_bytes, one.margin_bytes)]
         rows.append([f"{one.value:,}", *sizes, f"rank {one.rank}", one.verdict])
     multiple = f"multiples of {found.unit}" if found.unit > 1 else "each whole number"
-    return "\n".join(
-        [*wrapped(found.verdict), "", *wrapped(f"{found.scenario}; values: {multiple}."), "", *aligned(rows)]
-    )
+    job = f"{found.scenario}, for {found.scenario.versions.words()}"
+    return "\n".join([*wrapped(found.verdict), "", *wrapped(f"{job}; values: {multiple}."), "", *aligned(rows)])
 
 
 def along_front_table(found: AlongFront) -> str:
@@ -41,5 +40,6 @@ def along_front_table(found: AlongFront) -> str:
         numbers = ["none" if value is None else f"{value:,}" for value in values]
         work = [f"{point.recomputed_operations / 1e9:.2f}", format_bytes(point.transferred_bytes)]
         rows.append([f"{point.settings}", *work, *numbers])
-    about = f"{front.scenario}; the front and its extra work are those of this workload."
+    job = f"{front.scenario}, for {front.scenario.versions.words()}"
+    about = f"{job}; the front and its extra work are those of this workload."
     return "\n".join([*wrapped(found.verdict), "", *wrapped(about), "", *aligned(rows)])

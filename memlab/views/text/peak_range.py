@@ -6,7 +6,7 @@ from memlab.fitting.peak_range import KEPT_GATHERS, MEASURED_MARGIN, UNCOLLECTED
 from memlab.units import format_bytes
 
 _NAMES = {
-    KEPT_GATHERS: "FP8 gathers that torch may keep",
+    KEPT_GATHERS: "FP8 gathers that torch before 2.14 may keep",
     UNCOLLECTED: "fp32 copies of the CPU optimizer that wait for Python's garbage collector",
     MEASURED_MARGIN: "what measured steps needed more than predicted",
 }

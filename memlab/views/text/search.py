@@ -117,7 +117,8 @@ def searched_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Blo
 
 def _searched(found: SearchResult) -> Block:
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
-    return [f"{found.scenario}{base}; {limit_line(found)}", f"{counts_line(found)}."]
+    job = f"{found.scenario}{base}, for {found.scenario.versions.words()}"
+    return [f"{job}; {limit_line(found)}", f"{counts_line(found)}."]
 
 
 def limit_line(found: SearchResult) -> str:
