@@ -15,7 +15,7 @@ import pytest
 
 from memlab.cli import main
 from memlab.config.settings import MemorySettings
-from memlab.lab import stepper
+from memlab.engines.megatron import training_step
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
 from memlab.vocabulary import PHASES
@@ -80,7 +80,7 @@ def test_a_pass_is_steady_after_its_warm_up_and_does_not_replace_that_of_a_step(
     lab.forward_only(seq_length=64)
     assert [lab.step(warm_up=False).is_steady for _ in range(2)] == [False, True]
     with monkeypatch.context() as patched:
-        patched.setattr(stepper, "forward_only_step", lambda *_, **__: 1 / 0)
+        patched.setattr(training_step, "forward_only_step", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lab.forward_only()
     assert not lab.step(warm_up=False).is_steady
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
     lab = open_lab("qwen3-moe-tiny")
     plain = lab.forward_only(warm_up=True)
     stopping = threading.Event()
-    take_pass, stop = stepper.forward_only_step, OneProcess.stop
+    take_pass, stop = training_step.forward_only_step, OneProcess.stop
 
     def interrupted_pass(*args: Any, **kwargs: Any) -> float | None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
         return was_running
 
     with monkeypatch.context() as patched:
-        patched.setattr(stepper, "forward_only_step", interrupted_pass)
+        patched.setattr(training_step, "forward_only_step", interrupted_pass)
         patched.setattr(OneProcess, "stop", noted_stop)
         with pytest.raises(KeyboardInterrupt):
             lab.forward_only(warm_up=True)
