@@ -4,6 +4,7 @@ The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``mall
 ``should_split``, ``garbage_collect_cached_blocks``, ``release_available_cached_blocks``, ``release_cached_blocks``).
 A block belongs to the stream that was current when its segment was reserved, and no request on another stream gets it.
 `memlab.allocator.replay` follows what a real allocator did; this class also searches for the block.
+`memlab.allocator.kernels` has the same rules once more, for numba: who changes one changes both.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Repeater:
         period = Period(finished.columns[:, num_opening_events:], [finished.columns.shape[1]])
         if not finished.leaves_all(np.flatnonzero(is_live(finished.columns, finished.columns.shape[1]))):
             return None  # garbage collection has freed something since
-        used = np.unique(period.storage[period.on_device]).tolist()
+        used = np.flatnonzero(np.bincount(period.storage[period.on_device])).tolist()
         opening, self._found = self.memory.opening(left.live), left
         blocks, allocator = _blocks_of(finished.found_by_number(used)), self.memory.trial(len(period.on_device))
         served = period.run(allocator, [0], blocks, self.memory.limit_bytes)
