@@ -73,12 +73,12 @@ def test_a_rank_has_the_parameters_that_megatron_builds(model: Architecture, lay
 def test_what_a_rank_keeps_is_known_without_a_model(
     model: str, layout: Layout, state: dict[str, Any], dtype: Dtype
 ) -> None:
-    """To the padding of DDP's buffers, and from below: no layout is left out that would fit."""
+    """To padding and scales, which tiny tensors have most of, and from below: no layout is left out that would fit."""
     of_run: dict[str, Any] = {"state": TrainingState(**state), "dtype": dtype, "layout": layout, "backend": "simulated"}
     with Lab(model, num_layers=2, seq_length=64, **of_run) as lab:
         kept, found = kept_bytes(lab.scenario), lab.step(warm_up=False).peak_by_category
     for expected, name in zip(kept, ("parameters", "gradients", "optimizer state"), strict=True):
-        assert expected <= found[name] < 1.01 * expected, name
+        assert expected <= found[name] < 1.02 * expected, name
 
 
 def test_a_rank_without_experts_has_a_dense_model_s_workspaces_and_says_which_settings_are_idle() -> None:
