@@ -1,8 +1,8 @@
 """What memlab replaces, calls or reads of torch, megatron-core and Transformer Engine beyond their public interfaces.
 
 One row per place upstream. `memlab.upstream.patching` replaces nothing that has no row here, and a test checks that
-every name exists in the installed versions. That test has passed with torch 2.13, 2.14 and 2.15 and megatron-core
-0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names are in 2.12.0 and 2.16.1.
+every name exists in the installed versions. That test has passed with torch 2.11, 2.13, 2.14 and 2.15 and
+megatron-core 0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names are in 2.12.0 and 2.16.1.
 """
 
 from __future__ import annotations
