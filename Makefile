@@ -63,11 +63,11 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing memlab, torch, megatron-core and JupyterLab into $(VENV) (minutes, once)"
 	@$(INSTALL) '.[cpu]'
-	@$(BIN)/python -c "import memlab.allocator.compiled"  # numba compiles once, and keeps what it has compiled
+	@$(BIN)/python -c "from memlab.allocator.choice import why_not_compiled; why_not_compiled()"  # numba compiles once, and keeps what it has compiled
 	@touch $@
 
 $(VENV)/.installed-dev $(VENV)/.installed-docs: $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo "installing memlab, torch, megatron-core, JupyterLab and what make $(if $(filter dev,$*),test,docs) needs into $(VENV) (minutes, once)"
 	@$(INSTALL) '.[cpu,$*]'
-	@$(BIN)/python -c "import memlab.allocator.compiled; from memlab import Lab"  # compiles once what three test processes would compile at the same time
+	@$(BIN)/python -c "from memlab.allocator.choice import why_not_compiled; why_not_compiled(); from memlab import Lab"  # compiles once what three test processes would compile at the same time
 	@touch $(VENV)/.installed $@

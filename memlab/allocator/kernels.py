@@ -16,7 +16,7 @@ from zlib import crc32
 import numba
 import numpy as np
 
-from memlab.allocator import rules
+from memlab.allocator import protocol, rules
 from memlab.allocator.protocol import EMPTY_CACHE, NO_BLOCK, IntArray
 
 ADDRESS, NUM_BYTES, POOL, STATE, BEFORE, AFTER, FREE_SINCE = range(7)
@@ -34,7 +34,7 @@ DONE, REFUSED, FULL = range(3)
 """How a call ends: with all operations, at a request that does not fit, or because no place is left for new blocks."""
 NO_LIMIT = -1
 
-_SOURCES = crc32(b"".join(Path(name).read_bytes() for name in (__file__, rules.__file__)))
+_SOURCES = crc32(b"".join(Path(name).read_bytes() for name in (__file__, rules.__file__, protocol.__file__)))
 _ADDRESSES_BYTES = 2**50
 _MAX = np.iinfo(np.int64).max
 _LARGE_SEGMENT_BYTES, _SMALL_SEGMENT_BYTES = rules.LARGE_SEGMENT_BYTES, rules.SMALL_SEGMENT_BYTES

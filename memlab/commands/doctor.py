@@ -22,7 +22,7 @@ from pathlib import Path
 from memlab._version import __version__
 from memlab.backends.host_system import host_memory_bytes
 from memlab.commands.shared.process import stdout_reserved_for_result
-from memlab.config.versions import MEASURED, TITLES, Versions, release
+from memlab.config.versions import MEASURED_TOGETHER, TITLES, Versions, release
 from memlab.cpu_info import processor_name
 from memlab.units import format_bytes
 
@@ -73,7 +73,7 @@ def _report(*, as_json: bool) -> int:
         groups = {"packages": packages, "backends": backends}
         found = {name: {f.name: _facts(f) for f in findings} for name, findings in groups.items()}
         about = {"memlab": __version__, "python": platform.python_version(), "hardware": hardware}
-        about |= {"versions": {"measured_together": not _unmeasured(), "note": _versions_line()}}
+        about |= {"versions": {"measured_together": _is_measured(), "note": _versions_line()}}
         print(json.dumps(about | found, indent=2))
     else:
         print(f"memlab {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -107,24 +107,19 @@ def _memlab() -> Finding:
     return Finding(name="memlab", version=__version__)
 
 
-def _unmeasured() -> dict[str, str]:
-    """Returns what of the installed combination no step on a GPU was measured with, by title."""
-    installed = {name: _installed(name.replace("_", "-")) for name in TITLES}
-    named = {name: version or "not installed" for name, version in installed.items()}
-    return {
-        TITLES[name]: version
-        for name, version in named.items()
-        if version == "not installed" or release(version) not in MEASURED[name]
-    }
+def _is_measured() -> bool:
+    """Whether steps on a GPU were measured with the installed versions together."""
+    installed = (_installed(name.replace("_", "-")) for name in TITLES)
+    return tuple(version and release(version) for version in installed) in MEASURED_TOGETHER
 
 
 def _versions_line() -> str:
     """Says for which versions predictions are made, and whether steps were measured with the installed ones."""
     usual = Versions().words(_installed("megatron-core") or "")
-    unmeasured = ", ".join(f"{title} {version}" for title, version in _unmeasured().items())
-    measured = "steps were measured with the combination that is installed here"
-    if unmeasured:
-        measured = f"no step was measured with what is installed here ({unmeasured})"
+    named = {title: _installed(name.replace("_", "-")) or "not installed" for name, title in TITLES.items()}
+    here = ", ".join(f"{title} {version}" for title, version in named.items())
+    steps = "steps were" if _is_measured() else "no step was"
+    measured = f"{steps} measured with what is installed here ({here})"
     return f"predictions are for {usual}, unless flags or a job say otherwise; {measured}"
 
 

@@ -65,12 +65,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     check_new_file(arguments.out)
     given = arguments.hardware.strip()
     page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)], given)
-    steps = [_read(StepRecord.from_dict, *line) for path in arguments.steps for line in _lines(path)]
+    steps = {
+        place: _read(StepRecord.from_dict, place, line) for path in arguments.steps for place, line in _lines(path)
+    }
     limits = [_read(Limit.from_dict, *line) for line in _lines(arguments.limits)] if arguments.limits else []
-    failed = next((step for step in steps if step.status != "ok"), None)
-    if failed is not None:
-        raise ValueError(f"--steps: {failed.scenario}, {failed}, did not finish: leave its line out")
-    return lambda: _write(page, steps, limits, given, arguments.out)
+    for place, step in steps.items():
+        if step.status != "ok":
+            raise ValueError(f"--steps: {place}: {step.scenario}, {step}, did not finish: leave its line out")
+    return lambda: _write(page, list(steps.values()), limits, given, arguments.out)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

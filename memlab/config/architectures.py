@@ -337,6 +337,10 @@ def known_names() -> str:
     )
 
 
+_MODEL_NAME = re.compile(r"[^./~][^/]*(/[^/]+)?|(.*/)?models--.*")
+"""A name, with its owner or not, or a folder in a cache of Hugging Face; another path is no name of a model."""
+
+
 def published_architecture(name: str) -> Architecture | None:
     """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown.
 
@@ -366,10 +370,11 @@ def find_architecture(name: str | Path) -> Architecture:
     if known is not None:
         return known
     path = Path(name)
+    names_model = _MODEL_NAME.fullmatch(str(name)) is not None
     try:
         config_path = path / "config.json" if path.is_dir() else path
         if not config_path.exists():
-            if (published := published_architecture(str(name))) is not None:
+            if names_model and (published := published_architecture(str(name))) is not None:
                 return published
             raise ValueError(
                 f"architecture {shortened(str(name))} is neither a known name nor a Hugging Face config.json: "

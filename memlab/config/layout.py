@@ -67,7 +67,7 @@ class Layout:
             value = getattr(self, field.name)
             if field.name == "rank" or (value is None and field.default is None):
                 continue
-            check_whole_number(field.name, value)
+            check_whole_number(field.name, value, at_most=MOST_RANKS)
         if self.world_size > MOST_RANKS:
             raise RuleError(
                 f"the layout has {self.world_size:,} ranks ({self}), must have at most {MOST_RANKS:,} (more than "

@@ -198,7 +198,7 @@ class TrainingState:
     )
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
     bias_activation_fusion: bool = option(
-        True, "compute the activation of MLPs, SwiGLU, in one kernel (Megatron-LM's default)", **_FORWARD
+        True, "compute the activation of MLPs, SwiGLU, in one kernel, as Megatron-LM does", **_FORWARD
     )
     """Megatron-Core's own default is False: SiLU of the gate, the other half and, of experts, the product are then
     tensors of their own, which are kept for backward."""

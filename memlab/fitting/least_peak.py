@@ -18,7 +18,7 @@ _INSIDE: dict[str, tuple[str, ...]] = {
     "layernorm": (r"\.(.+\.)?\w*layernorm$",),
     "mlp": (r"\.mlp", r"\.pre_mlp_layernorm"),
     "moe": (r"\.mlp", r"\.pre_mlp_layernorm"),
-    "moe_act": (r"\.mlp\.experts(?!\.linear_fc)",),
+    "moe_act": (r"\.mlp\.experts(?!\.linear_fc1)",),  # in FP8 the input of linear_fc2 too, which it keeps in 8 bits
     "shared_experts": (r"\.mlp\.shared_experts",),
 }
 """Which modules of a layer allocate what a recomputed module does not keep for backward: at most these. Any other

@@ -31,6 +31,10 @@ class Line(int):
         line.file = file
         return line
 
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]  # a whole number has only itself
+        """Returns what `__new__` makes a copy from."""
+        return int(self), self.file
+
     def __add__(self, lines: int) -> Line:
         """Returns a later line of the same file."""
         return Line(int(self) + lines, self.file)

@@ -98,8 +98,12 @@ def survey(
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise ValueError(f"{shortened(folder)} {what}: give a folder with job files, such as a checkout")
-    paths = sorted(_files(folder))
     files, unreadable = list[SurveyedFile](), dict[str, str]()
+
+    def note(error: OSError) -> None:
+        unreadable[str(Path(error.filename).relative_to(folder))] = f"{error.strerror}: nothing in it was read"
+
+    paths = sorted(_files(folder, note))
     for number, path in enumerate(paths, start=1):
         on_file(number, len(paths))
         name = str(path.relative_to(folder))
@@ -118,8 +122,8 @@ def survey(
     return Survey(folder=str(folder), num_files=len(paths), files=tuple(files), unreadable=unreadable)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
+def _files(folder: Path, unread: Callable[[OSError], None]) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder, onerror=unread):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(parent, name) for name in names if Path(name).suffix in _ENDINGS)
 

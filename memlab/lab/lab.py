@@ -325,13 +325,18 @@ class Lab(Residency, Probes):
         return self._session.take(request, on_progress)
 
     def submit(
-        self, request: StepRequest | MemorySettings | None = None, on_progress: OnProgress | None = None
+        self,
+        request: StepRequest | MemorySettings | None = None,
+        on_progress: OnProgress | None = None,
+        *,
+        state: TrainingState | None = None,
     ) -> Future[StepRecord]:
         """Starts a training step and returns at once.
 
         Args:
             request: What the step runs under, or its settings alone.
             on_progress: As for `step`.
+            state: The training state, beside settings alone.
 
         Returns:
             The future record.
@@ -341,7 +346,12 @@ class Lab(Residency, Probes):
         """
         if isinstance(request, PassRequest):
             raise ValueError("request is a PassRequest, and submit takes only training steps: give it to take")
-        asked = request if isinstance(request, StepRequest) else StepRequest(settings=request)
+        if isinstance(request, StepRequest):
+            if state is not None:
+                raise ValueError("state is given beside a StepRequest, which has its own: put it into the request")
+            asked = request
+        else:
+            asked = StepRequest(settings=request, state=state)
         return self._session.submit(asked, on_progress)
 
     def stop(self) -> bool:

@@ -119,7 +119,8 @@ class CachingMemory:
 
     def trial(self, num_operations: int) -> ServesTables:
         """Returns what serves so many operations, a copy if a request may not fit; `settle` keeps what was tried."""
-        allocator = for_operations(num_operations, self.allocator)
+        is_logged = self.allocator.log is not None  # which only the allocator in Python writes
+        allocator = self.allocator if is_logged else for_operations(num_operations, self.allocator)
         return allocator.copy() if allocator is self.allocator and self._limit_bytes is not None else allocator
 
     def settle(self, allocator: ServesTables) -> None:

@@ -414,3 +414,12 @@ def test_a_scenario_holds_what_its_types_say(name: str) -> None:
     values = {"architecture": ARCHITECTURES["phi-4-tiny"], "num_layers": 1, "seq_length": 8} | {name: None}
     with pytest.raises(ValueError, match=f"{name} is None"):
         Scenario(**values)  # type: ignore[arg-type]
+
+
+def test_a_path_that_does_not_exist_is_no_published_model(tmp_path: Path) -> None:
+    """A mistyped path of a changed model would otherwise predict another one."""
+    for name in (tmp_path / "Qwen3-8B", "./Qwen3-8B", "../Qwen3-8B", "runs/mine/Qwen3-8B"):
+        with pytest.raises(ValueError, match="is neither a known name nor"):
+            find_architecture(name)
+    for name in ("Qwen/Qwen3-8B", "Qwen3-8B", "/cache/hub/models--Qwen--Qwen3-8B/snapshots/1"):
+        assert find_architecture(name) == ARCHITECTURES["qwen3-8b"]

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from memlab import Lab
 from memlab.allocator import choice
 from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.compiled import CompiledAllocator
@@ -53,3 +54,19 @@ def test_without_numba_python_serves_all_and_doctor_says_so(
         choice.why_not_compiled.cache_clear()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("simulated")]
     assert "ok, but steps of many micro-batches take longer: numba does not compile the allocator (ModuleNotF" in line
+
+
+def test_the_log_of_requests_is_whole_whatever_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated micro-batches are long tables, which the compiled allocator would serve without a log."""
+    logs = {}
+    for first in (choice._MANY, 1):
+        monkeypatch.setattr(choice, "_MANY", first)
+        monkeypatch.setattr(choice, "_SOME", first)
+        with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, num_microbatches=12, backend="simulated") as lab:
+            with lab.logging_requests() as log:
+                lab.step()
+            assert log is not None
+            logs[first] = log._entries
+            lab.step()
+    compiled, python = logs.values()
+    assert compiled == python and len(python) > 1000

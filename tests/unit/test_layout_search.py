@@ -293,12 +293,13 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
         ("qwen3-moe-tiny", {}),
         ("qwen3-moe-tiny", {"num_microbatches": 3, "layout": Layout(pipeline_model_parallel_size=2)}),
         ("phi-4-tiny", {"layout": Layout(context_parallel_size=2)}),
+        ("qwen3-moe-tiny", {"seq_length": 2048, "state": TrainingState(fp8_format="e4m3", fp8_recipe="tensorwise")}),
     ],
 )
 def test_a_step_with_recompute_never_needs_less_than_the_step_without_it_shows(
     family: str, more: dict[str, Any]
 ) -> None:
-    job = Scenario.of(family, num_layers=4, seq_length=512, **more)
+    job = Scenario.of(family, **{"num_layers": 4, "seq_length": 512} | more)
     with stepping(job) as step:
         at_peak = bytes_at_peak(step(PLAIN))
         tried = [each for each in candidates(PLAIN, job, depth=1) if each.recompute_granularity is not None]

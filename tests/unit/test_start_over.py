@@ -42,7 +42,9 @@ CASES = {
             "seq_length": 64,
             "num_microbatches": 3,
             "layout": Layout(pipeline_model_parallel_size=2),
-            "state": TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16"),
+            "state": TrainingState(
+                use_precision_aware_optimizer=True, exp_avg_dtype="bf16", gradient_accumulation_fusion=True
+            ),
         },
         settings=[PLAIN, MemorySettings(offload_gradients=True, offload_parameters=True)],
     ),

@@ -332,3 +332,12 @@ def test_no_setting_changes_the_loss_of_a_state_and_the_way_back_is_exact(
         assert record.loss == pytest.approx(first.loss, rel=loss_tolerance(first, record), abs=0), settings
     assert not same(lab.step(MemorySettings()), first)
     assert not same(lab.step(state=PLAIN), plain)
+
+
+def test_submit_takes_a_state_beside_settings_and_none_beside_a_request() -> None:
+    state = TrainingState(grad_reduce_in_bf16=True)
+    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+        record = lab.submit(MemorySettings(offload_optimizer=True), state=state).result()
+        assert record.scenario.state == state and record.settings.offload_optimizer
+        with pytest.raises(ValueError, match="state is given beside a StepRequest, which has its own"):
+            lab.submit(StepRequest(), state=state)

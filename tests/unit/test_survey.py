@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +161,16 @@ def test_a_folder_without_jobs_says_so_and_a_file_is_refused(
     assert "0 of 1 scripts and configurations are jobs" in capsys.readouterr().out
     assert main(["recipes", str(tmp_path / "install.sh")]) == 2
     assert "is not a folder: give a folder with job files" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_read_is_named(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = os.scandir
+
+    def refusing(folder: Any) -> Any:
+        if str(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    (checkout / "closed").mkdir()
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert survey(checkout).unreadable["closed"] == "Permission denied: nothing in it was read"

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from memlab.backends import cuda
-from memlab.cli import main
+from memlab.cli import build_parser, main
+from memlab.commands import doctor
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -138,3 +140,33 @@ def test_a_job_has_the_version_that_its_framework_installs(tmp_path: Path) -> No
     job = Job.read(script, architecture="phi-4-tiny")
     assert job.scenario is not None and job.scenario.versions == Versions()
     assert FRAMEWORKS["nemo-rl"].transformer_engine == "2.15"
+
+
+def test_a_measured_step_of_a_job_has_the_installed_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "grpo.yaml"
+    script.write_text(
+        "policy: {model_name: Qwen/Qwen3-0.6B, max_total_sequence_length: 512, train_global_batch_size: 1,\n"
+        "  train_micro_batch_size: 1, megatron_cfg: {enabled: true}}\ncluster: {num_nodes: 1, gpus_per_node: 1}\n"
+    )
+    arguments = ["--job", str(script), "--num-layers", "1"]
+    asked = {}
+    for command, ranks in (("predict", None), ("measure", 1)):
+        asked[command] = asked_step(build_parser().parse_args([command, *arguments]), measured_ranks=ranks)
+    assert asked["predict"].scenario.versions.transformer_engine == "2.15"
+    assert asked["measure"].scenario.versions == Versions()
+    assert "the job has Transformer Engine 2.15, a measured step what is installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "core", "is_measured"),
+    [("2.16.1", "0.19.2", True), ("2.12.0", "0.19.2", False), (None, "0.16.1", False)],
+)
+def test_doctor_asks_whether_the_versions_were_measured_together(
+    engine: str | None, core: str, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"transformer-engine": engine, "megatron-core": core, "torch": "2.11.0"}
+    monkeypatch.setattr(doctor, "_installed", installed.get)
+    assert doctor._is_measured() == is_measured
+    assert ("no step was measured with what" in doctor._versions_line()) != is_measured

@@ -62,9 +62,11 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
         for note in _notes(job, source, given.get("num_microbatches", source.num_microbatches), measured_ranks):
             print(f"{job.path.name}: {note}", file=sys.stderr)
         given = {"packed_sequences": _packed_sequences(arguments, source)} | given
-        state, allocator, versions = source.state, source.allocator, source.versions
+        state, allocator = source.state, source.allocator
         if measured_ranks is None:
-            world_size = source.layout.world_size
+            world_size, versions = source.layout.world_size, source.versions
+        elif source.versions != versions:
+            print(f"{job.path.name}: the job has {source.versions}, a measured step what is installed", file=sys.stderr)
         if measured_ranks != 1:
             layout = source.layout
     given["layout"] = _laid_over(layout, arguments, 1 if world_size is None else world_size, rank or 0)

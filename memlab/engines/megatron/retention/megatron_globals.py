@@ -66,6 +66,7 @@ def empty_caches_of_steps() -> None:
     forget_auxiliary_losses()
     parallel_state.get_global_memory_buffer().buffer.clear()
     transformer_engine_caches.forget_causal_masks()
+    transformer_engine_caches.forget_unused_gradients()
 
 
 def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:

@@ -67,8 +67,17 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
 
 def forget_causal_masks() -> None:
     """Frees the masks of unfused attention, which the other attention backends do not read."""
+    _empty("causal masks")
+
+
+def forget_unused_gradients() -> None:
+    """Frees the gradients of weights that nobody reads, which the next step with fused accumulation makes again."""
+    _empty("unused gradients")
+
+
+def _empty(kind: str) -> None:
     for name, _, empty in list(caches()):
-        if name.endswith("causal masks"):
+        if name.endswith(kind):
             empty()
 
 
