@@ -172,7 +172,6 @@ _DEFAULTS = {
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
-    "moe_router_dtype": None,
 }
 """What Megatron-LM does unless told otherwise, and memlab does not model."""
 _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
@@ -513,6 +512,8 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")
+    if not scenario.architecture.routes:
+        left_out.add("moe_router_dtype")
     model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
