@@ -329,10 +329,10 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     if architecture.routes:
         return
     reading.values.pop("moe_router_dtype", None)
-    for one in [one for one in reading.taken if one.field == "moe_router_dtype"]:
-        reading.taken.remove(one)
-        if one.place != "default":
-            reading.without_effect[one.key] = "the model has no experts"
+    for taken in [one for one in reading.taken if one.field == "moe_router_dtype"]:
+        reading.taken.remove(taken)
+        if taken.place != "default":
+            reading.without_effect[taken.key] = "the model has no experts"
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
         if one.place != "default":

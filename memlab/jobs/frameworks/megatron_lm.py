@@ -564,7 +564,6 @@ def render(values: dict[str, Any]) -> list[str]:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
         lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"]
-        lines.append("--moe-router-dtype fp32")
     if "hidden_size" in values:
         lines += _FIXED_FLAGS
     return [*([f"# torchrun --nnodes 1 --nproc-per-node {ranks}"] if ranks else []), *lines]
@@ -622,6 +621,7 @@ MEGATRON_LM = Framework(
     fixed={"loss": "cross_entropy", "deallocate_pipeline_outputs": True},
     switches=SWITCHES,
     leaves_out=leaves_out,
+    without_own_key=frozenset(("dtype",)),
     cannot_write=CANNOT_WRITE,
     cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
