@@ -141,7 +141,9 @@ def writable(framework_name: str | None, scenario: Scenario, base: MemorySetting
 def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what a framework cannot express of a job, each with the reason."""
     changed = _changed(framework, scenario, settings)
-    reasons = {name: reason for name, reason in framework.cannot_write.items() if name in changed}
+    no_key = changed - {key.field for key in framework.keys} - framework.without_own_key
+    reasons = dict.fromkeys(sorted(no_key), f"{framework.title} has no key for it")
+    reasons |= {name: reason for name, reason in framework.cannot_write.items() if name in changed}
     reasons |= framework.cannot_write_of(scenario, settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
         reasons["packed_sequences"] = f"{framework.title} has no key for this number of sequences in a row"

@@ -22,7 +22,7 @@ from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
 from memlab.config.versions import Versions
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.writing import written
+from memlab.jobs.writing import unsaid, written
 
 PACKING = ("verl", "nemo-rl", "skyrl", "slime")
 """A budget of tokens makes rows of any number of equally long sequences."""
@@ -371,3 +371,24 @@ def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Pa
         assert (read, job.settings) == wanted, (lines, changes)
         num_changed += 1
     assert num_changed > 20
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_an_option_that_a_framework_has_no_key_for_is_named(name: str) -> None:
+    """So a new option is never left out of the lines without a word."""
+    option = "gradient_accumulation_fusion"
+    keys = tuple(key for key in FRAMEWORKS[name].keys if key.field != option)
+    framework = replace(FRAMEWORKS[name], keys=keys, cannot_write={}, fixed={})
+    state = TrainingState(gradient_accumulation_fusion=True)
+    scenario = Scenario(architecture=find_architecture("phi-4"), num_layers=2, seq_length=128, state=state)
+    assert unsaid(framework, scenario, MemorySettings())[option] == f"{framework.title} has no key for it"
+    assert option not in unsaid(framework, replace(scenario, state=TrainingState()), MemorySettings())
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_option_has_a_key_or_an_answer(name: str) -> None:
+    framework = FRAMEWORKS[name]
+    options = {field.name for kind in (MemorySettings, TrainingState) for field in fields(kind)}
+    answered = {key.field for key in framework.keys} | framework.cannot_write.keys() | framework.fixed.keys()
+    assert options - answered <= framework.without_own_key
+    assert not framework.without_own_key & {key.field for key in framework.keys}

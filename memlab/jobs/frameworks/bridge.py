@@ -335,6 +335,7 @@ BRIDGE = Framework(
     compose=compose,
     fixed={"loss": "cross_entropy"},
     writes_sizes=True,
+    without_own_key=frozenset(("dtype",)),
     cannot_write={
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

@@ -5,7 +5,7 @@ Names and defaults: ``src/megatron/bridge/models/gpt_provider.py`` and ``models/
 
 from __future__ import annotations
 
-from memlab.config.architectures import Architecture
+from memlab.config.architectures import Architecture, Family
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, SIZES
@@ -15,15 +15,15 @@ PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True}
 """Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``)."""
 PROVIDER_MISSING_DEFAULTS = {"moe_router_dtype": None}
 """What a Qwen model has where no key says otherwise, and memlab does not model: Megatron-Core's default."""
-_OF_LLAMA = ("bias_activation_fusion", "apply_rope_fusion")
-"""What the provider of Llama switches on (``models/llama/llama_bridge.py``); those of Qwen's text models do not."""
+_SWITCHED_ON: dict[Family, tuple[str, ...]] = {"llama": ("bias_activation_fusion", "apply_rope_fusion")}
+"""What the provider of a family switches on (``models/llama/llama_bridge.py``); those of the other families do not."""
 
 
 def complete_provider(reading: Reading, architecture: Architecture) -> None:
-    """Takes what the provider of Llama sets otherwise than Megatron-Core, where no key says it."""
+    """Takes what the provider of a family sets otherwise than Megatron-Core, where no key says it."""
     given = {one.field for one in reading.taken if one.place != "default"}
-    if architecture.family == "llama":
-        reading.values.update(dict.fromkeys(set(_OF_LLAMA) - given, True))
+    switched_on = set(_SWITCHED_ON.get(architecture.family, ())) - given
+    reading.values.update(dict.fromkeys(switched_on, True))
 
 
 PROVIDER_MISSING = (

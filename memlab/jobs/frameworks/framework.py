@@ -176,6 +176,8 @@ class Framework:
     """Fields of memlab that the framework cannot express, each with the reason."""
     cannot_write_of: Callable[[Scenario, MemorySettings], dict[str, str]] = lambda *_: {}
     """The same, where it depends on other fields too."""
+    without_own_key: frozenset[str] = frozenset()
+    """Fields of memlab that no key stands for alone: `compose` writes them, or `cannot_write_of` names them."""
     render: Callable[[dict[str, Any]], list[str]]
     """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False

@@ -621,6 +621,7 @@ MEGATRON_LM = Framework(
     fixed={"loss": "cross_entropy", "deallocate_pipeline_outputs": True},
     switches=SWITCHES,
     leaves_out=leaves_out,
+    without_own_key=frozenset(("dtype",)),
     cannot_write=CANNOT_WRITE,
     cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,

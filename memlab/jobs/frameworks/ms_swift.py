@@ -675,6 +675,7 @@ MS_SWIFT = Framework(
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",
     },
+    without_own_key=frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output")),
     cannot_write_of=cannot_write,
     packs=_packs,
     check=lambda reading: check_backend(reading, "flash"),

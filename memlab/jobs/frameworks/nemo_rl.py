@@ -567,6 +567,7 @@ NEMO_RL = Framework(
         "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
     },
+    without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer", "loss", "fp32_output")),
     cannot_write_of=cannot_write,
     render=yaml_lines,
 )

@@ -216,6 +216,7 @@ SKYRL = Framework(
     packs=is_packed,
     cannot_write=CANNOT_WRITE
     | {"allocator": "with trainer.use_expandable_segments=false, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer")),
     cannot_write_of=cannot_write,
     render=plain_lines,
 )

@@ -132,6 +132,7 @@ SKYRL_SFT = Framework(
         "offload_gradients": _KEEPS,
         "offload_optimizer": _KEEPS,
     },
+    without_own_key=frozenset(("allocator", "logprobs_chunk_size")),
     cannot_write_of=cannot_write,
     render=plain_lines,
 )

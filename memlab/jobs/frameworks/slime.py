@@ -369,6 +369,7 @@ SLIME = Framework(
         "dtype": "slime trains in bf16",
         "fp32_output": "slime's logits are fp32",
     },
+    without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer", "loss")),
     cannot_write_of=cannot_write,
     render=render_flags,
 )

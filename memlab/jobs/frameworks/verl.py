@@ -306,6 +306,7 @@ VERL = Framework(
     fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE,
+    without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,
     configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),

@@ -105,6 +105,7 @@ VERL_SFT = Framework(
     fixed=FIXED,
     packs=is_packed,
     cannot_write=CANNOT_WRITE | {"allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=cannot_write,
     render=hydra_lines,
     configurations=("sft_trainer_engine",),
