@@ -358,6 +358,8 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
+        if "moe_router_dtype" in self.state.changed() and not self.architecture.routes:
+            reasons["moe_router_dtype"] = "the model has no experts"
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}

@@ -26,6 +26,7 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
@@ -202,6 +203,14 @@ class TrainingState:
     )
     """Megatron-Core's own default is False: SiLU of the gate, the other half and, of experts, the product are then
     tensors of their own, which are kept for backward."""
+    # The router reads it in each forward (transformer/moe/router.py).
+    moe_router_dtype: RouterDtype = option(
+        "fp32",
+        "type in which the router of experts computes (default fp32); params_dtype is that of the parameters, "
+        "Megatron's default",
+        **_FORWARD,
+    )
+    """Probabilities have this type too, up to the experts. Megatron's config has None for ``params_dtype``."""
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     deallocate_pipeline_outputs: bool = option(
         False,

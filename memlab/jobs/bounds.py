@@ -292,7 +292,6 @@ _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in 
 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
-    "moe_router_dtype": _router_rows_bytes,
     "moe_z_loss_coeff": _router_tensors_bytes(1, 3),
     "moe_router_score_function": _router_tensors_bytes(2, 2),
     **dict.fromkeys(("moe_router_group_topk", "moe_router_topk_limited_devices"), _router_tensors_bytes(0.25, 2.5)),

@@ -328,6 +328,11 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     """Moves keys that concern experts only, where a dense model has them, to those without effect."""
     if architecture.routes:
         return
+    reading.values.pop("moe_router_dtype", None)
+    for taken in [one for one in reading.taken if one.field == "moe_router_dtype"]:
+        reading.taken.remove(taken)
+        if taken.place != "default":
+            reading.without_effect[taken.key] = "the model has no experts"
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
         if one.place != "default":

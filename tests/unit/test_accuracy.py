@@ -59,7 +59,8 @@ def runs_here(record: StepRecord) -> bool:
 
 TE_2_16 = [
     StepRecord.from_dict(json.loads(line))
-    for line in (STEPS.parent / "h200_te216_steps.jsonl").read_text().splitlines()
+    for name in ("h200_te216_steps.jsonl", "h200x2_te216_steps.jsonl")
+    for line in (STEPS.parent / name).read_text().splitlines()
 ]
 
 
@@ -86,7 +87,7 @@ def test_versions_of_transformer_engine_differ_only_in_steps_with_two_bf16_momen
     old = {key(each): each for each in (StepRecord.from_dict(json.loads(line)["record"]) for line in settings)}
     old |= {key(each): each for each in MEASURED}
     both = [(each, old[key(each)]) for each in TE_2_16 if key(each) in old]
-    assert len(both) >= 179
+    assert len(both) >= 179 + 48, "of one rank, and of the ranks of jobs of two"
     for new, before in both:
         state = new.scenario.state
         share = new.peak_allocated_bytes / before.peak_allocated_bytes - 1

@@ -65,11 +65,9 @@ def test_bridges_qwen_models_have_the_unfused_activation_and_verl_fuses_gradient
 
 
 # What memlab's simulated step changes by, with 2 layers of Qwen3-30B-A3B and 4,096 tokens: 4,197,888 bytes less without
-# the auxiliary loss, and 2,228,224 bytes less with the router in bf16.
-@pytest.mark.parametrize(
-    ("key", "measured"), [("moe_router_load_balancing_type", 4_197_888), ("moe_router_dtype", 2_228_224)]
-)
-def test_what_verl_s_router_does_by_default_is_said_with_its_bound(key: str, measured: int, tmp_path: Path) -> None:
+# the auxiliary loss.
+def test_what_verl_s_router_does_by_default_is_said_with_its_bound(tmp_path: Path) -> None:
+    key, measured = "moe_router_load_balancing_type", 4_197_888
     job = read("verl", tmp_path, f"{_VERL_MODEL}.num_layers=2")
     (row,) = [one for one in job.not_modelled if one.key.endswith(f".{key}")]
     assert (row.effect, row.place) == ("less", "default")

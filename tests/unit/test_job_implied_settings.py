@@ -283,7 +283,6 @@ MOE = """--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --expert
         ("", "moe_token_dispatcher_type", "allgather"),
         ("", "moe_grouped_gemm", False),
         ("", "moe_permute_fusion", False),
-        ("", "moe_router_dtype", None),
     ],
 )
 def test_defaults_of_megatron_lm_that_are_not_modelled_are_said_of_models_with_experts(
@@ -397,7 +396,6 @@ def nemo(folder: Path, *overrides: str) -> Job:
 @pytest.mark.parametrize(
     ("key", "value", "effect"),
     [
-        ("moe_router_dtype", "fp64", "more"),
         ("freeze_moe_router", True, "less"),
         ("moe_router_load_balancing_type", "none", "less"),
         ("empty_unused_memory_level", 1, "less"),

@@ -152,6 +152,7 @@ STATES = {
     "cross_entropy_fusion_impl": dtype("te"),
     "attention_backend": dtype("flash", "fused", "unfused"),
     "apply_rope_fusion": dtype(True),
+    "moe_router_dtype": dtype("params_dtype", "fp64"),
     "deallocate_pipeline_outputs": dtype(True, False),
     "fp8_format": dtype("hybrid", "e4m3"),
     "fp8_recipe": dtype("blockwise", "tensorwise"),
@@ -164,6 +165,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     state |= {field: value for field, value in FRAMEWORKS[name].fixed.items() if field in state}
     if scenario.layout.pipeline_model_parallel_size == 1:
         state["deallocate_pipeline_outputs"] = False
+    state |= {} if scenario.architecture.routes else {"moe_router_dtype": "fp32"}
     packed = packed_sequences_said(name, scenario)
     state |= loss_said(name, scenario, state)
     unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()

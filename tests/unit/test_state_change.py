@@ -38,6 +38,7 @@ IN_PLACE = TrainingState(
     attention_backend="unfused",
     apply_rope_fusion=True,
     bias_activation_fusion=False,
+    moe_router_dtype="fp64",
     loss="logprobs",
     logprobs_chunk_size=16,
 )

@@ -26,7 +26,6 @@ class Experts(FeedForward):
     ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6)}
     megatron: ClassVar = {
         "moe_router_load_balancing_type": "aux_loss",
-        "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,

@@ -76,7 +76,11 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
 
 def state_fields(state: TrainingState) -> dict[str, Any]:
     """Returns the part of a training state that Megatron's TransformerConfig holds."""
-    return _options(state, "model") | {"attention_backend": AttnBackend[state.attention_backend]}
+    router_dtype = None if state.moe_router_dtype == "params_dtype" else state.moe_router_dtype
+    return _options(state, "model") | {
+        "attention_backend": AttnBackend[state.attention_backend],
+        "moe_router_dtype": router_dtype,
+    }
 
 
 def distributed_data_parallel_config(scenario: Scenario) -> DistributedDataParallelConfig:

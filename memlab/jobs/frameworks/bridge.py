@@ -15,7 +15,6 @@ from memlab.config.validation import shortened
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
-    PROVIDER_MISSING_DEFAULTS,
     complete_provider,
 )
 from memlab.jobs.frameworks.bridge_recipes import RECIPES
@@ -141,7 +140,7 @@ FRAMEWORK_MISSING = (
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
-    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_MISSING_DEFAULTS),
+    *missing_under("model", (*MISSING, *PROVIDER_MISSING)),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),

@@ -13,8 +13,6 @@ from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True}
 """Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``)."""
-PROVIDER_MISSING_DEFAULTS = {"moe_router_dtype": None}
-"""What a Qwen model has where no key says otherwise, and memlab does not model: Megatron-Core's default."""
 _SWITCHED_ON: dict[Family, tuple[str, ...]] = {"llama": ("bias_activation_fusion", "apply_rope_fusion")}
 """What the provider of a family switches on (``models/llama/llama_bridge.py``); those of the other families do not."""
 

@@ -130,6 +130,16 @@ def _read_dtype(value: Any) -> str:
     return short
 
 
+def _read_router_dtype(value: Any) -> str:
+    # megatron/core/transformer/moe/router.py, 0.16.1: all but two values leave the type as it is.
+    names = {"float32": "fp32", "float64": "fp64"} | dict.fromkeys(("none", "bf16", "bfloat16"), "params_dtype")
+    name = str(value).lower()
+    found = names.get(name, name)
+    if found not in ("fp32", "fp64", "params_dtype"):
+        raise ValueError("must be fp32, fp64 or none")
+    return found
+
+
 def _read_backend(value: Any) -> str:
     name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
     # The values of Megatron's enum `AttnBackend`.
@@ -149,6 +159,7 @@ TEXT = Conversion(_read_text, _same)
 WORDS = Conversion(_read_words, lambda value: None if value is None else list(value))
 DTYPE = Conversion(_read_dtype, _same)
 LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
+ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
 BACKEND = Conversion(_read_backend, _same)
 CONVERSIONS: dict[Kind, Conversion] = {
     "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER,

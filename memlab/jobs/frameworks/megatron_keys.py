@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.keys import (
     LONG_DTYPE,
     NOT,
     NUMBER,
+    ROUTER_DTYPE,
     SWITCH,
     WHOLE,
     Conversion,
@@ -57,7 +58,13 @@ _SETTINGS = _keys(MemorySettings, "model")
 # The providers of Megatron-Bridge (``models/gpt_provider.py``, 0.6.2) and mcore-bridge (1.6.5) build models from
 # Megatron-Core's configs with ``deallocate_pipeline_outputs`` on. Megatron-LM has no argument for it: its
 # ``core_transformer_config_from_args`` always sets True.
-_STATE = _keys(TrainingState, "model", deallocate_pipeline_outputs=True, bias_activation_fusion=False)
+_STATE = _keys(
+    TrainingState,
+    "model",
+    deallocate_pipeline_outputs=True,
+    bias_activation_fusion=False,
+    moe_router_dtype="params_dtype",
+)
 RECOMPUTE = (
     *(key for key in _SETTINGS if key.field.startswith("recompute_")),
     Key("moe_layer_recompute", "moe_layer_recompute", SWITCH, False),
@@ -67,10 +74,9 @@ OFFLOAD = (
     *(key for key in _SETTINGS if not key.field.startswith("recompute_")),
 )
 PIPELINE = tuple(key for key in _STATE if key.field == "deallocate_pipeline_outputs")
+_CONVERSIONS = {"attention_backend": BACKEND, "moe_router_dtype": ROUTER_DTYPE}
 COMPUTE = tuple(
-    replace(key, conversion=BACKEND) if key.field == "attention_backend" else key
-    for key in _STATE
-    if key not in PIPELINE
+    replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion)) for key in _STATE if key not in PIPELINE
 )
 FUSIONS = tuple(key for key in COMPUTE if key.field in ("gradient_accumulation_fusion", "bias_activation_fusion"))
 TRANSFORMER = (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE)
@@ -193,18 +199,6 @@ MISSING = (
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
     Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
     Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", is_false),
-    Missing(
-        "moe_router_dtype",
-        "less",
-        "the router computes in the parameters' type: memlab's computes in fp32",
-        lambda value: value in (None, "bf16", "bfloat16", "none"),
-    ),
-    Missing(
-        "moe_router_dtype",
-        "more",
-        "the router's tensors, of one number per token and expert, have 8 bytes: memlab's have 4",
-        lambda value: value in ("fp64", "float64"),
-    ),
     Missing("moe_expert_capacity_factor", "either", "tokens above an expert's capacity are dropped"),
     Missing("moe_pad_expert_input_to_capacity", "more", "the experts' inputs are padded to their capacity"),
     Missing("overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"),

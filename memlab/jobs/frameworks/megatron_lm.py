@@ -172,7 +172,6 @@ _DEFAULTS = {
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
-    "moe_router_dtype": None,
 }
 """What Megatron-LM does unless told otherwise, and memlab does not model."""
 _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
@@ -513,6 +512,8 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")
+    if not scenario.architecture.routes:
+        left_out.add("moe_router_dtype")
     model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
@@ -563,7 +564,6 @@ def render(values: dict[str, Any]) -> list[str]:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
         lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"]
-        lines.append("--moe-router-dtype fp32")
     if "hidden_size" in values:
         lines += _FIXED_FLAGS
     return [*([f"# torchrun --nnodes 1 --nproc-per-node {ranks}"] if ranks else []), *lines]

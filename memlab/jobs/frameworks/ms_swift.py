@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.keys import (
     NONE_WORD,
     NOT,
     NUMBER,
+    ROUTER_DTYPE,
     SWITCH,
     TEXT,
     WHOLE,
@@ -81,6 +82,10 @@ _FLASH_OF_A_VERSION = Conversion(
 )
 """``flash_3`` is ``flash`` with one version of flash-attn only, which keeps the same tensors
 (``_init_attention_backend``)."""
+_CONVERSIONS = {
+    BACKEND: _FLASH_OF_A_VERSION,
+    ROUTER_DTYPE: Conversion(ROUTER_DTYPE.read, lambda value: ROUTER_DTYPE.write(value) or "none"),
+}
 
 KEYS = (
     Key("model", "architecture", TEXT),
@@ -114,8 +119,13 @@ KEYS = (
     Key("global_batch_size", "global_batch_size", COUNT, 16),
     *_RECOMPUTE,
     *(
-        replace(key, conversion=_FLASH_OF_A_VERSION) if key.conversion is BACKEND else key
-        for key in with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash")
+        replace(key, conversion=_CONVERSIONS.get(key.conversion, key.conversion))
+        for key in with_defaults(
+            FLAGS_OF_COMPUTING,
+            cross_entropy_loss_fusion=True,
+            attention_backend="flash",
+            moe_router_dtype="fp32",
+        )
     ),
     *with_defaults(FUSIONS, bias_activation_fusion=True, gradient_accumulation_fusion=True),
     # Of ms-swift 3.
@@ -139,7 +149,7 @@ _CORE_ARGUMENTS = (
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
-    "moe_permute_fusion", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_group_topk",
+    "moe_permute_fusion", "moe_router_enable_expert_bias", "moe_router_group_topk",
     "moe_router_load_balancing_type", "moe_router_score_function", "moe_shared_expert_intermediate_size",
     "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers", "multi_latent_attention",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",

@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.keys import (
     COUNT,
     LONG_DTYPE,
     NUMBER,
+    ROUTER_DTYPE,
     SWITCH,
     TEXT,
     WHOLE,
@@ -102,6 +103,7 @@ KEYS = (
     *under(_OVERRIDES, OFFLOAD[2:]),
     Key(f"{_MEGATRON}.apply_rope_fusion", "apply_rope_fusion", SWITCH, True),
     *under(_MEGATRON, FUSIONS, bias_activation_fusion=True),
+    Key(f"{_MEGATRON}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp64"),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
@@ -146,12 +148,12 @@ KEYS = (
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
 )
 _OWN_ARGUMENTS = (
-    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype",
+    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion",
     "moe_router_group_topk", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
-_DEFAULTS = {"moe_router_dtype": "fp64", "moe_router_load_balancing_type": "none"}
+_DEFAULTS = {"moe_router_load_balancing_type": "none"}
 """What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
 _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 """What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""

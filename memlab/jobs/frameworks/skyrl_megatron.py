@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
-from memlab.jobs.frameworks.keys import WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.keys import ROUTER_DTYPE, WHOLE, Key, Missing, is_false, missing_under, under
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
@@ -30,6 +30,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     transformer = f"{prefix}.transformer_config_kwargs"
     return (
         *under(prefix, SIZES),
+        Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
         *under(
             transformer,
             (CHUNKS, *LAYERS, *TRANSFORMER),
@@ -46,7 +47,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
 
 
 _BESIDE = (
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype", "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_load_balancing_type",
     "moe_router_score_function", "moe_router_enable_expert_bias", "moe_enable_routing_replay", "mtp_num_layers",
 )  # fmt: skip
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""

@@ -13,7 +13,6 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
-    PROVIDER_MISSING_DEFAULTS,
     REPLACED,
     model_without_effect,
 )
@@ -111,7 +110,6 @@ def engine_missing(engine: str, optim: str, model: str) -> tuple[Missing, ...]:
         *missing_under(
             f"{engine}.override_transformer_config",
             (*MISSING, *PROVIDER_MISSING, *REPLACED, _CHUNKS),
-            **PROVIDER_MISSING_DEFAULTS,
             moe_router_load_balancing_type="none",
         ),
         *missing_under(f"{engine}.override_ddp_config", MISSING_DDP),
