@@ -109,8 +109,9 @@ class CompiledAllocator:
         return CompiledAllocator(self._settings, Tables(*(each.copy() for each in self._tables)))
 
     def _add_pools(self, stream: int) -> None:
-        missing = max(2 * stream + 2 - len(self._tables.pools), 0)
-        self._tables = self._tables._replace(pools=np.pad(self._tables.pools, ((0, missing), (0, 0))))
+        blocks, lists, pools, numbers = self._tables
+        missing = max(2 * stream + 2 - len(pools), 0)
+        self._tables = Tables(blocks, lists, np.pad(pools, ((0, missing), (0, 0))), numbers)
 
     def _add_places(self) -> None:
         blocks, lists, *others = self._tables

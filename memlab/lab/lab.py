@@ -549,7 +549,9 @@ def _session_here(scenario: Scenario, backend: Backend, *, replay: bool, has_all
         )
     if not has_allocator:
         scenario = replace(scenario, allocator=backend.allocator())
-    scenario = replace(scenario, versions=backend.versions(scenario.versions))
+    versions = backend.versions(scenario.versions)
+    if versions != scenario.versions:
+        scenario = replace(scenario, versions=versions)
     backend.check(scenario)
     return OneProcess(scenario, backend, replays=replay)
 

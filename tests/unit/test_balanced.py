@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -111,7 +112,10 @@ def test_a_script_that_has_its_calls_served_is_not_run_again_by_the_processes(tm
     assert done.stdout.splitlines() == ["run as __main__", "9"], done.stderr
 
 
-def test_a_process_that_another_thread_starts_meanwhile_knows_its_script() -> None:
+def test_a_process_that_another_thread_starts_meanwhile_knows_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    script.__file__ = "/a/script.py"
+    monkeypatch.setitem(sys.modules, "__main__", script)
     with _without_main_module(), ThreadPoolExecutor(1) as other:
         own = spawn.get_preparation_data("own")
         of_another = other.submit(spawn.get_preparation_data, "other").result()

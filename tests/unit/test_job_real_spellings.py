@@ -87,7 +87,8 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
 def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:
     found = published_architecture(name)
     assert (None if found is None else found.name) == architecture
-    if found is not None:  # wherever a command takes an architecture
+    is_path = name.startswith("/") and "/models--" not in name  # where a job runs, and perhaps a mistake here
+    if found is not None and not is_path:  # wherever a command takes an architecture
         assert find_architecture(name) == found
     else:
         with pytest.raises(ValueError, match="is neither a known name nor a Hugging Face config"):

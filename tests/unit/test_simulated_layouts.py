@@ -186,7 +186,8 @@ def test_split_linears_compute_what_whole_ones_do() -> None:
     norm = torch.ones(4)
 
     def gradients(inputs: torch.Tensor, first: torch.Tensor, second: torch.Tensor, grad: Any, group: Any) -> Any:
-        leaves = [tensor.clone().requires_grad_() for tensor in (inputs, first, second)]
+        leaves: list[Any] = [tensor.clone().requires_grad_() for tensor in (inputs, first, second)]
+        leaves[1].fuse_wgrad_accumulation = leaves[2].fuse_wgrad_accumulation = False  # as a linear notes it
         ways = (Split("column", group), Split("row", group)) if group else (Split(), Split())
         hidden = NormLinear.apply(leaves[0], norm, leaves[1], None, 1e-6, ways[0])
         output = Linear.apply(hidden, leaves[2], ways[1])
