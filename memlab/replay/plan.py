@@ -63,7 +63,8 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
     # What a remedy frees, and when, is not known to repeat.
     has_remedy = is_moe and settings.checkpoint_input_remedy is not None
-    are_equal = not (step.forward_only or has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
+    repeats = not (has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
+    are_equal = repeats and not step.forward_only
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     has_stages = layout.pipeline_model_parallel_size > 1
     passes = are_equal and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
@@ -80,7 +81,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         passes &= not (has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
     return Plan(
         passes=passes,
-        microbatches=are_equal and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
+        microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
         update=not (must_be_stepped or overlaps),
         whole_step=are_equal and not overlaps and not offloads,
         offloads=passes and offloads,
