@@ -225,7 +225,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
         specs = {
             part: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=architecture.qk_layernorm, **part.megatron_spec
+                qk_layernorm=architecture.qk_layernorm,
+                multi_latent_attention=architecture.multi_latent_attention,
+                **part.megatron_spec,
             )
             for part in architecture.feed_forwards
         }
@@ -235,19 +237,21 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=scenario.seq_length,
-        position_embedding_type="rope",
-        rotary_base=int(architecture.rotary_base),
-        rotary_percent=architecture.rotary_percent,
-        share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-        **place,
-    )
+    # Latent attention asks by class which of its linears are whole on each rank.
+    with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=scenario.seq_length,
+            position_embedding_type="rope",
+            rotary_base=int(architecture.rotary_base),
+            rotary_percent=architecture.rotary_percent,
+            share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            **place,
+        )
 
 
 def initialize_megatron(layout: Layout) -> None:
