@@ -132,6 +132,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
+            _cast_buffers(model, config)
             config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
@@ -189,6 +190,16 @@ def release_optimizer(live: LiveModel) -> None:
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):
             vars(parameter).pop(name, None)
+
+
+def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
+    # As ``Float16Module`` does, in which frameworks wrap a model: the cosines and sines of latent attention become bf16.
+    for module in model.modules() if config.bf16 else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module.register_buffer(
+                    name, buffer.bfloat16(), persistent=name not in module._non_persistent_buffers_set
+                )
 
 
 def _spread_experts(model: GPTModel) -> None:
