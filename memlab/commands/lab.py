@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memlab.commands.shared.output import check_new_folder, out_path
-from memlab.labs_folder import IN_A_CLONE, labs_folder
+from memlab.lab_files import IN_A_CLONE, labs_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from memlab.commands.shared.output import check_writable_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
-from memlab.labs_folder import labs_folder
+from memlab.lab_files import labs_folder
 
 if TYPE_CHECKING:
     from memlab.regression.run.runner import PreparedLab
