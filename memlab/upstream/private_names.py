@@ -546,7 +546,6 @@ _WITHOUT_TE = (
         use="replaced",
         where="engines/megatron/build.py",
         why="Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
-        absent_without_te=True,
     ),
     Internal(
         owner=_MOE_UTILS,

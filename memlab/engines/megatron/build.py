@@ -193,13 +193,11 @@ def release_optimizer(live: LiveModel) -> None:
 
 
 def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
-    # As ``Float16Module`` does, in which frameworks wrap a model: the cosines and sines of latent attention become bf16.
+    # As ``Float16Module`` does, in which frameworks wrap a model: for the cosines and sines of latent attention.
     for module in model.modules() if config.bf16 else ():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                module.register_buffer(
-                    name, buffer.bfloat16(), persistent=name not in module._non_persistent_buffers_set
-                )
+                setattr(module, name, buffer.bfloat16())
 
 
 def _spread_experts(model: GPTModel) -> None:
