@@ -22,7 +22,7 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.engines.activation_tap import Tap
 from memlab.engines.megatron.activation_offload.audit import SavedInRegions
-from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
+from memlab.exercises.goals import Goals
 from memlab.lab import probes
 from memlab.lab.one_process import OneProcess
 from memlab.lab.stepper import Stepper
@@ -812,7 +812,7 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
                 capsys.readouterr()
                 with unchanged(names.get("lab")):  # an answer changes nothing for the next one
                     outcome = value_of(cell, dict(names))
-                assert isinstance(outcome, (Check, FormulaCheck, RefusedCheck, ResidencyCheck))
+                assert isinstance(outcome, Goals)
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
