@@ -71,10 +71,12 @@ class CodeCheck(Goals):
         """Requires the right kind for runs of the lab, and for some that the reader has not seen.
 
         Args:
-            runs: Steps of each run, under a name for the line.
+            runs: Steps of each run, under a name for the line. One that shows nothing, as with very short batches, is
+                left out.
         """
         (kind_of,) = self._functions
-        known = [(f"run {name}", diagnose(run)[0].kind.partition(" ")[0], run) for name, run in runs.items()]
+        shown = {name: diagnose(run)[0].kind.partition(" ")[0] for name, run in runs.items()}
+        known = [(f"run {name}", kind, runs[name]) for name, kind in shown.items() if kind in KINDS]
         unseen = [(f"unseen run {number}", *each) for number, each in enumerate(unseen_curves(), start=1)]
         every: list[tuple[str, str, Sequence[StepRecord | Curve]]] = [*known, *unseen]
         for name, needed, steps in every:

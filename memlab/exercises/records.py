@@ -11,9 +11,11 @@ from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST
 from memlab.config.training_state import TrainingState
+from memlab.exercises.audits import ResidencyCheck
 from memlab.exercises.goals import Goals, listed
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.job_record import JobRecord
+from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes, parse_bytes
@@ -372,8 +374,8 @@ class Attempt:
     """
 
     def __init__(self) -> None:
-        self.record: StepRecord | None = None
-        """The record to check; the block sets it."""
+        self.record: StepRecord | ResidencyAudit | None = None
+        """The record or the audit to check; the block sets it."""
         self.refusal = ""
         """Why the answer was refused; empty if it was not."""
 
@@ -393,7 +395,7 @@ class RefusedCheck(Goals):
         self.goal(False, f"this answer is refused: {refusal}")
 
     def __getattr__(self, goal: str) -> Callable[..., Self]:
-        if not hasattr(Check, goal):
+        if not (hasattr(Check, goal) or hasattr(ResidencyCheck, goal)):
             raise AttributeError(f"a check has no goal {goal!r}")
         return lambda *_arguments, **_options: self
 

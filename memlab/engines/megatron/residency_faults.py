@@ -117,7 +117,7 @@ FAULTS: dict[str, Callable[[LiveModel], Residency]] = {
 
 
 def repair(live: LiveModel) -> None:
-    """Restores gradients that a fault or a reader's code lost, as zeros, and those of main parameters to Megatron's way."""
+    """Restores lost gradients, as zeros, and the main parameters' gradients to Megatron's way."""
     for _, buffer in live.buffers():
         gradient = buffer.grad_data
         num_bytes = gradient.numel() * gradient.element_size()
