@@ -42,7 +42,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         scenario: Its architecture, and how its layers are split into model chunks, decide.
 
     Raises:
-        ValueError: If a module exists only in MoE layers and the model is dense, if more layers shall be recomputed
+        ValueError: If no layer of the model has a module, if more layers shall be recomputed
             than the model has, if the FP8 recipe refuses a module, if full recompute is combined with offload modules
             on pipeline stages, if the installed megatron-core does not have a setting, or if its steps end in an error
             with the offload modules.
@@ -83,8 +83,11 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         absent = architecture.absent_modules(field)
         wrong = [name for name in getattr(settings, field) or () if name in absent]
         if wrong:
+            lacks = "which only MoE layers have, and {} is dense"
+            if wrong == ["mla_up_proj"]:
+                lacks = "which only multi-latent attention has, and {} has another"
             raise RuleError(
-                f"{field} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
+                f"{field} has {wrong}, {lacks.format(architecture.name)}: "
                 f"choose from {', '.join(name for name in choices if name not in absent)}",
                 field,
             )

@@ -352,20 +352,21 @@ class TrainingState:
                 )
 
     @classmethod
-    def from_options(cls, options: Iterable[str]) -> TrainingState:
+    def from_options(cls, options: str | Iterable[str]) -> TrainingState:
         """Builds a state from texts, as a notebook's parameter and a suite give them.
 
         Args:
             options: Each is the ``name`` of an option to switch on, or ``name=value``, for example
-                ``["grad_reduce_in_bf16", "attention_backend=unfused"]``.
+                ``["grad_reduce_in_bf16", "attention_backend=unfused"]``. One text has commas between them, as
+                ``papermill -p state grad_reduce_in_bf16,attention_backend=unfused`` gives it.
 
         Raises:
             ValueError: If a name is unknown or given twice, or a value breaks its rule.
         """
         rows = options_of(TrainingState)
         values: dict[str, Any] = {}
-        for given in options:
-            name, equals, text = given.partition("=")
+        for given in filter(None, options.split(",")) if isinstance(options, str) else options:
+            name, equals, text = given.strip().partition("=")
             if name in values:
                 raise ValueError(
                     f"option {name!r} of the training state is given twice, must be given once: leave one out"

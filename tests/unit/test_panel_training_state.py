@@ -179,7 +179,7 @@ def test_a_run_s_state_is_used_again_and_repeated_by_its_command(shown: Panel) -
     )
     command = exports.measure_command(Run(number=1, scenario=scenario, settings=MemorySettings(), backend="cpu"))
     arguments = vars(build_parser().parse_args(shlex.split(command)[1:]))
-    given = {name: arguments[name] for name in scenario.state.to_dict() if arguments[name] is not None}
+    given = {name: arguments[name] for name in scenario.state.options() if arguments[name] is not None}
     assert TrainingState(**given) == scenario.state
     assert arguments["expandable_segments"]
 

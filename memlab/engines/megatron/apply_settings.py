@@ -3,6 +3,7 @@
 Megatron reads its settings twice: once when a layer is built, into attributes of the layer, and once more from the
 config at each forward. Both are set here. The attributes are those of megatron-core 0.16.1 and 0.19.2, in
 ``transformer/transformer_layer.py``, ``transformer/transformer_block.py``, ``transformer/attention.py``,
+``transformer/multi_latent_attention.py``,
 ``transformer/moe/moe_layer.py`` and ``transformer/moe/experts.py``.
 """
 
@@ -67,7 +68,9 @@ _FLAGS: dict[str, Callable[[Any, MemorySettings], bool]] = {
     "recompute_pre_mlp_layernorm": _where_norm("pre_mlp_layernorm", _recomputes("layernorm")),
     "recompute_mlp": lambda module, settings: _recomputes("mlp")(module, settings) and not module.is_moe_layer,
     "checkpoint_core_attention": _recomputes("core_attn"),
+    "recompute_up_proj": _recomputes("mla_up_proj"),
     "moe_layer_recompute": _recomputes("moe"),
+    "shared_experts_recompute": _recomputes("shared_experts"),
     "activation_recompute": _recomputes("moe_act"),
     "offload_attn_norm": _where_norm("input_layernorm", _offloads("attn_norm")),
     "offload_qkv_linear": _offloads("qkv_linear"),

@@ -133,6 +133,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
+            _cast_buffers(model, config)
             config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
@@ -194,6 +195,14 @@ def release_optimizer(live: LiveModel) -> None:
             vars(parameter).pop(name, None)
 
 
+def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
+    # As ``Float16Module`` does, in which frameworks wrap a model: for the cosines and sines of latent attention.
+    for module in model.modules() if config.bf16 else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.bfloat16())
+
+
 def _spread_experts(model: GPTModel) -> None:
     # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
     # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
@@ -228,7 +237,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
         specs = {
             part: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=architecture.qk_layernorm, **part.megatron_spec
+                qk_layernorm=architecture.qk_layernorm,
+                multi_latent_attention=architecture.multi_latent_attention,
+                **part.megatron_spec,
             )
             for part in architecture.feed_forwards
         }
@@ -238,19 +249,21 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=scenario.seq_length,
-        position_embedding_type="rope",
-        rotary_base=int(architecture.rotary_base),
-        rotary_percent=architecture.rotary_percent,
-        share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-        **place,
-    )
+    # Latent attention asks by class which of its linears are whole on each rank.
+    with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=scenario.seq_length,
+            position_embedding_type="rope",
+            rotary_base=int(architecture.rotary_base),
+            rotary_percent=architecture.rotary_percent,
+            share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            **place,
+        )
 
 
 def initialize_megatron(layout: Layout) -> None:

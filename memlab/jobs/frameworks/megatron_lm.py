@@ -67,7 +67,7 @@ _FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """What Megatron-LM's arguments call a field of its TransformerConfig."""
 _ARGUMENT_DEFAULTS = {
     "rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
-    "moe_aux_loss_coeff": 0.0,
+    "moe_aux_loss_coeff": 0.0, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 _BESIDE = {
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),

@@ -288,9 +288,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence]."""
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(query, key, value), 0.0, causal, scale=scale
+        *_heads_first(query, key, _padded(value, query)), 0.0, causal, scale=scale
     )
-    return output.permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
+    return output[..., : value.shape[-1]].permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
 
 
 @one_kernel()
@@ -308,9 +308,9 @@ def attend_backward(
     """Returns the gradients of query, key and value."""
     groups = query.shape[2] // key.shape[2]
     grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad.view(output.shape).permute(1, 2, 0, 3),
-        *_heads_first(query, key, value),
-        output.permute(1, 2, 0, 3),
+        _padded(grad.view(output.shape), query).permute(1, 2, 0, 3),
+        *_heads_first(query, key, _padded(value, query)),
+        _padded(output, query).permute(1, 2, 0, 3),
         log_sum_exp,
         0.0,
         causal,
@@ -320,7 +320,14 @@ def attend_backward(
         part.unflatten(1, (-1, groups)).float().sum(2).to(part.dtype).permute(2, 0, 1, 3).contiguous()
         for part in grads_of_groups
     )
+    grad_value = grad_value[..., : value.shape[-1]].contiguous()
     return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
+
+
+def _padded(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with as many channels as the query, the further ones zero: torch's kernel needs it."""
+    missing = query.shape[-1] - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _matmul(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
