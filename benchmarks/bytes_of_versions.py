@@ -5,8 +5,9 @@
     python -m benchmarks.bytes_of_versions compare before.jsonl after.jsonl
 
 The steps are tiny ones on the CPU, which run the libraries' own code, and predictions at full width. `take` goes on
-after a step that fails, and writes its error: the others say what else another version changes. `compare` prints a table in Markdown, and exits with 1 if a step's bytes
-differ, or if it failed with only one set. Bytes of Transformer Engine are not compared: it needs a GPU.
+after a step that fails, and writes its error: the others say what else another version changes. `compare` prints a
+table in Markdown, and exits with 1 if a step's bytes differ, or if it failed with only one set. Bytes of Transformer
+Engine are not compared: it needs a GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ MODELS = {
     "qwen3-30b-a3b": ("simulated", "experts", 4096),
 }
 LAYOUTS = ("TP2 DP2", "PP2", "CP2", "TP2 EP2 ETP1")
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 FIGURES = ("static_bytes", "peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes", "host_bytes")
 
 
@@ -95,16 +106,7 @@ def take(path: Path) -> None:
         for case in cases():
             try:
                 record = case.take()
-            except (
-                ArithmeticError,
-                AssertionError,
-                AttributeError,
-                ImportError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except _FAILURES as error:
                 row: dict[str, Any] = {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}
             else:
                 row = {name: getattr(record, name) for name in FIGURES}
