@@ -508,7 +508,7 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns all fields of a job by their names, as every framework's `compose` starts from."""
     layout = scenario.layout
     chunks = layout.virtual_pipeline_model_parallel_size
-    state = scenario.state.to_dict()
+    state = scenario.state.options()
     left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")
