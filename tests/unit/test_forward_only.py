@@ -159,7 +159,7 @@ def test_passes_and_micro_batches_without_backward_that_repeat_are_not_stepped(
     architecture: str, layout: Layout, has_graph: bool
 ) -> None:
     taken: dict[bool, list[StepRecord]] = {}
-    arguments: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 6, "layout": layout}
+    arguments: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 8, "layout": layout}
     for replay in (False, True):
         with Lab(architecture, **arguments, backend="simulated", replay=replay) as lab:
             taken[replay] = [lab.step(FULL, warm_up=False)]
