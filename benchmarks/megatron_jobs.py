@@ -47,7 +47,7 @@ _LATENT = {
     "moe_router_topk": 6,
     "moe_ffn_hidden_size": 1408,
     "moe_shared_expert_intermediate_size": 2816,
-    "moe_layer_freq": [0] + [1] * 26,
+    "moe_layer_freq": (0,) + (1,) * 26,
 }
 _NO_AUX = {
     "moe_router_score_function": "sigmoid",
@@ -166,7 +166,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_num_groups": 8,
         "moe_router_group_topk": 4,
         "moe_router_topk_scaling_factor": 2.5,
-        "moe_layer_freq": [0] * 3 + [1] * 58,
+        "moe_layer_freq": (0,) * 3 + (1,) * 58,
     },
     "qwen1.5-moe-a2.7b": {
         **_MOE,
@@ -341,10 +341,10 @@ def jobs() -> Iterator[Job]:
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
-    yield from dense_families(of)
-    yield from defaults_of_frameworks(of)
     yield from latent_attention(of)
     yield from shared_experts_and_routers(of)
+    yield from dense_families(of)
+    yield from defaults_of_frameworks(of)
     # Two ranks.
     yield from latent_attention_of_two_ranks(of)
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)

@@ -153,18 +153,12 @@ class Scenario:
             )
 
     def _check_latent_attention(self) -> None:
-        model, backend = self.architecture, self.state.attention_backend
+        model = self.architecture
         if self.layout.context_parallel_size > 1:
             raise RuleError(
                 f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
                 f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
                 "context_parallel_size",
-            )
-        if backend == "flash" and model.qk_head_dim + model.qk_pos_emb_head_dim != model.v_head_dim:
-            raise RuleError(
-                f"attention_backend is 'flash', must be auto, fused or unfused for {model.name}, whose queries "
-                "have more channels than its values, because flash-attn 2 needs as many: choose one of them",
-                "attention_backend",
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
@@ -381,8 +375,11 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        if "moe_router_dtype" in self.state.changed() and not self.architecture.routes:
-            reasons["moe_router_dtype"] = "the model has no experts"
+        of_experts = [name for name in self.state.changed() if name.startswith("moe_") and not self.architecture.routes]
+        reasons |= dict.fromkeys(of_experts, "the model has no experts")
+        is_balanced = "moe_router_load_balancing_type" in self.state.changed() and self.architecture.routes
+        if is_balanced and self.architecture.moe_aux_loss_coeff == 0:
+            reasons["moe_router_load_balancing_type"] = "moe_aux_loss_coeff of the model is 0"
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}

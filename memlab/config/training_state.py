@@ -26,6 +26,7 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -38,6 +39,7 @@ _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimi
 _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_ROUTER = {"group": "Router of experts"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 
 
@@ -211,6 +213,26 @@ class TrainingState:
         **_FORWARD,
     )
     """Probabilities have this type too, up to the experts. Megatron's config has None for ``params_dtype``."""
+    # The router reads the first when it is built, and the second in each forward (transformer/moe/router.py).
+    moe_router_load_balancing_type: LoadBalancing = option(
+        "aux_loss",
+        "loss by which the router of experts is balanced; none has no such loss (default aux_loss)",
+        **_ROUTER,
+        rebuilds="model",
+        megatron="model",
+    )
+    """Of a model whose ``moe_aux_loss_coeff`` is 0, no type has one. Megatron's further type, ``sinkhorn``, is not
+    modelled."""
+    moe_z_loss_coeff: float | None = option(
+        None,
+        "coefficient of a loss that keeps the logits of the router small (default: no such loss)",
+        **_ROUTER,
+        rebuilds="nothing",
+        megatron="model",
+        shown_for_none=0,
+        at_most=10**6,
+        advice="give a number, or leave it out",
+    )
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     deallocate_pipeline_outputs: bool = option(
         False,

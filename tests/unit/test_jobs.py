@@ -239,6 +239,7 @@ FUSIONS = {
     "nemo-rl": (True, False),
 }
 """Whether the activation of a Qwen model, and the accumulation of gradients, are fused where the file does not say it."""
+WITHOUT_AUXILIARY_LOSS = ("nemo-rl", "skyrl", "verl")
 ROUTER_DTYPES = {"ms-swift": "fp32", "nemo-rl": "fp64", "skyrl": "fp32"}
 """In which the router computes where the file does not say it: Megatron-Core's default is the parameters' type."""
 
@@ -258,6 +259,8 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     default["bias_activation_fusion"], default["gradient_accumulation_fusion"] = FUSIONS[framework]
     if job.scenario.architecture.routes and "moe_router_dtype" not in text and "moe-router-dtype" not in text:
         default["moe_router_dtype"] = ROUTER_DTYPES.get(framework, "params_dtype")
+    if job.scenario.architecture.routes and framework in WITHOUT_AUXILIARY_LOSS:
+        default["moe_router_load_balancing_type"] = "none"
     found = flat(job.scenario, job.settings)
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
     assert [one.key for one in job.not_modelled if one.effect == "unknown"] == []

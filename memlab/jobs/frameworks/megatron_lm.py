@@ -513,7 +513,7 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")
     if not scenario.architecture.routes:
-        left_out.add("moe_router_dtype")
+        left_out |= {name for name in state if name.startswith("moe_")}
     model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},

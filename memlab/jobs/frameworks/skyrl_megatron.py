@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
-from memlab.jobs.frameworks.keys import ROUTER_DTYPE, WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.keys import (
+    LOAD_BALANCING,
+    ROUTER_DTYPE,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    missing_under,
+    under,
+)
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
@@ -31,6 +40,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     return (
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
+        Key(f"{prefix}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
         *under(
             prefix,
             (key for key in LAYERS if key.field in ("moe_router_score_function", "moe_router_enable_expert_bias")),
@@ -51,7 +61,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
 
 
 _BESIDE = (
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type", "moe_grouped_gemm",
     "moe_enable_routing_replay", "mtp_num_layers",
 )  # fmt: skip
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
@@ -66,7 +76,7 @@ def megatron_missing(prefix: str) -> tuple[Missing, ...]:
             (*MISSING, *PROVIDER_MISSING, *REPLACED),
             overlap_p2p_comm=False,
         ),
-        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE), moe_router_load_balancing_type="none"),
+        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE)),
         *missing_under(f"{prefix}.optimizer_config_kwargs", MISSING_OPTIMIZER),
     )
 
