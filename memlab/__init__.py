@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.config.architectures import ARCHITECTURES as ARCHITECTURES
     from memlab.config.architectures import Architecture as Architecture
     from memlab.config.layout import Layout as Layout
+    from memlab.config.lora import LoRA as LoRA
     from memlab.config.scenario import Scenario as Scenario
     from memlab.config.settings import MemorySettings as MemorySettings
     from memlab.config.settings import validation_error as validation_error

@@ -41,8 +41,9 @@ def candidates(
 ) -> list[MemorySettings]:
     """Lists the settings themselves, and those that do more; none is refused or, by structure, without effect.
 
-    Left out are ``moe_act`` and ``shared_experts`` added to ``moe``, which contains them, and offload added where every layer is recomputed: it
-    would happen inside backward. Of a small model, offload starts at the smallest tensor (`smallest_offloaded`).
+    Left out are ``moe_act`` and ``shared_experts`` added to ``moe``, which contains them, and offload added where every
+    layer is recomputed: it would happen inside backward. Of a small model, offload starts at the smallest tensor
+    (`smallest_offloaded`).
 
     Args:
         settings: What each candidate does at least. Their remedy for checkpoints' inputs, which is not a setting of

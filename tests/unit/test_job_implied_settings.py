@@ -339,10 +339,11 @@ def test_a_key_beside_the_table_that_is_unknown_is_said(tmp_path: Path, key: str
 
 
 def test_extra_arguments_of_ms_swift_are_fields_of_the_model(tmp_path: Path) -> None:
-    extra = '{"moe_z_loss_coeff": 0.001, "recompute_modules": ["mlp", "moe_act"], "softmax_scale": 0.1, "new": 1}'
+    extra = '{"moe_z_loss_coeff": 0.001, "recompute_modules": ["mlp", "moe_act"], "softmax_scale": 0.1, "new": 1, "qk_l2_norm": true}'
     job = read(tmp_path, f"--megatron_extra_kwargs '{extra}'", SWIFT)
 
-    assert missing(job, "megatron_extra_kwargs.moe_z_loss_coeff").effect == "more"
+    assert missing(job, "megatron_extra_kwargs.qk_l2_norm").effect == "more"
+    assert job.required()[0].state.moe_z_loss_coeff == 0.001
     assert missing(job, "megatron_extra_kwargs.new").effect == "unknown"
     assert "megatron_extra_kwargs.softmax_scale" in job.without_effect
     assert job.required()[1].recompute_modules == ("mlp", "moe_act")
@@ -392,7 +393,6 @@ def nemo(folder: Path, *overrides: str) -> Job:
 @pytest.mark.parametrize(
     ("key", "value", "effect"),
     [
-        ("freeze_moe_router", True, "less"),
         ("empty_unused_memory_level", 1, "less"),
     ],
 )

@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.activation_offload import manager as offload_manager
+from memlab.engines.megatron.adapters import base_of
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.megatron_config import settings_fields, transformer_config
 
@@ -42,10 +43,10 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
             attributes[name] = _FLAGS[name](module, settings)
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
-            module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
+            base_of(module.linear_fc1).save_original_input = attributes["offload_expert_fc1"]
         if "activation_recompute" in attributes and live.config.fp8:
             # experts.py lets the next linear save what is recomputed in place of an FP8 copy.
-            module.linear_fc2.save_original_input = attributes["activation_recompute"]
+            base_of(module.linear_fc2).save_original_input = attributes["activation_recompute"]
     offload_manager.start_over()
 
 

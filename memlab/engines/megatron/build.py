@@ -26,6 +26,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import cpu_optimizer
+from memlab.engines.megatron.adapters import add_adapters
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
@@ -136,9 +137,13 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
             config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
-            if not scenario.state.use_distributed_optimizer:
+            if scenario.state.lora is not None:
+                add_adapters(model, scenario, number)
+            if scenario.state.freeze_moe_router:
+                _freeze_routers(model)
+            if not scenario.state.use_distributed_optimizer or scenario.state.trains_in_part:
                 # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
-                # buffers do, since they take every parameter over.
+                # buffers do, since they take every trained parameter over.
                 model.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
             chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
@@ -190,6 +195,13 @@ def release_optimizer(live: LiveModel) -> None:
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):
             vars(parameter).pop(name, None)
+
+
+def _freeze_routers(model: GPTModel) -> None:
+    # As ``freeze_moe_router`` of nemo_rl/models/megatron/setup.py does, in a hook before DDP.
+    for layer in model.decoder.layers:
+        if layer.is_moe_layer:
+            layer.mlp.router.weight.requires_grad = False
 
 
 def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:

@@ -508,7 +508,7 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns all fields of a job by their names, as every framework's `compose` starts from."""
     layout = scenario.layout
     chunks = layout.virtual_pipeline_model_parallel_size
-    state = scenario.state.to_dict()
+    state = scenario.state.options()
     left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")
@@ -579,6 +579,7 @@ def _check(reading: Reading) -> None:
 
 
 CANNOT_WRITE = {
+    "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
     "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",
     "offload_gradients": "Megatron-LM keeps its gradient buffers between steps",

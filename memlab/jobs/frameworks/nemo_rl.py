@@ -51,7 +51,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
-    FROZEN_ROUTER,
     LORA,
     composed,
     drop_frozen_parts,
@@ -107,6 +106,7 @@ KEYS = (
     *under(_MEGATRON, FUSIONS, bias_activation_fusion=True),
     Key(f"{_MEGATRON}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp64"),
     # ``examples/configs/grpo_math_1B.yaml``
+    Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
@@ -200,7 +200,6 @@ FRAMEWORK_MISSING = (
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
-    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER, default=True),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model
 from memlab.jobs.frameworks.keys import (
     LOAD_BALANCING,
     ROUTER_DTYPE,
+    SWITCH,
     WHOLE,
     Key,
     Missing,
@@ -30,7 +31,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.reinforcement import FROZEN_ROUTER
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -40,6 +40,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     return (
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
+        Key(f"{prefix}.freeze_moe_router", "freeze_moe_router", SWITCH, False),
         Key(f"{prefix}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
         *under(
             prefix,
@@ -70,7 +71,6 @@ _BESIDE = (
 def megatron_missing(prefix: str) -> tuple[Missing, ...]:
     """Returns what of the config changes memory and is not modelled, below its prefix."""
     return (
-        Missing(f"{prefix}.freeze_moe_router", "less", FROZEN_ROUTER),
         *missing_under(
             f"{prefix}.transformer_config_kwargs",
             (*MISSING, *PROVIDER_MISSING, *REPLACED),

@@ -140,11 +140,16 @@ class TorchNormLinear(torch.nn.Module):
         rows = output_size // config.tensor_model_parallel_size
         self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
         self.bias = _bias(rows, config=config) if bias else None
+        self.return_layernorm_output = False
 
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Maps [..., input_size] to [..., output_size]."""
+    def forward(self, inputs: torch.Tensor) -> tuple[Any, None]:
+        """Maps [..., input_size] to [..., output_size]; returns the input of the linear too where an adapter reads it.
+
+        That is gathered from all tensor parallel ranks.
+        """
         inputs = inputs.contiguous()  # as above: the latent vector of keys and values is a slice
-        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.bias, self.epsilon, self.split), None
+        weights = self.layer_norm_weight, self.weight, self.bias
+        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, self.return_layernorm_output), None
 
 
 class TorchGroupedLinear(torch.nn.Module):
