@@ -45,8 +45,8 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
     """Counts the rank's parameters that are trained: those of adapters alone, where there are adapters."""
-    lora, layout = scenario.state.lora, scenario.layout
-    if lora is None:
+    layout = scenario.layout
+    if scenario.state.lora is None:
         counts = parameters_of_rank(scenario)
         routers = sum(
             count * layout.elements_of(weight)
@@ -54,14 +54,7 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
             if weight.name == "mlp.router.weight" and scenario.state.freeze_moe_router
         )
         return counts._replace(layers=counts.layers - routers)
-    weights = [
-        weight
-        for chunk in scenario.chunks_of_rank
-        for number, layer in enumerate(chunk)
-        for part in scenario.architecture.parts_of(layer)
-        for linear in lora.adapted(number, part.weights())
-        for weight in lora.weights(linear, layout.expert_model_parallel_size)
-    ]
+    weights = [*scenario.weights_of_adapters()]
     inside, outside = (
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)
