@@ -13,7 +13,7 @@ from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
-from memlab.config.option import Option, options_of
+from memlab.config.option import Option, check_engine, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     NEWER_SETTINGS,
@@ -47,6 +47,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             on pipeline stages, if the installed megatron-core does not have a setting, or if its steps end in an error
             with the offload modules.
     """
+    check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks

@@ -11,7 +11,7 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.option import check_options, option
+from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
@@ -20,6 +20,7 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
+_BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
     "layout": Layout,
@@ -45,18 +46,21 @@ class Scenario:
     """
 
     architecture: Architecture
-    num_layers: int = option(MISSING, "build only the first N layers of the model (default: all)", at_most=MOST_LAYERS)
+    num_layers: int = option(
+        MISSING, "build only the first N layers of the model (default: all)", at_most=MOST_LAYERS, **_BOTH
+    )
     seq_length: int = option(
         MISSING,
         "tokens in a sequence (default: depends on ARCH)",
         group="Workload",
         label="tokens",
         at_most=MOST_TOKENS_OF_A_SEQUENCE,
+        **_BOTH,
     )
     micro_batch_size: int = option(
-        1, "sequences in a micro-batch (default 1)", group="Workload", label="micro-batch", at_most=2**16
+        1, "sequences in a micro-batch (default 1)", group="Workload", label="micro-batch", at_most=2**16, **_BOTH
     )
-    num_microbatches: int = option(1, "micro-batches in a step (default 1)", at_most=2**14)
+    num_microbatches: int = option(1, "micro-batches in a step (default 1)", at_most=2**14, **_BOTH)
     """Passes whose gradients are accumulated before one optimizer step."""
     packed_sequences: int | None = option(
         None,
@@ -65,9 +69,15 @@ class Scenario:
         "must be a multiple of twice the context parallel size; memlab makes each sequence's length such a multiple",
     )
     """Megatron's ``PackedSeqParams``, format ``thd``."""
-    seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0)
+    seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0, **_BOTH)
     """Every step uses the same batch."""
-    dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)")
+    dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)", **_BOTH)
+    engine: EngineName = option(
+        "megatron",
+        "what trains: Megatron-Core, or fsdp2, which is torch's fully_shard over the model of Hugging Face's "
+        "transformers (default megatron)",
+        **_BOTH,
+    )
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
@@ -95,6 +105,7 @@ class Scenario:
                     f"{name} is {shortened(value)}, must be {kind.__name__}(...): name its fields{by_name}"
                 )
         check_options(self)
+        self._check_engine()
         tokens = self.seq_length * self.micro_batch_size
         if tokens > _MOST_TOKENS_OF_A_MICRO_BATCH:
             raise RuleError(
@@ -133,6 +144,18 @@ class Scenario:
         self._check_attention()
         self._check_packing()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    def _check_engine(self) -> None:
+        for settings in (self, self.layout, self.state):
+            check_engine(settings, self.engine)
+        if self.engine == "megatron":
+            return
+        if self.architecture.routes:
+            raise RuleError(
+                f"engine is {self.engine!r}, and {self.architecture.name} has experts, which this engine does not build "
+                "yet: choose a dense model, or engine 'megatron'",
+                "engine",
+            )
 
     def _check_attention(self) -> None:
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size

@@ -188,6 +188,44 @@ _TORCH = (
         why="The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
     ),
     Internal(
+        owner="torch.distributed.fsdp._fully_shard._fully_shard",
+        names=("_get_device_from_mesh",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="A mesh has no device type for fake tensors.",
+    ),
+    *(
+        Internal(
+            owner=f"torch.distributed.fsdp._fully_shard.{module}",
+            names=("_get_device_handle",),
+            use="replaced",
+            where="backends/fully_sharded.py",
+            why="Streams and events of fake tensors are those of CUDA, so that the allocator has their pools.",
+        )
+        for module in ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
+    ),
+    Internal(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        names=("_validate_no_meta_params",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It refuses tensors without values.",
+    ),
+    Internal(
+        owner="torch.nn.utils.clip_grad",
+        names=("_device_has_foreach_support",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It says that fake tensors have none, which stand for a CUDA device's.",
+    ),
+    Internal(
+        owner="torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        names=("_propagate_tensor_meta_non_cached",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It runs each operation once on torch's own fake tensors, which take no memory: the meter must not see them.",
+    ),
+    Internal(
         owner="torch._C._distributed_c10d",
         names=("FakeWork",),
         use="used",
