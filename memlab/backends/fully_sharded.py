@@ -34,11 +34,10 @@ def sharding_on_cpu() -> Iterator[None]:
 @contextmanager
 def sharding_on_fake_tensors() -> Iterator[None]:
     """Lets FSDP2 shard fake tensors, with the streams of a CUDA device, for the block."""
-    import torch.distributed.fsdp._fully_shard._fully_shard  # noqa: F401 - what is replaced below
-
     replacements = {
         f"{_FSDP}._fully_shard._get_device_from_mesh": lambda mesh: FAKE,
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params": lambda group: None,
+        "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
         "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
         **{
             f"{_FSDP}.{module}._get_device_handle": lambda kind: torch.cuda

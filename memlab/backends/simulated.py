@@ -66,6 +66,9 @@ def predicting(backend_name: str) -> Backend:
 
 
 def _fill_workspaces(scenario: Scenario) -> None:
+    if scenario.engine == "fsdp2":
+        hold_fake_workspaces(linears=False)
+        return
     weights = scenario.architecture.weights_of(scenario.layers_of_rank)
     hold_fake_workspaces(grouped=any(weight.num_experts for weight in weights))
 

@@ -47,6 +47,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             on pipeline stages, if the installed megatron-core does not have a setting, or if its steps end in an error
             with the offload modules.
     """
+    _check_checkpointing(settings, scenario)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -88,6 +89,23 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
                 f"choose from {', '.join(name for name in choices if name not in absent)}",
                 field,
             )
+
+
+def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
+    if scenario.engine == "megatron":
+        return
+    if settings.recompute_granularity == "selective":
+        raise RuleError(
+            f"recompute_granularity is 'selective', must be 'full' with engine {scenario.engine!r}, which checkpoints "
+            "whole layers: choose 'full', or engine 'megatron'",
+            *("recompute_granularity", "engine"),
+        )
+    if settings.recompute_method == "uniform" and settings.recompute_num_layers != 1:
+        raise RuleError(
+            f"recompute_num_layers is {settings.recompute_num_layers} with recompute_method 'uniform', must be 1 with "
+            f"engine {scenario.engine!r}, which checkpoints each layer by itself: choose 1, or engine 'megatron'",
+            *("recompute_num_layers", "engine"),
+        )
 
 
 def _check_megatron(settings: MemorySettings) -> None:

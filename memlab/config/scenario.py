@@ -152,8 +152,8 @@ class Scenario:
             return
         if self.architecture.routes:
             raise RuleError(
-                f"engine is {self.engine!r}, and {self.architecture.name} has experts, which this engine does not build "
-                "yet: choose a dense model, or engine 'megatron'",
+                f"engine is {self.engine!r}, and {self.architecture.name} has experts, which this engine does not "
+                "build yet: choose a dense model, or engine 'megatron'",
                 "engine",
             )
 
@@ -426,10 +426,11 @@ class Scenario:
         state = f", {self.state}" if self.state != TrainingState() else ""
         allocator = f", {self.allocator}" if self.allocator != AllocatorSettings() else ""
         buffers = " with expert buffers" if self.expert_buffers else ""
+        engine = f", {self.engine}" if self.engine != "megatron" else ""
         packed = f" in {self.packed_sequences} packed sequences" if self.packed_sequences is not None else ""
         return (
             f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
-            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens{packed}, {self.dtype}{ranks}{rank}"
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens{packed}, {self.dtype}{engine}{ranks}{rank}"
             f"{routing}{state}{allocator}"
         )
 

@@ -1,8 +1,8 @@
 """torch's FSDP2 over transformers' own model: the second engine.
 
-Each method is documented in `memlab.engines.protocol.Engine`. What NeMo Automodel decides is decided as it does (36044ad3,
-``components/distributed/parallelizer.py``): each layer is sharded, and then the whole model; whole layers are
-checkpointed, inside of what FSDP2 does for them.
+Each method is documented in `memlab.engines.protocol.Engine`. What NeMo Automodel decides is decided as it does
+(36044ad3, ``components/distributed/parallelizer.py``): each layer is sharded, and then the whole model; whole layers
+are checkpointed, inside of what FSDP2 does for them.
 """
 
 # ruff: noqa: D102
@@ -24,6 +24,7 @@ from memlab.engines.fsdp2 import training_step as steps
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.engines.fsdp2.sharded_model import ShardedModel
+from memlab.engines.megatron.retention import transformer_engine_caches
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
 from memlab.engines.residency.residency import Residency
 from memlab.engines.step_errors import release_tensors
@@ -83,6 +84,7 @@ class Fsdp2Engine:
 
     def free(self) -> None:
         self._live = None
+        transformer_engine_caches.forget_fake_workspaces()
         gc.collect()  # modules and FSDP2's states refer to each other
 
     def release(self) -> None:
@@ -182,6 +184,7 @@ class Fsdp2Engine:
 
     def workspace(self) -> Iterator[torch.Tensor]:
         yield from self.live.module.buffers()
+        yield from transformer_engine_caches.tensors()
         states = self.live.optimizer.state.values() if self.live.optimizer is not None else ()
         yield from (state["step"] for state in states if "step" in state)
 
@@ -214,6 +217,4 @@ class Fsdp2Engine:
         return nullcontext(), self._labels.recompute()
 
 
-_NO_OFFLOAD = (
-    "engine is 'fsdp2', which offloads no activations, so there is nothing to audit: choose engine 'megatron'"
-)
+_NO_OFFLOAD = "engine is 'fsdp2', which offloads no activations, so there is nothing to audit: choose engine 'megatron'"

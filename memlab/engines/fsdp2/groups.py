@@ -57,4 +57,4 @@ def holdings(live: ShardedModel) -> Iterator[HeldTensor]:
     for state in live.optimizer.state.values() if live.optimizer is not None else ():
         for name, value in state.items():
             if value.dim():
-                yield HeldTensor("optimizer state", name, whole_storage(value))
+                yield HeldTensor("optimizer state", name, value.to_local())

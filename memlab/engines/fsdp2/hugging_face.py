@@ -39,8 +39,8 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
     from transformers import AutoConfig
 
     sizes = architecture
-    own = {"qwen3": {"head_dim": sizes.kv_channels}, "llama": {"head_dim": sizes.kv_channels}}
-    own |= {"mistral": own["llama"] | {"sliding_window": None}, "phi3": {"sliding_window": None}}
+    channels = {"head_dim": sizes.kv_channels} if sizes.family not in ("phi3", "qwen2") else {}
+    window = {"sliding_window": None} if sizes.family in ("mistral", "phi3") else {}
     rope = {"rope_type": "default", "rope_theta": sizes.rotary_base, "partial_rotary_factor": sizes.rotary_percent}
     return AutoConfig.for_model(
         sizes.family,
@@ -57,7 +57,8 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         attention_dropout=0.0,
         use_cache=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        **own.get(sizes.family, {}),
+        **channels,
+        **window,
     )
 
 

@@ -13,6 +13,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import ReshardAfterForward, TrainingState
 from memlab.engines.fsdp2.hugging_face import ATTENTION, build_model
 from memlab.meter.labels import keeping, on_host
+from memlab.meter.observers import unobserved
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEARNING_RATE = 0.0
@@ -31,7 +32,8 @@ class ShardedModel:
     def __init__(self, scenario: Scenario, mesh_device: str, *, is_fake: bool) -> None:
         sharded = torch.float32 if scenario.state.fp32_sharded_params else _DTYPES[scenario.dtype]
         torch.manual_seed(scenario.seed)
-        with on_host():
+        # The whole model has no part in a step, and is made under another default type than the meter expects.
+        with on_host(), unobserved():
             with torch.device("meta" if is_fake else "cpu"):
                 attention = "sdpa" if mesh_device == "cuda" else ATTENTION
                 self.module = build_model(scenario, sharded, attention=attention)
@@ -99,14 +101,18 @@ class ShardedModel:
         """Allocates the rank's shards and the buffers on the device, each in a storage of its own."""
         with keeping("parameters"):
             for each in self.sharded():
-                padded = each._sharded_param_data.cuda()
+                padded = _on_device(each._sharded_param_data)
                 each._sharded_param_data = padded
                 size, stride = each.sharded_size, each.contiguous_sharded_stride
                 each.sharded_param._local_tensor = torch.as_strided(padded, size, stride)
         with keeping("workspace"):
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, buffer.cuda())
+                    setattr(module, name, _on_device(buffer))
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda").copy_(tensor)
 
 
 def _policy(scenario: Scenario) -> MixedPrecisionPolicy:

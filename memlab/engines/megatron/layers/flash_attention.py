@@ -36,9 +36,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return result
 
 
-def flash_attention_of_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
     It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
