@@ -158,6 +158,8 @@ class Scenario:
             )
 
     def _check_attention(self) -> None:
+        if self.architecture.multi_latent_attention:
+            self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         if ranks > 1 and backend in ("flash", "unfused"):
             reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
@@ -171,6 +173,27 @@ class Scenario:
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
+            )
+
+    def _check_latent_attention(self) -> None:
+        model, backend = self.architecture, self.state.attention_backend
+        if self.layout.context_parallel_size > 1:
+            raise RuleError(
+                f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
+                f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
+                "context_parallel_size",
+            )
+        if backend == "flash" and model.qk_head_dim + model.qk_pos_emb_head_dim != model.v_head_dim:
+            raise RuleError(
+                f"attention_backend is 'flash', must be auto, fused or unfused for {model.name}, whose queries "
+                "have more channels than its values, because flash-attn 2 needs as many: choose one of them",
+                "attention_backend",
+            )
+        if self.state.apply_rope_fusion and model.rope_type != "yarn":
+            raise RuleError(
+                f"apply_rope_fusion is True, must be False for the multi-latent attention of {model.name}, by a "
+                f"rule of Megatron-Core: rope_type is {model.rope_type!r}, must be yarn there: leave it out",
+                "apply_rope_fusion",
             )
 
     def _check_packing(self) -> None:

@@ -203,11 +203,14 @@ class Engine(Protocol):
             The mean loss over the micro-batches and the copies of the model; None on a rank that computes none.
         """
 
-    def forward_only_step(self, labels: Labels, *, suspend_offload: bool) -> float | None:
+    def forward_only_step(
+        self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+    ) -> float | None:
         """Runs the forward of every micro-batch without gradients, as RL frameworks do for log-probabilities.
 
         Args:
             labels: Set to each phase as it begins.
+            microbatches: Which micro-batches are stepped.
             suspend_offload: Whether the framework's activation offload is suspended.
 
         Returns:

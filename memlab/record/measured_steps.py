@@ -10,6 +10,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.versions import Versions
+from memlab.lab_files import labs_folder
 from memlab.record.step_record import StepRecord
 
 
@@ -18,7 +19,8 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
 
     Args:
         path: The file, with one record per line. A line may also have the record under the key ``record``, next
-            to others.
+            to others. A relative path that is not there is one below the folder of the labs: a lab reads
+            ``results/h200_steps.jsonl`` from whatever folder it runs in.
         architecture: A known name (`memlab.ARCHITECTURES`).
         **scenario: Further arguments of a `Scenario`, such as ``num_layers``, ``seq_length``, ``layout`` and ``state``.
             What is left out has its default. The seed and the options of the allocator are not compared, and
@@ -31,10 +33,10 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
     Raises:
         ValueError: If there is no such file, a line is not a record, or no step of this scenario is in the file.
     """
-    path = Path(path)
+    given, path = path, Path(path) if Path(path).is_file() else labs_folder() / path
     if not path.is_file():
         raise ValueError(
-            f"{path} is not a file: give a file such as results/h200_steps.jsonl in the folder of the labs"
+            f"{given} is not a file: give a file such as results/h200_steps.jsonl in the folder of the labs"
         )
     wanted = _comparable(Scenario.of(architecture, **scenario), has_versions="versions" in scenario)
     found: dict[str, StepRecord] = {}

@@ -13,6 +13,7 @@ from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.architectures import find_architecture
+from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
@@ -112,6 +113,7 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
         ({"layout": Layout(tensor_model_parallel_size=2)}, "tensor_model_parallel_size is 2, but engine 'fsdp2'"),
         ({"packed_sequences": 2}, "packed_sequences is 2, but engine 'fsdp2' does not have"),
         ({"state": TrainingState(overlap_grad_reduce=True)}, "overlap_grad_reduce is True, but engine 'fsdp2'"),
+        ({"state": TrainingState(lora=LoRA(rank=8))}, "lora_rank is 8, but engine 'fsdp2'"),
         ({"engine": "megatron", "state": TrainingState(fp32_sharded_params=True)}, "choose engine 'fsdp2'"),
         ({"engine": "deepspeed"}, "engine is 'deepspeed', must be one of megatron, fsdp2"),
     ],

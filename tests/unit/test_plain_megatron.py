@@ -24,7 +24,7 @@ def test_memlab_predicts_every_job_that_is_measured(job: Job) -> None:
         num_layers=job.num_layers,
         num_microbatches=job.num_microbatches,
         layout=Layout.from_text(job.layout),
-        state=TrainingState(**job.state),
+        state=TrainingState.of_options(job.state),
     )
     layout = scenario.layout
     assert layout.world_size == job.num_ranks

@@ -141,8 +141,10 @@ class Fsdp2Engine:
         self._labels = labels
         return steps.train_step(self.live, self.scenario, labels, load_for_update, microbatches, update)
 
-    def forward_only_step(self, labels: Labels, *, suspend_offload: bool) -> float | None:
-        return steps.forward_only_step(self.live, self.scenario, labels)
+    def forward_only_step(
+        self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+    ) -> float | None:
+        return steps.forward_only_step(self.live, self.scenario, labels, microbatches)
 
     def during_step(
         self, on_host: Callable[[torch.Tensor], object] = lambda tensor: None

@@ -58,14 +58,17 @@ def update_parameters(live: ShardedModel) -> None:
     live.optimizer.step()
 
 
-def forward_only_step(live: ShardedModel, scenario: Scenario, labels: Labels) -> float:
+def forward_only_step(
+    live: ShardedModel, scenario: Scenario, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES
+) -> float:
     """Takes a step of forward passes alone, as `memlab.engines.protocol.Engine.forward_only_step` documents it."""
     live.module.eval()
     losses = []
     try:
-        for tokens in _batches(scenario):
-            labels.enter_phase("forward")
-            with torch.no_grad():
+        with microbatches.counted(), torch.no_grad():
+            for tokens in _batches(scenario):
+                microbatches.before_forward()
+                labels.enter_phase("forward")
                 losses.append(_forward(live, tokens).loss)
     finally:
         live.module.train()

@@ -177,10 +177,12 @@ class MegatronEngine:
     ) -> float | None:
         return steps.train_step(self.live, labels, load_for_update, microbatches, update)
 
-    def forward_only_step(self, labels: Labels, *, suspend_offload: bool) -> float | None:
+    def forward_only_step(
+        self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+    ) -> float | None:
         self._has_discarded_outputs = self._settings.recompute_granularity == "selective"
         self._watch.misled |= not suspend_offload
-        return steps.forward_only_step(self.live, labels, suspend_offload=suspend_offload)
+        return steps.forward_only_step(self.live, labels, microbatches, suspend_offload=suspend_offload)
 
     @contextmanager
     def during_step(self, on_host: Callable[[torch.Tensor], object] = lambda tensor: None) -> Iterator[None]:
