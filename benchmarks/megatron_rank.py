@@ -268,6 +268,7 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
         layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
         utils = importlib.import_module("megatron.bridge.peft.utils")
         utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
+        utils.version = lambda _: "2.16.1"
         utils.TECL = (layers.TorchNormLinear, layers.TorchColumnLinear, layers.TorchGroupedLinear)
         utils.TERL = (layers.TorchRowLinear, layers.TorchGroupedRowLinear)
         for module in model.modules():

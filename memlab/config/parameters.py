@@ -45,18 +45,9 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
     """Counts the rank's parameters that are trained: those of adapters alone, where there are adapters."""
-    lora = scenario.state.lora
-    if lora is None:
+    if scenario.state.lora is None:
         return parameters_of_rank(scenario)
-    layout = scenario.layout
-    weights = [
-        weight
-        for chunk in scenario.chunks_of_rank
-        for number, layer in enumerate(chunk)
-        for part in scenario.architecture.parts_of(layer)
-        for linear in lora.adapted(number, part.weights())
-        for weight in lora.weights(linear, layout.expert_model_parallel_size)
-    ]
+    layout, weights = scenario.layout, [*scenario.weights_of_adapters()]
     inside, outside = (
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)

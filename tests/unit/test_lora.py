@@ -27,6 +27,7 @@ pytestmark = pytest.mark.versions
 
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 LORA = TrainingState(lora=LoRA(rank=8))
+OF_EACH_EXPERT = TrainingState(lora=LoRA(rank=4, share_expert_adapters=False, target_modules=("*experts*",)))
 DROPPED = TrainingState(lora=LoRA(rank=4, dropout=0.2, target_modules=("linear_proj", "*.layers.1.*.linear_fc1")))
 
 
@@ -60,6 +61,19 @@ def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: st
     assert message in str(error.value) and error.value.fields[0] == field and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("lora", "layout", "message"),
+    [
+        (LoRA(target_modules=("*.layers.99.*",)), Layout(), "names no linear of qwen3-30b-a3b on rank 0"),
+        (LoRA(rank=6), Layout(tensor_model_parallel_size=4), "must be a multiple of tensor_model_parallel_size, 4"),
+        (LoRA(share_expert_adapters=False), Layout(tensor_model_parallel_size=2), "ms-swift adds no adapters"),
+    ],
+)
+def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, layout: Layout, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
+
+
 def test_the_adapters_of_llama_3_1_8b_are_counted_by_hand() -> None:
     # linear_qkv 4096 -> 6144, linear_proj 4096 -> 4096, linear_fc1 4096 -> 28672, linear_fc2 14336 -> 4096.
     of_layer = 16 * (4096 + 6144 + 4096 + 4096 + 4096 + 28672 + 14336 + 4096)
@@ -78,7 +92,6 @@ def test_the_adapters_of_llama_3_1_8b_are_counted_by_hand() -> None:
         (("linear_qkv",), 48 * 16 * (2048 + 5120)),
         (("*.layers.0.*.linear_qkv", "*.layers.47.self_attention.linear_proj"), 16 * (2048 + 5120 + 4096 + 2048)),
         (("*experts*",), 48 * 16 * (2048 + 1536 + 768 + 2048)),
-        (("*.layers.48.*",), 0),
     ],
 )
 def test_targets_are_names_or_patterns(targets: tuple[str, ...], of_layers: int) -> None:
@@ -100,7 +113,11 @@ def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
             lab.step(recompute(module))
 
 
-@pytest.fixture(scope="module", params=[("qwen3-moe-tiny", LORA), ("phi-4-tiny", DROPPED)], ids=["experts", "dense"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3-moe-tiny", LORA), ("qwen3-moe-tiny", OF_EACH_EXPERT), ("phi-4-tiny", DROPPED)],
+    ids=["shared", "of each expert", "dense"],
+)
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on the CPU and predicted."""
     name, state = request.param

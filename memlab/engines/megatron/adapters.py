@@ -73,14 +73,17 @@ class AdaptedLinear(torch.nn.Module):
             to_wrap.return_layernorm_output = True  # type: ignore[assignment]
             if hasattr(to_wrap, "return_layernorm_output_gathered"):  # Transformer Engine's own
                 to_wrap.return_layernorm_output_gathered = config.sequence_parallel
-        self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)
+        if weight.num_experts and not lora.share_expert_adapters:
+            self.adapter: torch.nn.Module = ExpertAdapters(to_wrap, weight, lora, config)
+        else:
+            self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)
 
     def forward(self, inputs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps as the linear does; returns its bias too, where Megatron adds that."""
         output, bias = self.to_wrap(inputs, *args)
         if isinstance(output, tuple):
             output, inputs = output
-        return output + self.adapter(inputs.contiguous()).reshape(output.shape), bias
+        return output + self.adapter(inputs.contiguous(), *args).reshape(output.shape), bias
 
 
 def base_of(linear: torch.nn.Module) -> Any:
@@ -132,11 +135,11 @@ class Adapter(torch.nn.Module):
         if self.is_expert and config.expert_model_parallel_size > 1:
             _share_over_ranks(self.linear_in.weight, self.linear_out.weight)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
         rows = inputs
         if self.dropout_position == "pre":
-            rows = self._dropped(rows)
+            rows = _dropped(rows, self)
         padding = -len(rows) % self.ranks_of_expert if self.is_expert else 0
         if padding:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
@@ -147,13 +150,44 @@ class Adapter(torch.nn.Module):
         if self.scatters:
             rows = scatter_to_sequence_parallel_region(rows, group=self.group)
         if self.dropout_position == "post":
-            rows = self._dropped(rows)
+            rows = _dropped(rows, self)
         rows = rows * self.scale
         return rows[:-padding] if padding else rows
 
-    def _dropped(self, rows: torch.Tensor) -> torch.Tensor:
-        # What torch.nn.Dropout calls on a GPU; on a CPU that would keep a mask of another type.
-        return torch.native_dropout(rows, self.dropout, True)[0] if self.dropout and self.training else rows
+
+class ExpertAdapters(torch.nn.Module):
+    """An adapter for each expert of the rank: two grouped linears of low rank.
+
+    As ms-swift adds them (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5): of the class of the
+    linear that they are added to, without expert tensor parallelism.
+
+    Args:
+        to_wrap: The grouped linear.
+        weight: What its weights are in the whole model.
+        lora: Rank, scale and dropout.
+        config: Of the model.
+    """
+
+    def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
+        super().__init__()
+        outputs, inputs = weight.shape
+        self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
+        common = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": True}
+        count, grouped = to_wrap.num_gemms, type(to_wrap)
+        self.linear_in = grouped(count, inputs, lora.rank, init_method=_xavier, **common)
+        self.linear_out = grouped(count, lora.rank, outputs, init_method=_zero, **common)
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: Any) -> torch.Tensor:
+        """Maps [rows, inputs] to [rows, outputs], `tokens_per_expert` rows for each expert in turn."""
+        rows = _dropped(inputs, self) if self.dropout_position == "pre" else inputs
+        rows, _ = self.linear_in(rows, tokens_per_expert)
+        rows, _ = self.linear_out(rows, tokens_per_expert)
+        return (_dropped(rows, self) if self.dropout_position == "post" else rows) * self.scale
+
+
+def _dropped(rows: torch.Tensor, adapter: Any) -> torch.Tensor:
+    # What torch.nn.Dropout calls on a GPU; on a CPU that would keep a mask of another type.
+    return torch.native_dropout(rows, adapter.dropout, True)[0] if adapter.dropout and adapter.training else rows
 
 
 def _xavier(weight: torch.Tensor) -> None:
