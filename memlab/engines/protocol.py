@@ -296,5 +296,13 @@ class Engine(Protocol):
         Raises, when called, ValueError if the model lacks what the fault needs.
         """
 
+    def own_gradient_moves(self, release: Callable[[Any], object], load: Callable[[Any], object]) -> Residency:
+        """Returns transfers in which gradients are released and loaded by a reader's functions.
+
+        Args:
+            release: Gets the model, with its lists of buffers.
+            load: The same.
+        """
+
     def repair(self) -> None:
-        """Undoes what a fault has left, after everything has been loaded."""
+        """Gives gradients that a fault or a reader's code has lost their memory back, zeroed."""
