@@ -117,6 +117,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    # https://arxiv.org/abs/2005.14165, table 2.1
+    "gpt3-6.7b": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 16384,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+        "layernorm_epsilon": 1e-5,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -134,6 +145,11 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {"vocab_size": 152064, "rotary_base": 1000000},
     "qwen2.5-1.5b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
     "qwen3-4b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
+    "gpt3-6.7b": {
+        "vocab_size": 50304,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    },
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -149,7 +165,8 @@ class Job:
     model: str
     num_layers: int
     layout: str
-    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``)."""
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``).
+    ``SP0`` says that tensor parallel ranks have whole sequences."""
     num_microbatches: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
@@ -191,7 +208,7 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -269,6 +286,7 @@ def jobs() -> Iterator[Job]:
     yield from one_rank(of)
     yield from dense_families(of)
     yield from defaults_of_frameworks(of)
+    yield from classic_gpt(of)
     # Two ranks.
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
@@ -284,6 +302,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
     yield from fusions_of_two_ranks(of)
+    yield from classic_gpt_of_two_ranks(of)
 
 
 def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -350,3 +369,38 @@ def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, alone, recompute("moe"), recompute("moe_act") | EXPERTS, state=UNFUSED_ACTIVATION)
     for model in (LLAMA, QWEN_8B, QWEN2_7B):
         yield from of(model, 4, alone, {}, FULL, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+
+
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+UNFUSED_ATTENTION = {"attention_backend": "unfused"}
+WHOLE_OPTIMIZER = {"use_distributed_optimizer": False}
+
+
+def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of GPT as Megatron-LM's own tests train it, with and without dropout."""
+    alone: dict[str, Any] = {"seq_length": 2048}
+    one = GPT, 4, "one rank"
+    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, state=DROPS, **alone)
+    yield from of(*one, state={"hidden_dropout": 0.1}, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | UNFUSED_ATTENTION, **alone)
+    yield from of(*one, state=UNFUSED_ATTENTION, **alone)
+    yield from of(*one, {}, FULL, state=DROPS | FUSED_GRADIENTS, **alone)
+    yield from of(*one, state=DROPS | WHOLE_OPTIMIZER, num_microbatches=3, **alone)
+    yield from of(*one, state=DROPS | UNFUSED_ACTIVATION, **alone)
+    yield from of(*one, state=UNFUSED_ACTIVATION, config={"add_bias_linear": False}, **alone)
+    yield from of(*one, state=DROPS, config={"gated_linear_unit": True}, **alone)
+    yield from of(*one, state=DROPS, config={"qk_layernorm": True}, **alone)
+    yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
+
+
+def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks: whole sequences, tied embeddings over stages, a whole optimizer on each rank."""
+    short: dict[str, Any] = {"seq_length": 2048, "state": DROPS}
+    yield from of(GPT, 4, "TP2 SP0", {}, FULL, **short)
+    yield from of(GPT, 4, "TP2", **short)
+    yield from of(LLAMA, 4, "TP2 SP0")
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, **short)
+    whole = {"seq_length": 2048, "state": DROPS | WHOLE_OPTIMIZER}
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, **whole)
+    yield from of(GPT, 4, "DP2", **whole)

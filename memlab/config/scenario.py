@@ -128,11 +128,29 @@ class Scenario:
                 f"{self.architecture.name} says which of so many layers have experts: give fewer layers",
                 "num_layers",
             )
+        self._check_architecture()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_attention()
+        self._check_dropout()
         self._check_packing()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    def _check_architecture(self) -> None:
+        model = self.architecture
+        if model.max_position_embeddings is not None and self.seq_length > model.max_position_embeddings:
+            raise RuleError(
+                f"seq_length is {self.seq_length}, must be at most max_position_embeddings of {model.name}, "
+                f"{model.max_position_embeddings}, since its positions are learned: give shorter sequences",
+                "seq_length",
+            )
+        if not model.gated_linear_unit and not model.add_bias_linear and self.state.bias_activation_fusion:
+            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
+            raise RuleError(
+                f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
+                "rule of Megatron-Core: switch bias_activation_fusion off",
+                "bias_activation_fusion",
+            )
 
     def _check_attention(self) -> None:
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
@@ -149,6 +167,16 @@ class Scenario:
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
             )
+
+    def _check_dropout(self) -> None:
+        cut = {"context_parallel_size": self.layout.context_parallel_size, "packed_sequences": self.packed_sequences}
+        for name, value in cut.items():
+            if self.state.attention_dropout and value not in (None, 1):
+                raise RuleError(
+                    f"attention_dropout is {self.state.attention_dropout:g} with {name} {value}, which memlab does not "
+                    "predict yet: choose 0, or leave the other out",
+                    *("attention_dropout", name),
+                )
 
     def _check_packing(self) -> None:
         if self.packed_sequences is None:
@@ -329,9 +357,7 @@ class Scenario:
     @property
     def tokens_of_rank(self) -> int:
         """Tokens of one micro-batch that the rank holds outside its matrix products, where ranks share sequences."""
-        layout = self.layout
-        ranks_of_a_sequence = layout.context_parallel_size * layout.tensor_model_parallel_size
-        return self.seq_length * self.micro_batch_size // ranks_of_a_sequence
+        return self.seq_length * self.micro_batch_size // self.layout.ranks_of_a_sequence
 
     @property
     def ranks_of_every_kind(self) -> tuple[int, ...]:

@@ -51,13 +51,16 @@ def test_the_sum_is_within_a_hundredth_of_the_peak_of_a_predicted_step(settings:
     assert sum(parts.values()) == pytest.approx(peak, rel=0.01)
 
 
-PHI, QWEN = ARCHITECTURES["phi-4-tiny"], ARCHITECTURES["qwen3-moe-tiny"]
+PHI, QWEN, GPT = (ARCHITECTURES[name] for name in ("phi-4-tiny", "qwen3-moe-tiny", "gpt-tiny"))
 
 
 @pytest.mark.parametrize(
     "model",
-    [PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False)],
-    ids=["phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's"],
+    [
+        *(PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False)),
+        *(GPT, replace(GPT, qk_layernorm=True, gated_linear_unit=True), replace(QWEN, normalization="LayerNorm")),
+    ],
+    ids=["phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's", "GPT's", "GPT's with a gate", "LayerNorm"],
 )
 def test_the_parts_of_a_layer_keep_what_is_metered(model: Architecture) -> None:
     settings = {"none": MemorySettings(), "full": FULL, "mlp": recompute("mlp"), "core_attn": recompute("core_attn")}

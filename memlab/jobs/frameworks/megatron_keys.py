@@ -94,10 +94,14 @@ def _listed(pattern: Any) -> Any:
 
 
 _OF_A_MODEL = {"int": WHOLE, "int | None": WHOLE, "float": NUMBER, "bool": SWITCH}
+OF_CLASSIC_GPT = (
+    "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
+)  # fmt: skip
+"""What only Megatron-LM's flags give."""
 ARCHITECTURE = tuple(
     Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
     for field in fields(Architecture)
-    if field.name not in ("name", "family", "add_qkv_bias", "moe_layer_freq", "default_seq_length")
+    if field.name not in ("name", "family", "add_qkv_bias", "moe_layer_freq", "default_seq_length", *OF_CLASSIC_GPT)
 )
 QKV_BIAS = Key("add_qkv_bias", "add_qkv_bias", SWITCH)
 LAYERS = (
