@@ -181,7 +181,10 @@ class Job:
     def name(self) -> str:
         """All that distinguishes the job."""
         changes = {**self.settings, **self.state, **self.config}
-        words = [f"{name}={'+'.join(value) if isinstance(value, tuple) else value}" for name, value in changes.items()]
+        words = [
+            f"{name}={'+'.join(value) if isinstance(value, (tuple, list)) else value}"
+            for name, value in changes.items()
+        ]
         return " ".join([self.model, f"{self.num_layers} layers", self.layout, f"x{self.num_microbatches}", *words])
 
     @property
@@ -284,6 +287,7 @@ def jobs() -> Iterator[Job]:
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
+    yield from adapters(of)
     yield from dense_families(of)
     yield from defaults_of_frameworks(of)
     yield from classic_gpt(of)
@@ -303,6 +307,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
     yield from fusions_of_two_ranks(of)
     yield from classic_gpt_of_two_ranks(of)
+    yield from adapters_of_two_ranks(of)
 
 
 def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -369,6 +374,51 @@ def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, alone, recompute("moe"), recompute("moe_act") | EXPERTS, state=UNFUSED_ACTIVATION)
     for model in (LLAMA, QWEN_8B, QWEN2_7B):
         yield from of(model, 4, alone, {}, FULL, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+
+
+def lora(rank: int, *targets: str, **others: Any) -> dict[str, Any]:
+    """Returns the fields of adapters; Megatron-Bridge's targets are all linears."""
+    named = {"target_modules": targets} if targets else {}
+    return {f"lora_{name}": value for name, value in {"rank": rank, **named, **others}.items()}
+
+
+OF_ATTENTION = ("linear_qkv", "linear_proj")
+OF_MLP = ("linear_fc1", "linear_fc2")
+
+
+def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank that train adapters."""
+    alone = "one rank"
+    mlp, activation = recompute("mlp"), recompute("layernorm", "moe_act")
+    for model, own in ((LLAMA, mlp), (PHI, mlp), (QWEN_8B, mlp), (QWEN, activation)):
+        others = EXPERTS if model == QWEN else ATTENTION
+        yield from of(model, 4, alone, {}, FULL, own, others, state=lora(16))
+        yield from of(model, 4, alone, {}, FULL, state=lora(8, *OF_ATTENTION))
+        yield from of(model, 2, alone, {}, FULL, state=lora(64))
+        yield from of(model, 2, alone, {}, FULL, state=lora(32, *OF_MLP))
+        yield from of(model, 2, alone, {}, state=lora(32, dropout=0.1))
+    for model in (LLAMA, QWEN):
+        yield from of(model, 4, alone, FULL | {"recompute_num_layers": 2}, state=lora(16))
+        yield from of(model, 4, alone, {**FULL, "recompute_method": "block", "recompute_num_layers": 2}, state=lora(16))
+        yield from of(model, 4, alone, recompute("core_attn"), offload("core_attn", "attn_proj"), state=lora(32))
+        yield from of(model, 4, alone, {}, num_microbatches=3, state=lora(16))
+        yield from of(model, 4, alone, FULL, num_microbatches=3, state=lora(16))
+        yield from of(model, 4, alone, state=lora(16, "*.layers.1.*.linear_qkv", "*.layers.3.*.linear_fc2"))
+        yield from of(model, 4, alone, state=lora(32, dropout=0.05, dropout_position="post"))
+        yield from of(model, 2, alone, {}, state=lora(16) | FUSED_GRADIENTS)
+        yield from of(model, 2, alone, {}, state=lora(16) | LOW_PRECISION)
+        yield from of(model, 2, alone, {}, state=lora(16) | UNFUSED_ACTIVATION)
+
+
+def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks that train adapters, each kind of parallelism once."""
+    for model in (LLAMA, PHI):
+        yield from of(model, 4, "TP2", {}, FULL, state=lora(16))
+    yield from of(LLAMA, 4, "DP2", state=lora(16))
+    yield from of(LLAMA, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE, state=lora(16))
+    yield from of(QWEN, 4, "EP2 DP2", {}, FULL, state=lora(16))
+    yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
+    yield from of(LLAMA, 4, "CP2", state=lora(16))
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -215,6 +216,7 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     options = {name: value for name, value in job.state.items() if name not in _OPTIONS_OF_MODEL}
+    adapters = {name: options.pop(name) for name in list(options) if name.startswith("lora_")}
     state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
@@ -241,6 +243,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
             **place,
         )
+        if adapters:
+            add_adapters(model, adapters)
         model = Float16Module(config, model.cuda())
         chunks.append(
             DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
@@ -251,6 +255,34 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return chunks, optimizer
+
+
+def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
+    """Freezes a model chunk, and adds Megatron-Bridge's own adapters to it.
+
+    Of its package, 0.6.2, only the folder ``peft`` and what that imports need to be there. A rehearsal lets its code
+    take memlab's stand-ins for the classes of Transformer Engine.
+    """
+    # Megatron-Core 0.16.1 has no such block, which peft/recompute.py looks for.
+    blocks = SimpleNamespace(HybridStack=type("HybridStack", (), {}))
+    sys.modules.setdefault("megatron.core.models.hybrid.hybrid_block", blocks)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        sys.modules.setdefault("transformer_engine.pytorch", SimpleNamespace(ops=SimpleNamespace(Sequential=object)))  # type: ignore[arg-type]
+        sys.modules.setdefault("transformer_engine", SimpleNamespace(pytorch=sys.modules["transformer_engine.pytorch"]))  # type: ignore[arg-type]
+        layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
+        utils = importlib.import_module("megatron.bridge.peft.utils")
+        utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
+        utils.version = lambda _: "2.16.1"
+        utils.TECL = (layers.TorchNormLinear, layers.TorchColumnLinear, layers.TorchGroupedLinear)
+        utils.TERL = (layers.TorchRowLinear, layers.TorchGroupedRowLinear)
+        for module in model.modules():
+            if isinstance(module, utils.TECL + utils.TERL):
+                weights = [weight for weight in module.parameters() if weight.dim() > 1]
+                module.out_features, module.in_features = weights[0].shape
+                module.config = model.config
+    lora = importlib.import_module("megatron.bridge.peft.lora")
+    values = {name.removeprefix("lora_"): value for name, value in options.items()}
+    lora.LoRA(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
 
 
 def take_step(job: Job, chunks: list[Any], optimizer: Any) -> dict[str, Any]:

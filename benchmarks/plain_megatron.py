@@ -237,6 +237,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
 
     architecture = find_architecture(job["model"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
+    deallocates = {name: True for name in ("deallocate_pipeline_outputs",) if name in job["config"]}
     environment = job["ranks"][rank]["environment"]
     versions = Versions(transformer_engine=environment["transformer-engine"], torch=environment["torch"])
     with Lab(
@@ -245,7 +246,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         seq_length=job["seq_length"],
         num_microbatches=job["num_microbatches"],
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
-        state=TrainingState(**job["state"], deallocate_pipeline_outputs="deallocate_pipeline_outputs" in job["config"]),
+        state=TrainingState.of_options(job["state"] | deallocates),
         routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),
         versions=versions,
         backend="simulated",

@@ -21,20 +21,21 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.config.architectures import ARCHITECTURES as ARCHITECTURES
     from memlab.config.architectures import Architecture as Architecture
     from memlab.config.layout import Layout as Layout
+    from memlab.config.lora import LoRA as LoRA
     from memlab.config.scenario import Scenario as Scenario
     from memlab.config.settings import MemorySettings as MemorySettings
     from memlab.config.settings import validation_error as validation_error
     from memlab.config.training_state import TrainingState as TrainingState
     from memlab.config.versions import Versions as Versions
-    from memlab.exercises import Attempt as Attempt
-    from memlab.exercises import check as check
-    from memlab.exercises import failure as failure
+    from memlab.exercises.checks import check as check
+    from memlab.exercises.checks import failure as failure
+    from memlab.exercises.records import Attempt as Attempt
     from memlab.jobs.job import Job as Job
     from memlab.lab.lab import Lab as Lab
     from memlab.lab.predictions import predict_ranks as predict_ranks
     from memlab.lab.request import PassRequest as PassRequest
     from memlab.lab.request import StepRequest as StepRequest
-    from memlab.labs_folder import labs_folder as labs_folder
+    from memlab.lab_files import labs_folder as labs_folder
     from memlab.ranks.ranks import Ranks as Ranks
     from memlab.record.job_record import JobRecord as JobRecord
     from memlab.record.measured_steps import measured_steps as measured_steps

@@ -28,6 +28,11 @@ def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: 
         ValueError: If there is no formula for this recompute.
     """
     choices = formulas_of(model)
+    if not choices:
+        raise ValueError(
+            f"{model.name} has a router or shared experts, for which the cheat sheet has no formula: predict a step, "
+            "or choose another model"
+        )
     if recompute not in choices:
         raise ValueError(f"recompute is {recompute!r}, must be one of {', '.join(choices)}: choose one of them")
     num_parameters = model.with_layers(num_layers).num_parameters

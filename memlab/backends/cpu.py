@@ -29,6 +29,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import torch_moe
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
+from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
 from memlab.engines.megatron.layers.weight_gradients import APEX_EXTENSION, unused_gradient
 from memlab.engines.process_group import join_with_gloo, require_started_ranks
@@ -137,6 +138,7 @@ def _replacements() -> dict[str, Any]:
     }
     linear = "megatron.core.tensor_parallel.layers"
     rope = "megatron.core.models.common.embeddings.rope_utils"
+    latent = "megatron.core.transformer.multi_latent_attention"
     return {
         **{f"torch.cuda.{name}": value for name, value in CUDA_API.items()},
         "torch.get_rng_state": random_state,
@@ -156,6 +158,8 @@ def _replacements() -> dict[str, Any]:
         f"{linear}.get_dummy_wgrad": unused_gradient,
         f"{rope}.fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
         f"{rope}.fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
+        f"{latent}.fused_apply_mla_rope_for_q": fused_apply_mla_rope_for_q,
+        f"{latent}.fused_apply_mla_rope_for_kv": fused_apply_mla_rope_for_kv,
         f"{moe}.HAVE_TE": True,
         f"{moe}.te_general_gemm": None,
         f"{moe}.fused_permute": torch_moe.permute,

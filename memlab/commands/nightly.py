@@ -21,12 +21,21 @@ if TYPE_CHECKING:
     from memlab.regression.suite.suite import Case, Suite
 
 _MAX_JOBS = 4
+_FIRST_MODEL = "qwen3-30b-a3b"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     parser.add_argument(
-        "suite", type=Path, metavar="SUITE", help="the suite to run, such as papermill_runs/suites/cpu.yaml"
+        "suite", type=Path, nargs="?", metavar="SUITE", help="the suite to run, such as papermill_runs/suites/cpu.yaml"
+    )
+    parser.add_argument(
+        "--init",
+        nargs="?",
+        const=_FIRST_MODEL,
+        metavar="MODEL",
+        help="in place of a run: write a suite, a notebook and a workflow for a model of your own into the current "
+        f"folder; MODEL is a name that memlab knows or the path of a config.json (default: {_FIRST_MODEL})",
     )
     parser.add_argument(
         "--jobs",
@@ -70,6 +79,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.regression.nightly import KEPT_RUNS, Options
     from memlab.regression.suite.suite import read_suite
 
+    if arguments.init is not None:
+        return _prepare_first(arguments)
+    if arguments.suite is None:
+        raise ValueError("SUITE is missing: give a suite file, or let memlab nightly --init write a first one")
     if arguments.out is not None:
         check_writable_folder(arguments.out)
     if arguments.engines is not None and arguments.jobs is not None:
@@ -87,6 +100,37 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     )
     cases = suite.select(arguments.only)
     return lambda: _run(suite, cases, options, engines)
+
+
+def _prepare_first(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks the model of a first nightly, and that none of its files is there.
+
+    Raises:
+        ValueError: If the model is unknown, a file exists, or a suite is given too.
+    """
+    from memlab.config.architectures import find_architecture
+    from memlab.regression.starter import starter_files
+
+    if arguments.suite is not None:
+        raise ValueError(f"SUITE is {arguments.suite}, but --init writes a suite and runs none: leave one of them out")
+    find_architecture(arguments.init)
+    files = starter_files(arguments.init)
+    if there := [str(path) for path in files if path.exists()]:
+        raise ValueError(f"{there[0]} exists, and --init overwrites nothing: move it away, or go to another folder")
+
+    def write() -> int:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
+        (suite,) = (path for path in files if path.suffix == ".yaml")
+        print(
+            f"next: memlab nightly {suite} --allow-missing, look at the report, then memlab baseline update {suite}, "
+            "and commit these files with papermill_runs/baselines"
+        )
+        return 0
+
+    return write
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from memlab.commands.shared.step_flags import (
 from memlab.commands.shared.step_progress import ProgressLines
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
+from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit, judge_phases
@@ -36,7 +37,7 @@ from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.writing import writable
-from memlab.lab.job_phases import predict_phases
+from memlab.lab.job_phases import phases_of, predict_phases
 from memlab.lab.search_steps import StepInterrupted, stepping
 from memlab.record.job_phases import JobPhases
 from memlab.record.job_record import JobRecord
@@ -145,10 +146,10 @@ def _predict(asked: AskedStep, arguments: argparse.Namespace, claimed: ExitStack
     found = _Predicted(() if job is None else job.not_modelled)
     with claimed, stdout_reserved_for_result():
         try:
-            _take_steps(found, scenarios, asked.settings, arguments)
+            _take_steps(found, scenarios, asked.settings, rollout, arguments)
             if arguments.gpu_memory is not None:
                 found.fit = _fit(found, arguments)
-            if rollout is not None:
+            if rollout is not None and found.phases is None:
                 found.phases = predict_phases(
                     found.judged.scenario,
                     asked.settings,
@@ -164,7 +165,11 @@ def _predict(asked: AskedStep, arguments: argparse.Namespace, claimed: ExitStack
 
 
 def _take_steps(
-    found: _Predicted, scenarios: list[Scenario], settings: MemorySettings, arguments: argparse.Namespace
+    found: _Predicted,
+    scenarios: list[Scenario],
+    settings: MemorySettings,
+    rollout: Rollout | None,
+    arguments: argparse.Namespace,
 ) -> None:
     started = time.monotonic()
     for number, scenario in enumerate(scenarios, 1):
@@ -182,6 +187,8 @@ def _take_steps(
             if arguments.gpu_memory is not None:
                 limit_bytes = limit_for_torch(arguments.gpu_memory, scenario.layout)
                 found.verdicts.append(judge(record, steps, limit_bytes, found.ranges[-1]))
+            if rollout is not None and len(scenarios) == 1:  # of several ranks, the worst one has phases
+                found.phases = phases_of(record, steps, rollout, arguments.gpu_memory)
         if len(scenarios) > 1:
             left = remaining(time.monotonic() - started, number, len(scenarios) - number)
             peak = format_bytes(record.peak_allocated_bytes)

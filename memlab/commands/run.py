@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from memlab.commands.shared.output import check_writable_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
+from memlab.lab_files import labs_folder
 
 if TYPE_CHECKING:
     from memlab.regression.run.runner import PreparedLab
@@ -23,7 +24,11 @@ _RUNS_FOLDER = Path("papermill_runs") / "runs"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     parser.add_argument(
-        "notebook", type=Path, metavar="NOTEBOOK", help="the lab to run, such as labs/00_quickstart.ipynb"
+        "notebook",
+        type=Path,
+        metavar="NOTEBOOK",
+        help="the lab to run, such as labs/00_quickstart.ipynb; or the name of one of memlab's labs, such as "
+        "01_recompute",
     )
     parser.add_argument(
         "-p",
@@ -59,9 +64,21 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         raise ValueError(f"parameter {twice[0]} is given twice, must be given once: leave one -p {twice[0]} out")
     if arguments.out is not None:
         check_writable_folder(arguments.out)
-    output = arguments.out or _new_folder(arguments.notebook.stem)
-    lab = prepare_lab(arguments.notebook, dict(arguments.parameters), output, arguments.timeout)
+    notebook = _notebook(arguments.notebook)
+    output = arguments.out or _new_folder(notebook.stem)
+    lab = prepare_lab(notebook, dict(arguments.parameters), output, arguments.timeout)
     return lambda: _run(lab)
+
+
+def _notebook(given: Path) -> Path:
+    """Returns the path of a notebook that is given by its path, or by the name of one of memlab's labs."""
+    if given.suffix or len(given.parts) != 1 or given.exists():
+        return given
+    named = labs_folder() / f"{given}.ipynb"
+    if not named.is_file():
+        names = ", ".join(sorted(path.stem for path in named.parent.glob("*.ipynb")))
+        raise ValueError(f"notebook {given} is no file and none of memlab's labs: choose from {names}, or give a path")
+    return named
 
 
 def _new_folder(stem: str) -> Path:

@@ -16,7 +16,8 @@ from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
 from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType
-from memlab.config.parts.moe import Experts
+from memlab.config.parts.mla import LatentAttention, RopeType
+from memlab.config.parts.moe import Experts, ScoreFunction
 from memlab.config.parts.part import FeedForward, Normalization, Part, SharedSize, Weight, norm_weights
 from memlab.config.validation import (
     MOST_LAYERS,
@@ -26,7 +27,10 @@ from memlab.config.validation import (
     shortened,
 )
 
-Family = Literal["qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "gpt2"]
+Family = Literal[
+    "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
+    "kimi_k2", "gpt2",
+]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
 
@@ -40,9 +44,10 @@ _RANGES: dict[str, tuple[float | None, float]] = {
 }
 """A number has to be above the first (or at least 0 where there is none), and at most the second."""
 _SWITCHES = (
-    "share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax",
-    "gated_linear_unit", "add_bias_linear",
-)  # fmt: skip
+    *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
+    *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
+    *("gated_linear_unit", "add_bias_linear"),
+)
 _CHOICES = {"normalization": get_args(Normalization), "position_embedding_type": get_args(PositionEmbeddingType)}
 
 
@@ -80,6 +85,24 @@ class Architecture:
     moe_aux_loss_coeff: float = 0.0
     moe_router_pre_softmax: bool = False
     """Whether the selected probabilities are not renormalised (Hugging Face ``norm_topk_prob: false``)."""
+    moe_router_score_function: ScoreFunction = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    """Whether a bias of each expert decides which experts a token goes to; the optimizer's step changes it."""
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    """How many of the groups of experts a token may go to."""
+    moe_router_topk_scaling_factor: float | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    """Columns of the shared experts of a layer together, which all tokens pass through; None has no such experts."""
+    moe_shared_expert_gate: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_type: RopeType = "rope"
+    """How the angles of latent attention are scaled; those of other models are not."""
     moe_layer_freq: tuple[int, ...] | None = None
     """For each layer, 1 if it has experts and 0 if it is dense. None has experts in every layer, if there are any."""
     default_seq_length: int = 4096
@@ -91,21 +114,8 @@ class Architecture:
             check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
             check_number(f"{self.name}: {name}", getattr(self, name), above, largest, action="correct it")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{self.name}: {name} is {shortened(getattr(self, name))}, must be one of {', '.join(choices)}: "
-                    "correct it"
-                )
-        self._check_positions()
-        if self.num_moe_experts is not None and (self.add_bias_linear or not self.gated_linear_unit):
-            raise ValueError(
-                f"{self.name}: it has experts with add_bias_linear {self.add_bias_linear} and gated_linear_unit "
-                f"{self.gated_linear_unit}, and memlab's experts are SwiGLU without biases: choose False and True"
-            )
+        self._check_choices()
+        self._check_combinations()
         for part in (Dense.of(self), *self.parts):  # every model has the width of a dense part
             part.check(self.name)
         if self.num_parameters > _MOST_PARAMETERS:
@@ -115,7 +125,29 @@ class Architecture:
                 "any real model has): correct its sizes"
             )
 
-    def _check_positions(self) -> None:
+    def _check_choices(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{self.name}: {name} is {shortened(getattr(self, name))}, must be one of {', '.join(choices)}: "
+                    "correct it"
+                )
+
+    def _check_combinations(self) -> None:
+        is_classic = self.normalization != "RMSNorm" or self.add_bias_linear or self.position_embedding_type != "rope"
+        if self.multi_latent_attention and is_classic:
+            raise ValueError(
+                f"{self.name}: it has multi-latent attention with LayerNorm, biases or learned positions, and memlab "
+                "has it with RMSNorm and rope, without biases: correct them"
+            )
+        if self.num_moe_experts is not None and (self.add_bias_linear or not self.gated_linear_unit):
+            raise ValueError(
+                f"{self.name}: it has experts with add_bias_linear {self.add_bias_linear} and gated_linear_unit "
+                f"{self.gated_linear_unit}, and memlab's experts are SwiGLU without biases: choose False and True"
+            )
         rows, name = self.max_position_embeddings, f"{self.name}: max_position_embeddings"
         if self.position_embedding_type == "learned_absolute":
             check_whole_number(name, rows, at_most=MOST_TOKENS_OF_A_SEQUENCE, action="correct it")
@@ -135,9 +167,9 @@ class Architecture:
         object.__setattr__(self, "moe_layer_freq", tuple(pattern) if 0 in pattern else None)
 
     @property
-    def attention(self) -> GroupedQueryAttention:
+    def attention(self) -> GroupedQueryAttention | LatentAttention:
         """The first part of every layer."""
-        return GroupedQueryAttention.of(self)
+        return LatentAttention.of(self) if self.multi_latent_attention else GroupedQueryAttention.of(self)
 
     @property
     def feed_forwards(self) -> tuple[FeedForward, ...]:
@@ -167,7 +199,8 @@ class Architecture:
 
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
-        absent = [getattr(kind, field) for kind in (Dense, Experts) if kind not in map(type, self.feed_forwards)]
+        present = {type(part) for part in self.parts}
+        absent = [getattr(kind, field) for kind in (LatentAttention, Dense, Experts) if kind not in present]
         return {name for modules in absent for name in modules}
 
     @property
@@ -175,7 +208,8 @@ class Architecture:
         """What does nothing in any of its layers: ``field:module`` to the reason."""
         ignored = [part.without_effect for part in self.feed_forwards]
         everywhere = {name: reason for name, reason in ignored[0].items() if all(name in each for each in ignored)}
-        return {**self.attention.without_effect, **everywhere}
+        ignored_by_all = {**self.attention.without_effect, **everywhere}
+        return {name: reason for name, reason in ignored_by_all.items() if name not in self.attention.effective}
 
     def kinds_of(self, layers: Sequence[int]) -> dict[FeedForward, int]:
         """Returns how many of the layers, which are numbered from 0, have each kind of second part."""
@@ -188,7 +222,7 @@ class Architecture:
         """Returns how many of the layers, which are numbered from 0, send tokens to experts."""
         return sum(count for part, count in self.kinds_of(layers).items() if part.routes)
 
-    def parts_of(self, layer: int) -> tuple[GroupedQueryAttention, FeedForward]:
+    def parts_of(self, layer: int) -> tuple[GroupedQueryAttention | LatentAttention, FeedForward]:
         """Returns the parts of a layer, by its number from 0."""
         (feed_forward,) = (part for part, count in self.kinds_of([layer]).items() if count)
         return self.attention, feed_forward
@@ -269,7 +303,33 @@ _GPT: dict[str, Any] = {
 }  # fmt: skip
 """GPT as Megatron-LM's own tests train it, without the flags that make another model of it."""
 _GPT_3 = {"num_query_groups": 32, "kv_channels": 128, "vocab_size": 50304, "default_seq_length": 2048}
+_QWEN2_MOE: dict[str, Any] = {
+    "family": "qwen2_moe", "kv_channels": 128, "rotary_base": 1e6, "layernorm_epsilon": 1e-6, "add_qkv_bias": True,
+    "moe_router_pre_softmax": True, "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128, "kv_channels": 128, "qk_layernorm": True, "moe_aux_loss_coeff": 1e-3,
+}  # fmt: skip
+_DEEPSEEK_V2 = _LATENT | {
+    "family": "deepseek_v2", "rope_type": "yarn", "vocab_size": 102400, "rotary_base": 10000.0,
+    "layernorm_epsilon": 1e-6, "moe_router_pre_softmax": True, "moe_router_topk": 6,
+}  # fmt: skip
+_NO_AUX = _LATENT | {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1, "moe_router_topk": 8,
+}  # fmt: skip
+_DEEPSEEK_V3 = _NO_AUX | {
+    "family": "deepseek_v3", "q_lora_rank": 1536, "rope_type": "yarn", "vocab_size": 129280, "rotary_base": 10000.0,
+    "layernorm_epsilon": 1e-6, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+}  # fmt: skip
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
+
+
+def _after(num_dense: int, num_layers: int) -> tuple[int, ...]:
+    """Returns the pattern of a model whose first layers are dense, and the others have experts."""
+    return (0,) * num_dense + (1,) * (num_layers - num_dense)
 
 
 def _row(name: str, *sizes: int, tied: bool = False, **others: Any) -> Architecture:
@@ -332,6 +392,36 @@ ARCHITECTURES: dict[str, Architecture] = {
         # https://arxiv.org/abs/2005.14165, table 2.1; the vocabulary as Megatron-LM pads it
         _row("gpt3-6.7b", 32, 4096, 16384, 32, max_position_embeddings=2048, **(_GPT | _GPT_3)),
         _row("gpt-tiny", 4, 128, 512, 4, max_position_embeddings=1024, **(_GPT | _TINY | {"num_query_groups": 4})),
+        # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B/blob/main/config.json, and likewise
+        _row("qwen1.5-moe-a2.7b", 24, 2048, 5632, 16, num_query_groups=16, vocab_size=151936, num_moe_experts=60,
+             moe_router_topk=4, moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=5632, **_QWEN2_MOE),
+        _row("qwen2-57b-a14b", 28, 3584, 18944, 28, num_query_groups=4, vocab_size=151936, num_moe_experts=64,
+             moe_router_topk=8, moe_ffn_hidden_size=2560, moe_shared_expert_intermediate_size=20480, **_QWEN2_MOE),
+        _row("qwen2-moe-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64,
+             moe_shared_expert_intermediate_size=128, **(_QWEN2_MOE | _TINY)),
+        # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json, and likewise. (How the angles of
+        # these models are scaled changes no tensor's size: Megatron's own factors are applied here.)
+        _row("deepseek-v2-lite", 27, 2048, 10944, 16, num_query_groups=16, num_moe_experts=64, moe_ffn_hidden_size=1408,
+             moe_shared_expert_intermediate_size=2816, moe_layer_freq=_after(1, 27), **_DEEPSEEK_V2),
+        _row("deepseek-v2", 60, 5120, 12288, 128, num_query_groups=128, num_moe_experts=160, moe_ffn_hidden_size=1536,
+             moe_shared_expert_intermediate_size=3072, moe_layer_freq=_after(1, 60), q_lora_rank=1536,
+             moe_router_num_groups=8, moe_router_group_topk=3, moe_router_topk_scaling_factor=16.0, **_DEEPSEEK_V2),
+        _row("deepseek-v3", 61, 7168, 18432, 128, num_query_groups=128, num_moe_experts=256, moe_ffn_hidden_size=2048,
+             moe_shared_expert_intermediate_size=2048, moe_layer_freq=_after(3, 61), **_DEEPSEEK_V3),
+        _row("moonlight-16b-a3b", 27, 2048, 11264, 16, num_query_groups=16, num_moe_experts=64,
+             moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=2816, moe_layer_freq=_after(1, 27),
+             **(_NO_AUX | {"family": "deepseek_v3", "moe_router_topk": 6, "moe_router_topk_scaling_factor": 2.446,
+                           "vocab_size": 163840, "rotary_base": 50000.0, "layernorm_epsilon": 1e-5})),
+        _row("kimi-k2", 61, 7168, 18432, 64, num_query_groups=64, num_moe_experts=384, moe_ffn_hidden_size=2048,
+             moe_shared_expert_intermediate_size=2048, moe_layer_freq=_after(1, 61),
+             **(_DEEPSEEK_V3 | _NO_AUX | {"moe_router_topk_scaling_factor": 2.827, "vocab_size": 163840,
+                                          "rotary_base": 50000.0, "family": "kimi_k2"})),
+        _row("deepseek-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
+             moe_shared_expert_intermediate_size=64, moe_layer_freq=_after(1, 4),
+             **(_DEEPSEEK_V3 | _TINY | {"num_query_groups": 4, "kv_channels": 32, "q_lora_rank": 64,
+                                        "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
+                                        "v_head_dim": 32, "moe_router_topk": 2, "moe_router_num_groups": 4,
+                                        "moe_router_group_topk": 2})),
         _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )
 }  # fmt: skip
@@ -346,6 +436,13 @@ HUGGING_FACE_NAMES = {
         for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b", "3.1-405b")
     },
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
+    "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
+    "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
     "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
     "mistral-nemo-12b": "mistralai/Mistral-Nemo-Base-2407",
@@ -359,6 +456,11 @@ HUGGING_FACE_NAMES = {
 # Megatron-Bridge's provider replaces by the same number for both.
 SAME_SIZES = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    **dict.fromkeys(("deepseek-r1", "deepseek-v3-0324", "deepseek-v3.1", "deepseek-r1-0528"), "deepseek-v3"),
+    "deepseek-coder-v2-lite": "deepseek-v2-lite",
+    "deepseek-coder-v2": "deepseek-v2",
+    **{f"kimi-k2-instruct{date}": "kimi-k2" for date in ("", "-0905")},
+    "moonlight-16b-a3b-instruct": "moonlight-16b-a3b",
     "llama-3.3-70b": "llama-3.1-70b",
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},

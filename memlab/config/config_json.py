@@ -24,6 +24,8 @@ class ModelType:
     uses_window: bool = True
     """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
     experts: Literal["own width", "width of the MLP"] | None = None
+    shared_expert_gate: bool = False
+    multi_latent_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class ConfigJson:
         value = self._field(name, default)
         check_number(name, value, above=None, at_most=1e300, action="correct it")
         return float(value)
+
+    def number_of_either(self, *names: str, default: float) -> float:
+        """Returns a number of at least 0 that has several names: that of the first which is there."""
+        return next((self.number(name) for name in names if self.values.get(name) is not None), default)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """Returns true or false."""

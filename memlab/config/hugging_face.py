@@ -7,6 +7,7 @@ from typing import Any
 from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.dense import Dense
 from memlab.config.parts.gqa import GroupedQueryAttention
+from memlab.config.parts.mla import LatentAttention
 from memlab.config.parts.moe import Experts
 from memlab.config.validation import is_whole_number, shortened
 
@@ -18,9 +19,14 @@ _MODEL_TYPES = {
     "mistral": ModelType(num_key_value_heads=8),
     "qwen3": ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
     "qwen2": ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
+    "qwen2_moe": ModelType(
+        num_key_value_heads=16, add_qkv_bias=True, uses_window=False, experts="own width", shared_expert_gate=True
+    ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        ModelType(experts="own width", qk_layernorm=True, multi_latent_attention=True),
+    ),
 }
-_OTHER_PARTS = {"qwen2_moe": "shared experts"}
-"""By model type, which of its parts memlab lacks."""
 
 
 def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -35,10 +41,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     name = config.get("model_type")
     kind = _MODEL_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        lacks = f", since it has {_OTHER_PARTS[name]}" if isinstance(name, str) and name in _OTHER_PARTS else ""
-        raise ValueError(
-            f"model_type {shortened(name)} is not supported{lacks}: memlab reads {', '.join(_MODEL_TYPES)}"
-        )
+        raise ValueError(f"model_type {shortened(name)} is not supported: memlab reads {', '.join(_MODEL_TYPES)}")
     fields = ConfigJson(config)
     _check_parts(fields, kind)
     rope = config.get("rope_parameters") or {}
@@ -56,7 +59,8 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "layernorm_epsilon": fields.number("rms_norm_eps"),
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=False),
     }
-    for part in (GroupedQueryAttention, Dense, Experts) if kind.experts else (GroupedQueryAttention, Dense):
+    attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
+    for part in (attention, Dense, *([Experts] if kind.experts else [])):
         read |= part.of_config(fields, kind)
     return read
 
@@ -89,11 +93,6 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     if others:
         raise ValueError(
             f"layer_types has {shortened(others[0])}, which is not modelled: memlab has full_attention only"
-        )
-    if config.get("shared_expert_intermediate_size"):
-        raise ValueError(
-            f"shared_expert_intermediate_size {shortened(config['shared_expert_intermediate_size'])} is not modelled: "
-            "memlab has no shared experts"
         )
 
 

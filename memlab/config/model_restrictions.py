@@ -42,7 +42,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         scenario: Its architecture, and how its layers are split into model chunks, decide.
 
     Raises:
-        ValueError: If a module exists only in MoE layers and the model is dense, if more layers shall be recomputed
+        ValueError: If no layer of the model has a module, if more layers shall be recomputed
             than the model has, if the FP8 recipe refuses a module, if full recompute is combined with offload modules
             on pipeline stages, if the installed megatron-core does not have a setting, or if its steps end in an error
             with the offload modules.
@@ -86,15 +86,45 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "recompute_modules",
         )
     _check_offload_groups(settings, scenario)
+    _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
         absent = architecture.absent_modules(field)
         wrong = [name for name in getattr(settings, field) or () if name in absent]
         if wrong:
+            lacks = "which only MoE layers have, and {} is dense"
+            if wrong == ["mla_up_proj"]:
+                lacks = "which only multi-latent attention has, and {} has another"
             raise RuleError(
-                f"{field} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
+                f"{field} has {wrong}, {lacks.format(architecture.name)}: "
                 f"choose from {', '.join(name for name in choices if name not in absent)}",
                 field,
             )
+
+
+def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
+    """Refuses to recompute the output of a module whose input requires no gradient, because no adapter precedes it.
+
+    Megatron's ``CheckpointWithoutOutput`` then has saved no input, and its step fails in backward
+    (``tensor_parallel/random.py``, 0.16.1).
+    """
+    lora, modules = scenario.state.lora, settings.recompute_modules or ()
+    if lora is None or scenario.layout.pipeline_stage > 0:
+        return
+    for number, layer in enumerate(scenario.chunks_of_rank[0]):
+        attention, feed_forward = scenario.architecture.parts_of(layer)
+        precedes = any(lora.adapted(number, attention.weights()))
+        if feed_forward.routes:
+            before_activation = precedes or lora.adapts(f"decoder.layers.{number}.mlp.experts.linear_fc1")
+            for module, is_preceded in (("layernorm", precedes), ("moe_act", before_activation)):
+                if module in modules and not is_preceded:
+                    raise RuleError(
+                        f"recompute_modules has {module!r}, but no linear before it in the first layers has an "
+                        "adapter, so its input requires no gradient, on which Megatron-Core's step fails: leave it "
+                        "out, or add linear_qkv to lora_target_modules",
+                        *("recompute_modules", "lora_target_modules"),
+                    )
+        if precedes or any(lora.adapted(number, feed_forward.weights())):
+            return
 
 
 def _check_megatron(settings: MemorySettings) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
@@ -112,9 +112,21 @@ def option(default: Any, help: str, **values: Any) -> Any:  # noqa: A002 - the r
 
 @cache
 def options_of(cls: type) -> dict[str, Option]:
-    """Returns the options of a dataclass by name, in its order."""
+    """Returns the options of a dataclass by name, in its order.
+
+    Those of a field that is None or an object with options of its own are named after both, such as ``lora_rank``. The
+    first of them switches the object on: without it, nothing reads the others.
+    """
     hints, found = get_type_hints(cls), {}
     for one in fields(cls):
+        inner = next((kind for kind in get_args(hints[one.name]) if is_dataclass(kind)), None)
+        if inner is not None:
+            first, *others = (
+                replace(each, name=f"{one.name}_{each.name}")
+                for each in options_of(inner).values()  # type: ignore[arg-type]
+            )
+            found[first.name] = replace(first, default=None, may_be_none=True, shown_for_none=0)
+            found |= {each.name: replace(each, needs=first.name) for each in others}
         if "option" in one.metadata:
             hint, given = hints[one.name], one.metadata["option"]
             may_be_none = NoneType in get_args(hint)
@@ -126,14 +138,21 @@ def options_of(cls: type) -> dict[str, Option]:
     return found
 
 
-def check_options(settings: Any) -> None:
+def check_options(settings: Any, prefix: str = "") -> None:
     """Checks the type, the choices and the range of each option of an object.
+
+    Args:
+        settings: The object.
+        prefix: How the names of its options begin, as users know them.
 
     Raises:
         RuleError: If one breaks its rule.
     """
+    own = {field.name for field in fields(settings)}
     for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
-        value = getattr(settings, name)
+        if name not in own:
+            continue  # of an object that has checked itself
+        value, name = getattr(settings, name), prefix + name  # noqa: PLW2901
         if value is None and one.may_be_none:
             continue
         if one.kind == "whole":
@@ -141,14 +160,14 @@ def check_options(settings: Any) -> None:
         elif one.kind == "number" and one.at_most is not None:
             check_number(name, value, None, one.at_most, action=one.advice)
         elif one.kind == "choice" and value not in one.choices:
-            _refuse(one, value, f"one of {', '.join(one.choices)}")
+            _refuse(one, name, value, f"one of {', '.join(one.choices)}")
         elif one.kind == "switch" and not isinstance(value, bool):
-            _refuse(one, value, "True or False")
+            _refuse(one, name, value, "True or False")
 
 
-def _refuse(one: Option, value: object, rule: str) -> NoReturn:
+def _refuse(one: Option, name: str, value: object, rule: str) -> NoReturn:
     or_none = ", or None" if one.may_be_none else ""
-    raise RuleError(f"{one.name} is {shortened(value)}, must be {rule}{or_none}: choose one of them", one.name)
+    raise RuleError(f"{name} is {shortened(value)}, must be {rule}{or_none}: choose one of them", name)
 
 
 def unread(cls: type, values: Mapping[str, Any]) -> dict[str, str]:

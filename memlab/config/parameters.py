@@ -44,6 +44,18 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     return Parameters(outside, vocabulary, inside)
 
 
+def trained_of_rank(scenario: Scenario) -> Parameters:
+    """Counts the rank's parameters that are trained: those of adapters alone, where there are adapters."""
+    if scenario.state.lora is None:
+        return parameters_of_rank(scenario)
+    layout, weights = scenario.layout, [*scenario.weights_of_adapters()]
+    inside, outside = (
+        sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
+        for is_expert in (True, False)
+    )
+    return Parameters(outside, 0, inside)
+
+
 class KeptBytes(NamedTuple):
     """Bytes on the device, without padding."""
 
@@ -58,23 +70,24 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
     parameters.
     """
-    counts, state = parameters_of_rank(scenario), scenario.state
+    counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
     in_layers = 1 if state.fp8_param_gather else of_parameter
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
     main, moments = bytes_of_optimizer(state, scenario.dtype)
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
+    of_adapters = 0 if state.lora is None else sum(trained) * of_parameter
     return KeptBytes(
-        parameters=(counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter,
-        gradients=sum(counts) * bytes_of_gradient(scenario),
+        parameters=(counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter + of_adapters,
+        gradients=sum(trained) * bytes_of_gradient(scenario),
         optimizer=sum(round(of_optimizer * count) for count in sharded),
     )
 
 
 def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns parameters and how many ranks hold each of them, outside experts and in them."""
-    counts, layout = parameters_of_rank(scenario), scenario.layout
+    """Returns trained parameters and how many ranks hold each of them, outside experts and in them."""
+    counts, layout = trained_of_rank(scenario), scenario.layout
     return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.option import check_options, option
+from memlab.config.parts.part import Weight
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
@@ -131,6 +133,7 @@ class Scenario:
         self._check_architecture()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
+        self._check_adapters()
         self._check_attention()
         self._check_dropout()
         self._check_packing()
@@ -153,6 +156,8 @@ class Scenario:
             )
 
     def _check_attention(self) -> None:
+        if self.architecture.multi_latent_attention:
+            self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         if ranks > 1 and backend in ("flash", "unfused"):
             reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
@@ -177,6 +182,58 @@ class Scenario:
                     "predict yet: choose 0, or leave the other out",
                     *("attention_dropout", name),
                 )
+
+    def _check_latent_attention(self) -> None:
+        model, backend = self.architecture, self.state.attention_backend
+        if self.layout.context_parallel_size > 1:
+            raise RuleError(
+                f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
+                f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
+                "context_parallel_size",
+            )
+        if backend == "flash" and model.qk_head_dim + model.qk_pos_emb_head_dim != model.v_head_dim:
+            raise RuleError(
+                f"attention_backend is 'flash', must be auto, fused or unfused for {model.name}, whose queries "
+                "have more channels than its values, because flash-attn 2 needs as many: choose one of them",
+                "attention_backend",
+            )
+        if self.state.apply_rope_fusion and model.rope_type != "yarn":
+            raise RuleError(
+                f"apply_rope_fusion is True, must be False for the multi-latent attention of {model.name}, by a "
+                f"rule of Megatron-Core: rope_type is {model.rope_type!r}, must be yarn there: leave it out",
+                "apply_rope_fusion",
+            )
+
+    def _check_adapters(self) -> None:
+        lora, layout = self.state.lora, self.layout
+        if lora is None:
+            return
+        if self.architecture.add_bias_linear:
+            raise RuleError(
+                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
+                "memlab does not predict adapters yet: leave lora_rank out",
+                "lora_rank",
+            )
+        if not any(self.weights_of_adapters()):
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names no linear of "
+                f"{self.architecture.name} on rank {layout.rank}, where Megatron-Core then has nothing to train: name "
+                "linears of each pipeline stage",
+                "lora_target_modules",
+            )
+        ranks = layout.tensor_model_parallel_size
+        if lora.rank % ranks:
+            raise RuleError(
+                f"lora_rank is {lora.rank}, must be a multiple of tensor_model_parallel_size, {ranks}, by a rule of "
+                "Megatron-Core, whose ranks share the rows of an adapter: choose another",
+                *("lora_rank", "tensor_model_parallel_size"),
+            )
+        if not lora.share_expert_adapters and layout.expert_tensor_size > 1 and self.architecture.routes:
+            raise RuleError(
+                f"lora_share_expert_adapters is False with expert_tensor_parallel_size {layout.expert_tensor_size}, "
+                "where ms-swift adds no adapters: choose 1, or leave lora_share_expert_adapters out",
+                *("lora_share_expert_adapters", "expert_tensor_parallel_size"),
+            )
 
     def _check_packing(self) -> None:
         if self.packed_sequences is None:
@@ -330,6 +387,15 @@ class Scenario:
     def layers_of_rank(self) -> tuple[int, ...]:
         """The layers of all chunks of the rank, as `chunks_of_rank`."""
         return tuple(layer for chunk in self.chunks_of_rank for layer in chunk)
+
+    def weights_of_adapters(self) -> Iterator[Weight]:
+        """Yields the weights of all adapters of the rank."""
+        lora = self.state.lora
+        for chunk in self.chunks_of_rank if lora is not None else ():
+            for number, layer in enumerate(chunk):
+                for part in self.architecture.parts_of(layer):
+                    for linear in lora.adapted(number, part.weights()):  # type: ignore[union-attr]
+                        yield from lora.weights(linear, self.layout.expert_model_parallel_size)  # type: ignore[union-attr]
 
     @property
     def num_layers_of_stage(self) -> int:

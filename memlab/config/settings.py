@@ -21,7 +21,7 @@ RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
 _MOST_BYTES = 2**50

@@ -9,12 +9,13 @@ Megatron refuses is refused here, in one line, before anything is built.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from memlab.config.from_json import build
-from memlab.config.option import Rebuilt, check_options, option, options_of, unread
+from memlab.config.lora import LoRA
+from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -258,11 +259,15 @@ class TrainingState:
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
 
+    lora: LoRA | None = None
+    """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
+
     def __post_init__(self) -> None:
         check_options(self)
         self._check_optimizer()
         self._check_loss()
         self._check_fp8()
+        self._check_lora()
 
     def _check_optimizer(self) -> None:
         if not self.use_precision_aware_optimizer:
@@ -352,6 +357,21 @@ class TrainingState:
                 *("main_params_dtype", "fp8_param_gather", "fp8_recipe"),
             )
 
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        if not isinstance(self.lora, LoRA):
+            raise RuleError(
+                f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
+            )
+        for name in ("fp8_format", "optimizer_cpu_offload"):
+            if getattr(self, name):
+                raise RuleError(
+                    f"lora_rank is {self.lora.rank} with {name} {getattr(self, name)!r}, which memlab does not predict "
+                    "together yet: leave one of the two out",
+                    *("lora_rank", name),
+                )
+
     @classmethod
     def from_options(cls, options: str | Iterable[str]) -> TrainingState:
         """Builds a state from texts, as a notebook's parameter and a suite give them.
@@ -364,7 +384,7 @@ class TrainingState:
         Raises:
             ValueError: If a name is unknown or given twice, or a value breaks its rule.
         """
-        names = [field.name for field in fields(cls)]
+        rows = options_of(TrainingState)
         values: dict[str, Any] = {}
         for given in filter(None, options.split(",")) if isinstance(options, str) else options:
             name, equals, text = given.strip().partition("=")
@@ -372,13 +392,33 @@ class TrainingState:
                 raise ValueError(
                     f"option {name!r} of the training state is given twice, must be given once: leave one out"
                 )
-            if name not in names:
+            if name not in rows:
                 raise ValueError(
-                    f"option {shortened(name)} of the training state is unknown, must be one of {', '.join(names)}: "
+                    f"option {shortened(name)} of the training state is unknown, must be one of {', '.join(rows)}: "
                     "give each as name or name=value"
                 )
-            values[name] = _value_of(text) if equals else True
-        return cls(**values)
+            values[name] = _value_of(text, rows[name]) if equals else True
+        return cls.of_options(values)
+
+    @classmethod
+    def of_options(cls, values: Mapping[str, Any]) -> TrainingState:
+        """Builds a state from values by the names of its options, as flags and job files give them.
+
+        Raises:
+            ValueError: If a value breaks its rule.
+        """
+        own = {name: value for name, value in values.items() if not name.startswith(_OF_LORA)}
+        adapters = {name.removeprefix(_OF_LORA): value for name, value in values.items() if name.startswith(_OF_LORA)}
+        if adapters.get("rank") is not None:
+            return cls(**own, lora=LoRA(**adapters))
+        unread_names = [name for name in values if name.startswith(_OF_LORA) and values[name] != _default(name)]
+        if unread_names:
+            raise RuleError(
+                f"{unread_names[0]} is {shortened(values[unread_names[0]])} without lora_rank, which alone adds "
+                f"adapters: give lora_rank, or leave {unread_names[0]} out",
+                *(unread_names[0], "lora_rank"),
+            )
+        return cls(**own)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingState:
@@ -391,7 +431,7 @@ class TrainingState:
 
     def without_effect(self) -> dict[str, str]:
         """Names the options that Megatron accepts and then ignores, each with the reason."""
-        changed, state = self.changed(), self.to_dict()
+        changed, state = self.changed(), self.options()
         reasons = {name: reason for name, reason in unread(TrainingState, state).items() if name in changed}
 
         def ignored(name: str, reason: str) -> None:
@@ -453,11 +493,15 @@ class TrainingState:
         """Whether a loss that is computed from the logits can copy a chunk of them at a time in fp32."""
         return self.loss.startswith("logprobs") and not self.fp32_output
 
+    def options(self) -> dict[str, Any]:
+        """Returns the value of each option by name; `of_options` builds the state from them."""
+        values = {name: getattr(self, name, one.default) for name, one in options_of(TrainingState).items()}
+        adapters = () if self.lora is None else fields(self.lora)
+        return values | {_OF_LORA + one.name: getattr(self.lora, one.name) for one in adapters}
+
     def changed(self) -> dict[str, Any]:
-        """Returns the fields that differ from the default, in the order of the class."""
-        default = TrainingState()
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value != getattr(default, name)}
+        """Returns the options that differ from the default, in the order of the class."""
+        return {name: value for name, value in self.options().items() if value != _default(name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as JSON-ready values."""
@@ -468,6 +512,14 @@ class TrainingState:
         return ", ".join(option_words(name, value) for name, value in self.changed().items()) or "default state"
 
 
+_OF_LORA = "lora_"
+"""How the names of the options of `LoRA` begin."""
+
+
+def _default(name: str) -> Any:
+    return options_of(TrainingState)[name].default
+
+
 LOSS_OPTIONS = tuple(name for name, one in options_of(TrainingState).items() if one.group == "Loss")
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")
 """Each is a part of the next."""
@@ -475,7 +527,7 @@ _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")
 
 def what_rebuilds(before: TrainingState, after: TrainingState) -> Rebuilt:
     """Returns what a change of the training state rebuilds."""
-    old, new = before.to_dict(), after.to_dict()
+    old, new = before.options(), after.options()
     needs = [one.rebuilds for name, one in options_of(TrainingState).items() if new[name] != old[name]]
     part = max((part for part in needs if part is not None), key=_REBUILT.index, default=_REBUILT[0])
     # An optimizer makes its main parameters from values that FP8 parameters keep on the host only until its first build
@@ -485,11 +537,14 @@ def what_rebuilds(before: TrainingState, after: TrainingState) -> Rebuilt:
 
 def option_words(name: str, value: object) -> str:
     """Writes an option of a training state for tables: its name alone if it is on, else with its value."""
-    return name if value is True else f"{name} {value}"
+    shown = ",".join(value) if isinstance(value, tuple) else value
+    return name if value is True else f"{name} {shown}"
 
 
-def _value_of(text: str) -> Any:
+def _value_of(text: str, one: Option) -> Any:
     """Reads a value as YAML and JSON write it; a text that is none of them stays a text, for the field's own rule."""
+    if one.kind == "modules":
+        return tuple(text.split(","))
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -194,11 +194,14 @@ class Engine(Protocol):
             The mean loss over the micro-batches and the copies of the model; None on a rank that computes none.
         """
 
-    def forward_only_step(self, labels: Labels, *, suspend_offload: bool) -> float | None:
+    def forward_only_step(
+        self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+    ) -> float | None:
         """Runs the forward of every micro-batch without gradients, as RL frameworks do for log-probabilities.
 
         Args:
             labels: Set to each phase as it begins.
+            microbatches: Which micro-batches are stepped.
             suspend_offload: Whether the framework's activation offload is suspended.
 
         Returns:
@@ -284,5 +287,13 @@ class Engine(Protocol):
         Raises, when called, ValueError if the model lacks what the fault needs.
         """
 
+    def own_gradient_moves(self, release: Callable[[Any], object], load: Callable[[Any], object]) -> Residency:
+        """Returns transfers in which gradients are released and loaded by a reader's functions.
+
+        Args:
+            release: Gets the model, with its lists of buffers.
+            load: The same.
+        """
+
     def repair(self) -> None:
-        """Undoes what a fault has left, after everything has been loaded."""
+        """Gives gradients that a fault or a reader's code has lost their memory back, zeroed."""

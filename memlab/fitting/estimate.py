@@ -20,6 +20,11 @@ from memlab.record.step_record import StepRecord
 RECOMPUTED = {
     "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
     "moe_act": ("mlp.experts",),
+    "mla_up_proj": (
+        *("self_attention", "self_attention.linear_q_proj"),
+        *("self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"),
+    ),
+    "shared_experts": ("mlp.shared_experts", "mlp.shared_experts.*"),
     "mlp": ("mlp", "mlp.*"),
     "moe": ("mlp", "mlp.*"),
 }
@@ -27,7 +32,13 @@ RECOMPUTED = {
 and its output either way, and recomputing it raised the peak wherever it was measured (`recomputed_places`)."""
 _OF_UNFUSED_ATTENTION = {"core_attn": ("self_attention.core_attention", "self_attention.core_attention.*")}
 OFFLOADED = {
-    "qkv_linear": ("", "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm"),
+    "attn_norm": ("",),
+    "qkv_linear": (
+        *("", "self_attention", "input_layernorm"),
+        *("self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm"),
+        *("self_attention.linear_q_down_proj", "self_attention.linear_kv_down_proj"),
+        *("self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"),
+    ),
     "core_attn": ("self_attention", "self_attention.core_attention"),
     "attn_proj": ("self_attention.core_attention",),
     "mlp_norm": ("", "pre_mlp_layernorm"),

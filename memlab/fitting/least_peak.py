@@ -16,6 +16,7 @@ _IN_LAYER = "layer"
 _INSIDE: dict[str, tuple[str, ...]] = {
     "core_attn": (r"\.self_attention\.core_attention",),
     "layernorm": (r"\.(.+\.)?\w*layernorm$",),
+    "mla_up_proj": (r"\.self_attention",),
     "mlp": (r"\.mlp", r"\.pre_mlp_layernorm"),
     "moe": (r"\.mlp", r"\.pre_mlp_layernorm"),
     "moe_act": (r"\.mlp\.experts(?!\.linear_fc1)",),  # in FP8 the input of linear_fc2 too, which it keeps in 8 bits

@@ -229,13 +229,6 @@ def _router_tensors_bytes(kept: float, at_once: float) -> Callable[[Scenario], i
     return bound
 
 
-def _expert_bias_bytes(scenario: Scenario) -> int:
-    """Returns a bias and a count of tokens for each expert in each of the rank's layers, and one biased score."""
-    model = scenario.architecture
-    layers, experts = model.num_routing(scenario.layers_of_rank), 4 * (model.num_moe_experts or 0)
-    return 2 * layers * max(experts, _SMALLEST_BLOCK) + _router_tensors_bytes(0, 1)(scenario)
-
-
 def _jitter_bytes(scenario: Scenario) -> int:
     """Returns the noise and the noisy input of each layer's router in flight, and three of these in one layer.
 
@@ -293,9 +286,7 @@ _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "moe_router_load_balancing_type": _router_rows_bytes,
     "moe_z_loss_coeff": _router_tensors_bytes(1, 3),
-    "moe_router_score_function": _router_tensors_bytes(2, 2),
-    **dict.fromkeys(("moe_router_group_topk", "moe_router_topk_limited_devices"), _router_tensors_bytes(0.25, 2.5)),
-    "moe_router_enable_expert_bias": _expert_bias_bytes,
+    "moe_router_topk_limited_devices": _router_tensors_bytes(0.25, 2.5),
     "moe_input_jitter_eps": _jitter_bytes,
     "reduce_scatter_with_fp32_accumulation": _exchanged_gradient_bytes,
     "param_name_patterns_for_fp32_local_accumulation": lambda one: 4 * sum(parameters_of_rank(one)),

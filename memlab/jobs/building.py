@@ -21,7 +21,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Read
 from memlab.jobs.frameworks.keys import CONVERSIONS, Missing, refusal
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
-STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
+STATE_FIELDS = tuple(options_of(TrainingState))
 SETTINGS_FIELDS = tuple(field.name for field in fields(MemorySettings))
 
 
@@ -297,7 +297,7 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     if backend == "local":
         reading.miss("attention_backend", "more", "Megatron's own attention keeps the scores of every head")
         values["attention_backend"] = "unfused"
-    return TrainingState(**{name: values[name] for name in STATE_FIELDS if values.get(name) is not None})
+    return TrainingState.of_options({name: values[name] for name in STATE_FIELDS if values.get(name) is not None})
 
 
 def settings_of(reading: Reading) -> MemorySettings:

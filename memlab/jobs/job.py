@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.option import options_of
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.config.versions import Versions
 from memlab.jobs.arguments import add_override
@@ -27,9 +29,12 @@ from memlab.jobs.building import (
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
+from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 
+_OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
+"""Fields that concern experts only, and that a job may give a model of any name."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -328,8 +333,8 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
     """Moves keys that concern experts only, where a dense model has them, to those without effect."""
     if architecture.routes:
         return
-    reading.values.pop("moe_router_dtype", None)
-    for taken in [one for one in reading.taken if one.field == "moe_router_dtype"]:
+    for taken in [one for one in reading.taken if one.field in _OF_EXPERTS]:
+        reading.values.pop(taken.field, None)
         reading.taken.remove(taken)
         if taken.place != "default":
             reading.without_effect[taken.key] = "the model has no experts"
@@ -400,8 +405,8 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
         except ValueError:
             reading.lacks.append(f"the model {shortened(name)}")
             raise
-        said = [one.memlab_value for one in reading.taken if one.field == "add_qkv_bias" and one.place != "default"]
-        return replace(found, add_qkv_bias=said[-1]) if said else found
+        said = {one.field: one.memlab_value for one in reading.taken if one.place != "default"}
+        return replace(found, **{name: said[name] for name in SAID_OF_LAYERS if said.get(name) is not None})
     if missing_sizes(reading.values):
         reading.assumed.append("the model")
     return architecture_of(reading.values, reading.path.stem)

@@ -16,11 +16,16 @@ from memlab.config.architectures import (
     published_architecture,
 )
 from memlab.config.hugging_face import model_name
+from memlab.config.parts.gqa import GroupedQueryAttention
+from memlab.config.parts.mla import LatentAttention
 from memlab.config.validation import shortened
 
 _QUANTIZED = re.compile(r"[-_.](fp8|int4|int8|awq|gptq|nvfp4|mxfp[48]|w4a16|w8a8|w8a16)(?=[-_.]|$)", re.IGNORECASE)
 _OUTSIDE_LAYERS = ("vocab_size", "share_embeddings_and_output_weights")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_OF_LATENT_ATTENTION = {field.name for field in fields(LatentAttention)} - {
+    field.name for field in fields(GroupedQueryAttention)
+}
 _ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
 """What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
 
@@ -90,6 +95,8 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
         sizes.setdefault("moe_router_topk", 2)
     else:
         sizes = {key: value for key, value in sizes.items() if "moe" not in key}
+    if not sizes.get("multi_latent_attention"):
+        sizes = {key: value for key, value in sizes.items() if key not in _OF_LATENT_ATTENTION}
     sizes["rotary_base"], sizes["layernorm_epsilon"] = float(sizes["rotary_base"]), float(sizes["layernorm_epsilon"])
     made = Architecture(name=name, family=family, **sizes)
     for published in ARCHITECTURES.values():

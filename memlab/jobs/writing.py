@@ -116,8 +116,10 @@ def _first_keys(framework: Framework) -> dict[str, Key]:
 
 def _fields(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns all fields of a job by their names."""
-    parts = (scenario, scenario.layout, scenario.state, settings)
-    return {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+    parts = (scenario, scenario.layout, settings)
+    return {
+        field.name: getattr(part, field.name) for part in parts for field in fields(part)
+    } | scenario.state.options()
 
 
 def writable(framework_name: str | None, scenario: Scenario, base: MemorySettings) -> Callable[[MemorySettings], bool]:

@@ -10,7 +10,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import estimate_outside_torch
-from memlab.lab.request import PassRequest
+from memlab.lab.search_steps import SimulatedSteps, stepping
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
@@ -30,9 +30,7 @@ def predict_phases(
     replay: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> JobPhases:
-    """Predicts a training step, and a forward-only pass on the same model if the job has one, and adds up the phases.
-
-    A training step begins with loading what is on the host, and ends with offloading it again.
+    """Predicts a training step, and its job's phases as `phases_of` does.
 
     Args:
         scenario: The training steps, on the rank to predict.
@@ -45,14 +43,29 @@ def predict_phases(
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
     """
-    from memlab.lab.lab import Lab
+    with stepping(scenario, replay=replay, on_progress=on_progress) as steps:
+        return phases_of(steps(settings), steps, rollout, gpu_memory_bytes)
 
-    computes = rollout.computes_log_probabilities
-    with Lab(scenario, backend="simulated", replay=replay) as lab:
-        trained = lab.step(settings, on_progress=on_progress)
-        passed = (
-            lab.take(PassRequest(scenario=rollout.of_log_probabilities(scenario), warm_up=True)) if computes else None
-        )
+
+def phases_of(
+    trained: StepRecord, steps: SimulatedSteps, rollout: Rollout, gpu_memory_bytes: int | None = None
+) -> JobPhases:
+    """Predicts a forward-only pass on the model of a training step, if the job has one, and adds up the phases.
+
+    A training step begins with loading what is on the host, and ends with offloading it again.
+
+    Args:
+        trained: The step.
+        steps: Has taken the step.
+        rollout: What the job does between its steps.
+        gpu_memory_bytes: Of each GPU; None leaves out what is left.
+
+    Raises:
+        ValueError: If memlab refuses the workload of the forward-only pass.
+    """
+    scenario, settings, passed = trained.scenario, trained.settings, None
+    if rollout.computes_log_probabilities:
+        passed = steps.pass_after(trained, rollout.of_log_probabilities(scenario))
     between = trained.static_bytes
     away = trained.offloaded_bytes_by_group
     parameters = away.get("parameters", 0)

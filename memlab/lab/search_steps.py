@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.prediction import Prediction
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.lab.request import PassRequest
 from memlab.live_objects import count_objects
 from memlab.quiet_import import imported
 from memlab.record.step_record import StepRecord
@@ -105,6 +106,19 @@ class SimulatedSteps:
         if self.requests is None or reserved_bytes is None or reserved_bytes <= limit_bytes:
             return True
         return self.requests.completes_within(limit_bytes)
+
+    def pass_after(self, record: StepRecord, scenario: Scenario) -> StepRecord:
+        """Takes a forward-only pass, after one to warm up, on the model that has taken a step.
+
+        Args:
+            record: The step; it is taken again unless it is the last thing that these steps have done.
+            scenario: The workload of the pass.
+        """
+        if record is not self._last:
+            self(record.settings)
+        assert self._lab is not None, "it has taken the step"
+        self._last = None
+        return self._lab.take(PassRequest(scenario=scenario, warm_up=True))
 
     def close(self) -> None:
         """Closes the lab."""

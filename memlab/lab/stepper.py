@@ -159,7 +159,7 @@ class Stepper:
             model.replay.forget_passes(model.scenario, settings)
         with labels.phase_of("forward"), model.replay.parts(plan) as parts:
             if forward_only:
-                loss = model.engine.forward_only_step(labels, suspend_offload=suspend_offload)
+                loss = model.engine.forward_only_step(labels, parts.microbatches, suspend_offload=suspend_offload)
             else:
                 loss = model.engine.train_step(labels, load_for_update, parts.microbatches, parts.update)
         adds_to_groups = bool(freed) or forward_only or parts.leaves_new

@@ -10,7 +10,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.versions import Versions
-from memlab.labs_folder import labs_folder
+from memlab.lab_files import labs_folder
 from memlab.record.step_record import StepRecord
 
 

@@ -26,7 +26,7 @@ class StateChange:
     @property
     def changed(self) -> dict[str, object]:
         """The fields that changed, with their new values."""
-        before, after = self.before.to_dict(), self.after.to_dict()
+        before, after = self.before.options(), self.after.options()
         return {name: value for name, value in after.items() if value != before[name]}
 
     def __str__(self) -> str:

@@ -80,7 +80,9 @@ class LayerReplay:
                 would free. The block is then needed only if an earlier step has replayed passes.
         """
         self.step.begin(self._live, plan)
-        self._units.divide(self._live, opens=plan.passes and not plan.offloads and not self.step.is_moe)
+        # The layers of an opened checkpoint have forward passes that do not know their micro-batch.
+        opens = plan.passes and not (plan.offloads or plan.communicates or self.step.is_moe)
+        self._units.divide(self._live, opens=opens)
         self._knowledge.begin_step()
         self._in_checkpoint, self._replayer.num_replayed = False, 0
         for unit in self._units:

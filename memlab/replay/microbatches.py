@@ -3,7 +3,8 @@
 Megatron's own schedule counts the micro-batches. Where one of them had the same events as the one before, and left
 allocated what it found, all later ones but the last are inserted there (`Repeater.insert_periods`), and the
 schedule's count goes on behind them. In 1F1B a period is the forward pass of one micro-batch and the backward pass of
-an earlier one. If no micro-batch is known to repeat, the schedule steps all of them.
+an earlier one, and without backward it is a forward pass. If no micro-batch is known to repeat, the schedule steps all
+of them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
+_FEWEST_BETWEEN = 3
+"""The fewest micro-batches with one between the first and the last."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
@@ -36,6 +39,8 @@ class Plan:
     """Whether replayed passes have to tell Megatron's offload manager."""
     recomputes_moe: bool = False
     """Whether MoE layers are recomputed as a whole."""
+    communicates: bool = False
+    """Whether passes of the first and the last micro-batch begin data-parallel communication, and are stepped."""
 
 
 def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follows_full_recompute: bool) -> Plan:
@@ -54,13 +59,15 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
     # Data-parallel communication then begins in forward or backward, of the first and the last micro-batch: each of
     # their passes must start its own. The micro-batches between run under DDP's ``no_sync``, and only gather parameters
-    # that have been gathered already.
+    # that have been gathered already. Which passes of a pipeline stage are between is up to its schedule.
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
     # What a remedy frees, and when, is not known to repeat.
     has_remedy = is_moe and settings.checkpoint_input_remedy is not None
-    are_equal = not (step.forward_only or has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
+    repeats = not (has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
+    are_equal = repeats and not step.forward_only
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
-    passes = are_equal and not overlaps
+    has_stages = layout.pipeline_model_parallel_size > 1
+    passes = are_equal and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
         # or keep what other layers have made. After an out-of-memory, what the graph that an MoE layer's dispatcher
@@ -68,16 +75,16 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         # the backward pass of one micro-batch frees what its dispatcher retains of any other's pass. After
         # replayed passes through a pipeline stage with layers of both kinds, torch reserved 2 MiB less in a later step.
         has_chunks = layout.virtual_pipeline_model_parallel_size > 1
-        is_mixed_stage = layout.pipeline_model_parallel_size > 1 and scenario.architecture.moe_layer_freq is not None
+        is_mixed_stage = has_stages and scenario.architecture.moe_layer_freq is not None
         passes &= not (follows_full_recompute or has_limit or is_mixed_stage or (recomputes_moe and has_chunks))
     if offloads:
-        has_stages = layout.pipeline_model_parallel_size > 1
-        passes &= not (has_stages or settings.activation_offload_fraction != 1 or has_limit)
+        passes &= not (has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
     return Plan(
         passes=passes,
-        microbatches=are_equal and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
+        microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
         update=not (must_be_stepped or overlaps),
         whole_step=are_equal and not overlaps and not offloads,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,
+        communicates=passes and overlaps,
     )

@@ -60,7 +60,7 @@ class Replayer:
             given: Its input.
         """
         unit, step = one.unit, self.step
-        if not step.replays or not known.is_proven or one.input is None:
+        if not step.replays or step.communicates_in(one) or not known.is_proven or one.input is None:
             return False
         # What a stage has received from another one is the result of no node, which would report its gradient.
         if given.grad_fn is None or not torch.is_grad_enabled():

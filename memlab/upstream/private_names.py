@@ -534,6 +534,20 @@ _WITHOUT_TE = (
         why="TE's fused rotation in torch (`fused_rope`); Megatron refuses apply_rope_fusion where it is None.",
     ),
     Internal(
+        owner="megatron.core.transformer.multi_latent_attention",
+        names=("fused_apply_mla_rope_for_q", "fused_apply_mla_rope_for_kv"),
+        use="replaced",
+        where="backends/cpu.py",
+        why="Kernels in Triton, which needs a GPU (`latent_rope`).",
+    ),
+    Internal(
+        owner="megatron.core.transformer.multi_latent_attention",
+        names=("TELinear",),
+        use="replaced",
+        where="engines/megatron/build.py",
+        why="Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
+    ),
+    Internal(
         owner=_MOE_UTILS,
         names=("HAVE_TE",),
         use="replaced",
@@ -1045,6 +1059,13 @@ _MEGATRON = (
         use="used",
         where="engines/megatron/retention/megatron_globals.py",
         why="Its lru_cache keeps the angles of each sequence length on the device.",
+    ),
+    Internal(
+        owner="megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding",
+        names=("forward",),
+        use="used",
+        where="engines/megatron/retention/megatron_globals.py",
+        why="The same; each layer of latent attention has such a module of its own.",
     ),
     Internal(
         owner=_MOE_UTILS + ":MoEAuxLossAutoScaler",

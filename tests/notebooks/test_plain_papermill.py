@@ -14,7 +14,7 @@ import papermill
 import pytest
 
 from memlab import TrainingState
-from memlab.labs_folder import labs_folder
+from memlab.lab_files import labs_folder
 from memlab.record.measured_steps import measured_steps
 from memlab.regression.suite.notebooks import read_notebook
 from memlab.regression.suite.parameters import read_parameters

@@ -54,6 +54,13 @@ COUNTED_PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+    "moonlight-16b-a3b": 15_960_108_544,
+    "kimi-k2": 1_026_408_209_408,
 }
 
 
@@ -75,7 +82,7 @@ def megatron() -> object:
 
 
 def num_parameters_of_live_model(architecture: Architecture, megatron: object) -> int:
-    """Counts the parameters of Megatron's model with one and with two layers: each layer adds as many as the second."""
+    """Counts the parameters of Megatron's model up to the first and the second of the layers that all others equal."""
     from memlab.engines.megatron.build import gpt_model
     from memlab.engines.megatron.layers.torch_layers import TorchProvider
     from memlab.engines.megatron.megatron_config import transformer_config
@@ -88,8 +95,9 @@ def num_parameters_of_live_model(architecture: Architecture, megatron: object) -
             model = gpt_model(scenario, config, TorchProvider)
         return sum(parameter.numel() for parameter in model.parameters())
 
-    one, two = num_parameters(1), num_parameters(2)
-    return one + (architecture.num_layers - 1) * (two - one)
+    first = (architecture.moe_layer_freq or (1,)).index(1) + 1
+    one, two = num_parameters(first), num_parameters(first + 1)
+    return one + (architecture.num_layers - first) * (two - one)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.endswith("-tiny")])
@@ -151,9 +159,69 @@ def renamed_experts() -> dict[str, object]:
     return {"num_local_experts" if name == "num_experts" else name: value for name, value in config.items()}
 
 
+def deepseek_config() -> dict[str, object]:
+    """Returns the fields of DeepSeek-V3's own config.json that decide sizes or meaning."""
+    return {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+        "rope_theta": 10000,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 3,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "aux_loss_alpha": 0.001,
+    }
+
+
+MOONLIGHT = {
+    "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "num_attention_heads": 16,
+    "vocab_size": 163840, "rope_theta": 50000.0, "rms_norm_eps": 1e-5, "q_lora_rank": None, "rope_scaling": None,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944,
+    "num_attention_heads": 16, "vocab_size": 102400, "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "scoring_func": "softmax",
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+}  # fmt: skip
+QWEN1_5_MOE = {
+    "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "vocab_size": 151936, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
+        (deepseek_config(), "deepseek-v3"),
+        (deepseek_config() | MOONLIGHT, "moonlight-16b-a3b"),
+        (deepseek_config() | DEEPSEEK_V2_LITE, "deepseek-v2-lite"),
+        (qwen_config() | QWEN1_5_MOE, "qwen1.5-moe-a2.7b"),
         (qwen_config(), "qwen3-30b-a3b"),
         (phi_config(), "phi-4-mini"),
         (newer(qwen_config(), "rope_theta"), "qwen3-30b-a3b"),
@@ -229,7 +297,13 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"model_type": "gemma3"}, "'gemma3' is not supported: memlab reads qwen3_moe, mixtral, phi3, llama, mistral"),
         ({"mlp_only_layers": [0, "1"]}, r"mlp_only_layers is \[0, '1'\], must be a list of numbers of layers"),
         ({"decoder_sparse_step": 2, "num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
-        ({"model_type": "qwen2_moe"}, "'qwen2_moe' is not supported, since it has shared experts: memlab reads"),
+        ({"model_type": "deepseek_v3", "topk_method": "best"}, "v_head_dim"),
+        ({"topk_method": "best"}, "topk_method 'best' is not modelled: memlab has greedy"),
+        ({"scoring_func": "tanh"}, "moe_router_score_function is 'tanh', must be softmax or sigmoid"),
+        ({"first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5, must be a number of layers"),
+        ({"topk_method": "group_limited_greedy", "n_group": 7, "topk_group": 1}, "must divide the 128 experts"),
+        ({"topk_method": "group_limited_greedy", "n_group": 64, "topk_group": 2}, "must hold 8 experts"),
+        ({"topk_method": "noaux_tc", "n_group": 8, "topk_group": 4}, "must have sigmoid by a rule of Megatron-Core"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias true is not supported"),
         ({"model_type": "llama", "hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not modelled"),
@@ -239,7 +313,7 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"model_type": "qwen3", "sliding_window": 4096, "use_sliding_window": True}, "sliding_window 4096 is not"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not modelled"),
         ({"qkv_bias": True}, "qkv_bias true is not supported"),
-        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size 512 is not modelled"),
+        ({"shared_expert_intermediate_size": 5.5}, "shared_expert_intermediate_size is 5.5, must be a whole number"),
         ({"num_local_experts": 64}, "it has num_experts 128 and num_local_experts 64, two names for the same number"),
         ({"num_experts": 1, "num_experts_per_tok": 1}, "moe_router_topk is 1 without moe_router_pre_softmax"),
         ({"hidden_size": None}, "hidden_size"),
@@ -358,7 +432,7 @@ def test_a_damaged_config_is_refused_in_a_line_or_read(config: dict[str, object]
 def test_a_path_that_cannot_be_is_refused_in_a_line(name: str) -> None:
     with pytest.raises(ValueError, match="choose from qwen3-30b-a3b") as refused:
         find_architecture(name)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 720
 
 
 @pytest.mark.parametrize(

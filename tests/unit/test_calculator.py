@@ -54,13 +54,20 @@ def test_the_sum_is_within_a_hundredth_of_the_peak_of_a_predicted_step(settings:
 PHI, QWEN, GPT = (ARCHITECTURES[name] for name in ("phi-4-tiny", "qwen3-moe-tiny", "gpt-tiny"))
 
 
+LATENT = replace(ARCHITECTURES["deepseek-tiny"], num_moe_experts=None, moe_layer_freq=None, v_head_dim=16)
+
+
 @pytest.mark.parametrize(
     "model",
     [
-        *(PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False)),
+        *(PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False), LATENT),
+        replace(LATENT, q_lora_rank=None, qk_layernorm=False, rope_type="rope"),
         *(GPT, replace(GPT, qk_layernorm=True, gated_linear_unit=True), replace(QWEN, normalization="LayerNorm")),
     ],
-    ids=["phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's", "GPT's", "GPT's with a gate", "LayerNorm"],
+    ids=[
+        *("phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's", "latent attention", "latent keys only"),
+        *("GPT's", "GPT's with a gate", "LayerNorm"),
+    ],
 )
 def test_the_parts_of_a_layer_keep_what_is_metered(model: Architecture) -> None:
     settings = {"none": MemorySettings(), "full": FULL, "mlp": recompute("mlp"), "core_attn": recompute("core_attn")}
@@ -87,6 +94,13 @@ def test_a_slider_changes_the_text_and_the_bar() -> None:
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%;background", shown.bar.value)]
     expected = 100 if "more than" in shown.text else 100 * sum(shown.parts.values()) / 80 / GIB
     assert sum(widths) == pytest.approx(expected, abs=len(widths) * 0.00005), "each has four decimals"
+
+
+def test_a_model_without_a_formula_is_named() -> None:
+    with pytest.raises(
+        ValueError, match="deepseek-tiny has a router or shared experts, for which the cheat sheet has no"
+    ):
+        bytes_by_hand(ARCHITECTURES["deepseek-tiny"], 2, 128)
 
 
 def test_a_calculator_for_experts_offers_what_has_a_formula() -> None:

@@ -166,7 +166,9 @@ class FullySharded:
         self.optimizer.step()
         return loss.item()
 
-    def forward_only_step(self, labels: Labels, *, suspend_offload: bool) -> float | None:
+    def forward_only_step(
+        self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+    ) -> float | None:
         labels.enter_phase("forward")
         with torch.no_grad():
             return self._loss().item()

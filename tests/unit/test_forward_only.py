@@ -14,13 +14,16 @@ import megatron.core
 import pytest
 
 from memlab.cli import main
+from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import training_step
 from memlab.lab.lab import Lab
 from memlab.lab.one_process import OneProcess
+from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
+from tests.unit.replayed import require_identical
 
 pytestmark = pytest.mark.versions
 
@@ -141,6 +144,29 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
     assert not lab.busy
     assert (lab.records[1].status, lab.records[1].forward_only) == ("interrupted", True)
     assert lab.forward_only().peak_allocated_bytes == plain.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pipeline_model_parallel_size=2, rank=1)], ids=str)
+def test_micro_batches_of_a_pass_that_repeat_are_not_stepped(layout: Layout) -> None:
+    taken: dict[bool, list[StepRecord]] = {}
+    for replay in (False, True):
+        with Lab(
+            "qwen3-moe-tiny",
+            num_layers=2,
+            seq_length=64,
+            num_microbatches=8,
+            layout=layout,
+            backend="simulated",
+            replay=replay,
+        ) as lab:
+            lab.step(FULL, warm_up=False)
+            labels = inside(lab).model.labels
+            before = labels.num_repeated
+            taken[replay] = [lab.forward_only(seq_length=32, warm_up=True)]
+            assert (labels.num_repeated > before) == replay
+            taken[replay].append(lab.step())
+    for stepped, repeated in zip(taken[False], taken[True], strict=True):
+        require_identical(stepped, repeated)
 
 
 @pytest.mark.parametrize(("command", "backend"), [("measure", ["--backend", "cpu"]), ("predict", [])])

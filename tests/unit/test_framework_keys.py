@@ -107,9 +107,6 @@ def test_tensors_of_the_loss_and_of_the_router_are_bounded(
     ("override", "measured"),
     [
         ("moe_z_loss_coeff=0.001", 4_228_608),
-        ("moe_router_score_function=sigmoid", 4_259_840),
-        ("moe_router_enable_expert_bias=True", 2_048),
-        ("moe_router_group_topk=4", 1_048_576),
         ("moe_input_jitter_eps=0.01", 33_556_480),
     ],
 )

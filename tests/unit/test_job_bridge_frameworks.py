@@ -148,6 +148,7 @@ def test_the_engine_of_a_large_job_of_verl_holds_7_5_gb_of_weights(tmp_path: Pat
     sizes = "tensor_model_parallel_size=4", "data_parallel_size=32", "expert_parallel_size=128"
     job = verl(tmp_path, *(f"{ROLLOUT}.{size}" for size in sizes), model="Qwen/Qwen3-235B-A22B")
     assert job.rollout is not None and job.scenario is not None
+    assert "in any case" in job.without_effect[f"{ROLLOUT}.expert_parallel_size"]  # a rule derives it from the others
     assert 2 * job.rollout.num_weights_of_engine(job.scenario) == pytest.approx(7.5e9, rel=0.02)
 
 
@@ -183,6 +184,11 @@ def test_skyrl_s_model_is_in_other_segments_where_it_stays_on_the_device(tmp_pat
         line for line in skyrl(tmp_path, "trainer.placement.colocate_all=false").warnings if "segments" in line
     )
     assert "switched on after the model is built" in warning
+
+
+def test_skyrl_s_sft_trainer_keeps_its_model_in_other_segments(tmp_path: Path) -> None:
+    warnings = sft(tmp_path, f"{SKYRL_SFT}max_length=4096").warnings
+    assert any("switched on after the model is built" in line for line in warnings)
 
 
 def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> None:

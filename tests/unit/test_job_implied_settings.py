@@ -299,8 +299,6 @@ def test_defaults_of_megatron_lm_that_are_not_modelled_are_said_of_models_with_e
     [
         ("--moe-z-loss-coeff 1e-3", "moe_z_loss_coeff", "more"),
         ("--moe-router-load-balancing-type seq_aux_loss", "moe_router_load_balancing_type", "either"),
-        ("--moe-router-score-function sigmoid", "moe_router_score_function", "either"),
-        ("--moe-router-enable-expert-bias", "moe_router_enable_expert_bias", "more"),
         ("--moe-router-fusion", "moe_router_fusion", "either"),
         ("--moe-router-force-load-balancing", "moe_router_force_load_balancing", "either"),
         ("--moe-paged-stash", "moe_paged_stash", "either"),

@@ -15,9 +15,11 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.job import Job
-from memlab.lab.job_phases import predict_phases
+from memlab.lab.job_phases import phases_of, predict_phases
 from memlab.lab.lab import Lab
+from memlab.lab.progress import Progress
 from memlab.lab.request import PassRequest, StepRequest
+from memlab.lab.search_steps import stepping
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
@@ -116,6 +118,19 @@ def test_the_budgets_of_training_and_of_log_probabilities_are_read(
 
 
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
+
+
+def test_the_training_step_of_the_phases_is_taken_again_only_after_another_one() -> None:
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=128)
+    rollout = Rollout(is_colocated=True, ranks_per_node=8, seq_length=320, micro_batch_size=2, bucket_bytes=0)
+    expected, progress = predict_phases(job, MemorySettings(), rollout), list[Progress]()
+    with stepping(job, on_progress=progress.append) as steps:
+        record = steps(MemorySettings())
+        progress.clear()
+        assert phases_of(record, steps, rollout) == expected
+        assert not progress
+        assert phases_of(record, steps, rollout) == expected, "not on a model that has taken a pass since"
+        assert progress
 
 
 @pytest.mark.parametrize("settings", [MemorySettings(), AWAY], ids=str)

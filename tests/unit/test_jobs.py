@@ -603,12 +603,12 @@ def test_set_takes_a_key_that_is_known_by_a_pattern(tmp_path: Path) -> None:
 def test_modules_that_memlab_does_not_have_are_named_with_their_line(tmp_path: Path) -> None:
     text = (
         NEMO
-        + "    activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [mlp, mla_up_proj]\n"
+        + "    activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [mlp, mamba]\n"
     )
     job = Job.read(write(tmp_path, "config.yaml", text))
     (one,) = [one for one in job.not_modelled if one.key == "policy.megatron_cfg.recompute_modules"]
     assert one.place == f"line {text.count(chr(10))}"
-    assert "mla_up_proj" in one.reason
+    assert "mamba" in one.reason
 
 
 def test_set_never_does_nothing(tmp_path: Path) -> None:

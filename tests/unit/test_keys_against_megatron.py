@@ -60,7 +60,6 @@ def test_keys_without_effect_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> 
         "bias_dropout_fusion": False,
         "layernorm_zero_centered_gamma": True,
         "moe_router_bias_update_rate": 0.01,
-        "moe_shared_expert_overlap": True,
         "cuda_graph_warmup_steps": 5,
         "tp_comm_bulk_wgrad": False,
         "barrier_with_L1_time": False,

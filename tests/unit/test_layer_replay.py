@@ -485,6 +485,35 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     assert Replayer.gradient_of is not fail, "the step has begun again"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "expert_model_parallel_size", "settings"),
+    [("qwen3-moe-tiny", 2, _FULL), ("phi-4-tiny", 1, _LAYERNORM)],
+)
+def test_only_micro_batches_that_begin_no_communication_are_replayed(
+    architecture: str, expert_model_parallel_size: int, settings: MemorySettings
+) -> None:
+    """DDP gathers parameters in the first forward pass of a layer, and reduces gradients in its last backward pass."""
+    arguments: dict[str, Any] = {
+        "num_layers": 4,
+        "seq_length": 64,
+        "num_microbatches": 4,
+        "layout": Layout(data_parallel_size=2, expert_model_parallel_size=expert_model_parallel_size),
+        "state": TrainingState(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20_000),
+    }
+    records: dict[bool, list[tuple[StepRecord, Any]]] = {False: [], True: []}
+    for replay, taken in records.items():
+        with Lab(architecture, **arguments, backend="simulated", replay=replay) as lab:
+            model: Any = inside(lab).model
+            for _ in range(2):
+                taken.append((lab.step(settings, warm_up=False), lab.sent_bytes))
+                assert model.replay.is_on == replay
+            count = model.replay.num_replayed
+            assert (0 < count <= 2 * 4) == replay, "of the passes of two micro-batches through four layers"
+    for (one, sent), (other, sent_again) in zip(*records.values(), strict=True):
+        require_identical(one, other)
+        assert sent == sent_again
+
+
 def test_micro_batches_that_are_not_known_to_repeat_are_stepped_in_the_same_step() -> None:
     """A step that began again would find what its first attempt has reserved, and allocated for good."""
     records = {}

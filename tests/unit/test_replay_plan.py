@@ -38,7 +38,7 @@ def plan(
     **scenario: Any,
 ) -> Plan:
     step = Circumstances(
-        scenario=Scenario.of(architecture, num_layers=4, seq_length=64, num_microbatches=2, **scenario),
+        scenario=Scenario.of(architecture, num_layers=4, seq_length=64, **{"num_microbatches": 2} | scenario),
         settings=settings or MemorySettings(),
         forward_only=forward_only,
         is_tapped=is_tapped,
@@ -56,13 +56,18 @@ def test_everything_of_a_plain_step_is_replayed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "stepped"),
     [
-        ({"forward_only": True}, {"passes", "microbatches", "whole_step"}),
+        ({"forward_only": True}, {"passes", "whole_step"}),
         ({"is_tapped": True}, {"passes", "microbatches", "whole_step"}),
         ({"has_fault": True}, set(PARTS)),
         ({"is_looked_at": True}, set(PARTS)),
         ({"state": TrainingState(fp8_format="hybrid")}, set(PARTS)),
         # The micro-batches between the first and the last communicate nothing.
         ({"state": TrainingState(overlap_grad_reduce=True)}, {"passes", "update", "whole_step"}),
+        ({"state": TrainingState(overlap_grad_reduce=True), "num_microbatches": 3}, {"update", "whole_step"}),
+        (
+            {"state": TrainingState(overlap_grad_reduce=True), "num_microbatches": 3, **STAGES},
+            {"passes", "update", "whole_step"},
+        ),
         ({"settings": OFFLOAD}, {"microbatches", "whole_step"}),
         ({"settings": HALF}, {"passes", "microbatches", "whole_step"}),
         ({"settings": OFFLOAD, "has_limit": True}, {"passes", "microbatches", "whole_step"}),

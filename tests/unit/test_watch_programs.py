@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -354,7 +355,12 @@ def asynchronous() -> Program:
     async def all_of_them() -> torch.Tensor:
         return sum(await asyncio.gather(*(one(scale) for scale in (1.0, 2.0, 3.0))))
 
-    return Program(model, lambda: asyncio.run(all_of_them()))
+    def step() -> torch.Tensor:
+        # Playwright may keep an event loop running on this thread, after tests in a browser; a thread has one at most.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, all_of_them()).result()
+
+    return Program(model, step)
 
 
 def deep() -> Program:

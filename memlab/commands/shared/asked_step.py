@@ -11,6 +11,7 @@ from memlab.commands.shared.job_flags import job_of_flags
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.model_restrictions import check_on_model
+from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
@@ -82,7 +83,8 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
 
 def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
     """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
-    values = {field.name: getattr(arguments, field.name, None) for field in fields(cls)}
+    names = [*options_of(cls), *(field.name for field in fields(cls))]
+    values = {name: getattr(arguments, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -93,6 +95,8 @@ def _overlaid(of_job: _Options, arguments: argparse.Namespace) -> _Options:
         is_inside = given["loss"] == "cross_entropy"
         replaced += tuple(name for name in LOSS_OPTIONS if is_inside or name != "fp32_output")
     kept = {name: value for name, value in of_job.changed().items() if not name.startswith(replaced)}
+    if isinstance(of_job, TrainingState):
+        return TrainingState.of_options(kept | given)
     return type(of_job)(**kept | given)
 
 

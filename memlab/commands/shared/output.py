@@ -57,6 +57,21 @@ def check_new_file(path: Path | None) -> None:
         raise _unwritable(path, error) from error
 
 
+def check_new_folder(flag: str, path: Path) -> None:
+    """Checks that a folder does not exist or is empty, so that nothing is lost by what is written into it.
+
+    Args:
+        flag: What gave the path, for the message.
+        path: The folder.
+
+    Raises:
+        ValueError: If there is a file of this name, or something in the folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "is not empty" if path.is_dir() else "is a file"
+        raise ValueError(f"{flag} is {path}, which {what}, must be a new or an empty folder: choose another one")
+
+
 def check_writable_folder(path: Path) -> None:
     """Checks that files can be written into a folder, or into the one in which it will be made.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,11 +23,17 @@ class Dense(FeedForward):
     add_bias_linear: bool
 
     most: ClassVar = {"ffn_hidden_size": 2**22}
-    without_effect: ClassVar = {
-        "offload_modules:mlp_norm": f"{_FUSED_NORM} to offload",
-        "recompute_modules:layernorm": "each of the two norms of a dense layer is fused into the linear layer after it",
-    }
     formulas: ClassVar = ("none", "mlp", "core_attn", "full")
+
+    @property
+    def without_effect(self) -> Mapping[str, str]:
+        """The norm is no module."""
+        return {
+            "offload_modules:mlp_norm": f"{_FUSED_NORM} to offload",
+            "recompute_modules:layernorm": (
+                "each of the two norms of a dense layer is fused into the linear layer after it"
+            ),
+        }
 
     @classmethod
     def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:

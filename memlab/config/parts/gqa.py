@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -34,11 +35,12 @@ class GroupedQueryAttention(Part):
     }
     ranges: ClassVar = {"rotary_percent": (0, 1)}
     offload_groups: ClassVar = ("qkv_linear", "core_attn", "attn_proj")
-    without_effect: ClassVar = {
-        "offload_modules:attn_norm": (
-            "the norm before attention is fused into linear_qkv: there is no norm module to offload"
-        )
-    }
+
+    @property
+    def without_effect(self) -> Mapping[str, str]:
+        """The norm before attention is no module."""
+        reason = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
+        return {"offload_modules:attn_norm": reason}
 
     def check(self, name: str) -> None:
         """Checks the fields, and that heads divide into groups and channels into pairs."""

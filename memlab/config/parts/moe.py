@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import (
@@ -16,12 +16,19 @@ from memlab.config.parts.part import (
     norm_kept_bytes,
     norm_weights,
 )
-from memlab.config.validation import MOST_LAYERS, check_whole_number, is_whole_number, shortened
+from memlab.config.validation import MOST_LAYERS, check_number, check_whole_number, is_whole_number, shortened
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+_MOST_OF_ONE = 2**22
+"""Columns of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(FeedForward):
-    """A router and SwiGLU experts without biases (``megatron/core/transformer/moe/``, 0.16.1)."""
+    """A router, SwiGLU experts without biases, and one MLP beside them that all tokens pass through, if there is one.
+
+    They are in ``megatron/core/transformer/moe/`` (0.16.1): ``router.py``, ``experts.py`` and ``shared_experts.py``.
+    """
 
     hidden_size: int
     num_moe_experts: int
@@ -30,8 +37,15 @@ class Experts(FeedForward):
     moe_aux_loss_coeff: float
     moe_router_pre_softmax: bool
     normalization: Normalization
+    moe_router_score_function: ScoreFunction
+    moe_router_enable_expert_bias: bool
+    moe_router_num_groups: int | None
+    moe_router_group_topk: int | None
+    moe_router_topk_scaling_factor: float | None
+    moe_shared_expert_intermediate_size: int | None
+    moe_shared_expert_gate: bool
 
-    most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": 2**22}
+    most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": _MOST_OF_ONE}
     ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6)}
     megatron: ClassVar = {
         "moe_router_load_balancing_type": "aux_loss",
@@ -39,15 +53,26 @@ class Experts(FeedForward):
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,
     }
-    recompute_modules: ClassVar = ("moe", "moe_act")
+    recompute_modules: ClassVar = ("moe", "moe_act", "shared_experts")
     offload_modules: ClassVar = ("expert_fc1", "moe_act")
-    without_effect: ClassVar = {
-        "recompute_modules:mlp": "it recomputes dense MLPs, and every layer of this model is MoE"
-    }
     offload_groups: ClassVar = ("mlp_norm", "expert_fc1", "moe_act")
     routes: ClassVar = True
     keeps_graph: ClassVar = True  # as the token dispatcher's ``probs`` (`memlab.engines.retained_leaves`)
-    formulas: ClassVar = ("none", "full")
+
+    @property
+    def formulas(self) -> tuple[str, ...]:  # type: ignore[override]
+        """None for routers and experts that the cheat sheet does not describe."""
+        is_plain = self.moe_router_score_function == "softmax"
+        is_plain = is_plain and self.moe_router_group_topk is self.moe_router_topk_scaling_factor is None
+        return ("none", "full") if is_plain and not self.moe_shared_expert_intermediate_size else ()
+
+    @property
+    def without_effect(self) -> Mapping[str, str]:
+        """What recomputes an MLP that is not there."""
+        reasons = {"recompute_modules:mlp": "it recomputes dense MLPs, and every layer of this model is MoE"}
+        if not self.moe_shared_expert_intermediate_size:
+            reasons["recompute_modules:shared_experts"] = "the model has no shared experts"
+        return reasons
 
     @property
     def megatron_spec(self) -> dict[str, Any]:
@@ -60,33 +85,84 @@ class Experts(FeedForward):
         return groups[:1] if "mlp_norm" in groups else groups
 
     def check(self, name: str) -> None:
-        """Checks the fields, and Megatron's rules for the experts of a token."""
+        """Checks the fields, and Megatron's rules for them (``TransformerConfig.__post_init__``, 0.16.1 and 0.19.2)."""
         Part.check(self, name)
-        if self.moe_router_topk > self.num_moe_experts:
-            raise ValueError(
-                f"{name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
-                f"{self.num_moe_experts}: correct one of them"
+        shared, factor = self.moe_shared_expert_intermediate_size, self.moe_router_topk_scaling_factor
+        if shared is not None:
+            field = f"{name}: moe_shared_expert_intermediate_size"
+            check_whole_number(field, shared, at_most=_MOST_OF_ONE, action="correct it")
+        if factor is not None:
+            check_number(f"{name}: moe_router_topk_scaling_factor", factor, 0, 1e6, action="correct it")
+        for rule in (*self._broken_rules(), *self._broken_rules_of_groups()):
+            raise ValueError(f"{name}: {rule}")
+
+    def _broken_rules(self) -> Iterator[str]:
+        chosen, score = self.moe_router_topk, self.moe_router_score_function
+        if chosen > self.num_moe_experts:
+            yield (
+                f"moe_router_topk is {chosen}, must be at most num_moe_experts, {self.num_moe_experts}: correct one of "
+                "them"
             )
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
-            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
-            raise ValueError(
-                f"{name}: moe_router_topk is 1 without moe_router_pre_softmax, must be at least 2 there by a rule "
+        if score not in get_args(ScoreFunction):
+            yield f"moe_router_score_function is {shortened(score)}, must be softmax or sigmoid: choose one of them"
+        if chosen == 1 and score == "softmax" and not self.moe_router_pre_softmax:
+            yield (
+                "moe_router_topk is 1 without moe_router_pre_softmax, must be at least 2 there by a rule "
                 "of Megatron-Core, because the softmax over one expert has no gradient: set moe_router_pre_softmax "
                 "(norm_topk_prob false in a config.json), or choose more experts"
             )
+        if self.moe_router_enable_expert_bias and score != "sigmoid":
+            yield (
+                f"moe_router_enable_expert_bias is True with moe_router_score_function {score!r}, must have sigmoid by "
+                "a rule of Megatron-Core: correct one of them"
+            )
+        if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
+            yield (
+                "moe_shared_expert_gate is True without moe_shared_expert_intermediate_size, must be left out there: "
+                "correct one of them"
+            )
+
+    def _broken_rules_of_groups(self) -> Iterator[str]:
+        groups, of_groups = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None and of_groups is None:
+            return
+        if not (is_whole_number(groups, at_least=1) and is_whole_number(of_groups, at_least=1)):
+            yield (
+                f"moe_router_num_groups is {shortened(groups)} and moe_router_group_topk {shortened(of_groups)}, must "
+                "be whole numbers of at least 1, or both left out: correct them"
+            )
+        elif self.num_moe_experts % (groups or 1):
+            yield (
+                f"moe_router_num_groups is {groups}, must divide the {self.num_moe_experts} experts by a rule of "
+                "Megatron-Core: correct it"
+            )
+        elif self._takes_too_many_of_a_group():
+            yield (
+                f"moe_router_group_topk is {of_groups}, must be from 1 to {min(groups or 1, self.moe_router_topk)} of "
+                f"{groups} groups, which must hold {self.moe_router_topk} experts: correct it"
+            )
+
+    def _takes_too_many_of_a_group(self) -> bool:
+        """Whether ``group_limited_topk`` (``moe_utils.py``) finds too few groups or experts."""
+        groups, of_groups = self.moe_router_num_groups or 1, self.moe_router_group_topk or 1
+        of_a_group = self.num_moe_experts // groups
+        too_many = of_groups > min(groups, self.moe_router_topk) or self.moe_router_topk // of_groups > of_a_group
+        return too_many or self.moe_router_topk > of_groups * of_a_group
 
     @classmethod
     def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:
         """Reads router and experts; transformers writes the second name for their number since 5.1 (Qwen3-MoE)."""
         has_own_width = kind.experts == "own width"
         return {
-            "num_moe_experts": config.whole_of_either("num_experts", "num_local_experts"),
+            "num_moe_experts": config.whole_of_either("num_experts", "num_local_experts", "n_routed_experts"),
             "moe_router_topk": config.whole("num_experts_per_tok"),
             "moe_ffn_hidden_size": config.whole("moe_intermediate_size" if has_own_width else "intermediate_size"),
-            "moe_aux_loss_coeff": config.number("router_aux_loss_coef", default=0.001),
+            "moe_aux_loss_coeff": config.number_of_either("router_aux_loss_coef", "aux_loss_alpha", default=0.001),
             # Mixtral has no such field, and always normalises.
             "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=not has_own_width),
             "moe_layer_freq": _pattern_of_config(config),
+            **_router_of_config(config),
+            **_shared_experts_of_config(config, kind),
         }
 
     def weights(self) -> tuple[Weight, ...]:
@@ -97,7 +173,19 @@ class Experts(FeedForward):
             Weight("mlp.router.weight", (count, hidden)),
             Weight("mlp.experts.linear_fc1.weight", (2 * width, hidden), split=0, num_experts=count),
             Weight("mlp.experts.linear_fc2.weight", (hidden, width), split=1, num_experts=count),
+            *self._shared_weights(),
         )
+
+    def _shared_weights(self) -> list[Weight]:
+        hidden, width = self.hidden_size, self.moe_shared_expert_intermediate_size
+        if width is None:
+            return []
+        gates = [Weight("mlp.shared_experts.gate_weight", (1, hidden))] if self.moe_shared_expert_gate else []
+        return [
+            *gates,
+            Weight("mlp.shared_experts.linear_fc1.weight", (2 * width, hidden), split=0),
+            Weight("mlp.shared_experts.linear_fc2.weight", (hidden, width), split=1),
+        ]
 
     def shared_sizes(self) -> tuple[SharedSize, ...]:
         """Returns the number of experts, and the width of each, which different ranks share."""
@@ -106,22 +194,38 @@ class Experts(FeedForward):
             SharedSize(
                 "moe_ffn_hidden_size", "columns of an expert", self.moe_ffn_hidden_size, "expert_tensor_parallel_size"
             ),
+            *self._shared_width(),
         )
+
+    def _shared_width(self) -> list[SharedSize]:
+        field, width = "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size
+        if width is None:
+            return []
+        return [SharedSize(field, "columns of shared experts", width, "tensor_model_parallel_size")]
 
     @property
     def largest_row(self) -> int:
-        """The most elements that one token has in any activation: as rows of its experts."""
-        return self.moe_router_topk * max(self.moe_ffn_hidden_size, self.hidden_size)
+        """The most elements that one token has in any activation: as rows of its experts, or in shared experts."""
+        of_rows = self.moe_router_topk * max(self.moe_ffn_hidden_size, self.hidden_size)
+        return max(of_rows, self.moe_shared_expert_intermediate_size or 0)
 
     def operations(self, attended: float) -> float:
-        """Returns the FLOPs of the router, and of the experts that one token passes through."""
+        """Returns the FLOPs of the router, of shared experts, and of the experts that one token passes through."""
         of_experts = 6.0 * self.hidden_size * self.moe_router_topk * self.moe_ffn_hidden_size
-        return of_experts + 2.0 * self.hidden_size * self.num_moe_experts
+        return of_experts + 2.0 * self.hidden_size * self.num_moe_experts + self._operations_of_shared()
+
+    def _operations_of_shared(self) -> float:
+        return sum(2.0 * weight.num_elements for weight in self._shared_weights())
 
     def operations_of_modules(self, attended: float) -> dict[str, float]:
         """Returns the FLOPs of the whole part, of the activation function, and of the norm, a module of its own."""
         of_activation = 6.0 * self.moe_router_topk * self.moe_ffn_hidden_size
-        return {"moe": self.operations(attended), "moe_act": of_activation, "layernorm": 4.0 * self.hidden_size}
+        return {
+            "moe": self.operations(attended),
+            "moe_act": of_activation,
+            "shared_experts": self._operations_of_shared(),
+            "layernorm": 4.0 * self.hidden_size,
+        }
 
     def kept_bytes(self, tokens: int, recompute: str) -> int:
         """Returns the bytes of input, norm, routing, the experts' rows, and what the dispatcher refers to."""
@@ -134,13 +238,50 @@ class Experts(FeedForward):
         return (4 * hidden + 4 + of_norm + of_rows + 17 * experts) * tokens + 16 * experts + 4
 
 
+def _router_of_config(config: ConfigJson) -> dict[str, Any]:
+    """Returns how a router of DeepSeek's kind chooses (``DeepseekV3TopkRouter`` in transformers 5.24)."""
+    method, score = config.values.get("topk_method"), config.values.get("scoring_func") or "softmax"
+    if method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
+        raise ValueError(
+            f"topk_method {shortened(method)} is not modelled: memlab has greedy, group_limited_greedy, noaux_tc"
+        )
+    factor = config.number("routed_scaling_factor", default=1.0)
+    read: dict[str, Any] = {
+        "moe_router_score_function": score,
+        "moe_router_enable_expert_bias": method == "noaux_tc",
+        "moe_router_topk_scaling_factor": factor if factor != 1 else None,
+    }
+    if method in ("group_limited_greedy", "noaux_tc"):
+        read |= {"moe_router_num_groups": config.whole("n_group"), "moe_router_group_topk": config.whole("topk_group")}
+    return read
+
+
+def _shared_experts_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
+    """Returns the width of all shared experts together, and whether they have a gate, as Qwen's have."""
+    if config.values.get("shared_expert_intermediate_size"):
+        width = config.whole("shared_expert_intermediate_size")
+    elif config.values.get("n_shared_experts"):
+        width = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
+    else:
+        return {}
+    return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": kind.shared_expert_gate}
+
+
 def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:
-    """Returns which layers have experts (``Qwen3MoeDecoderLayer`` in transformers 5.24)."""
+    """Returns which layers have experts.
+
+    After ``Qwen3MoeDecoderLayer`` and ``DeepseekV3DecoderLayer`` in transformers 5.24.
+    """
     every, dense = config.whole("decoder_sparse_step", default=1), config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(is_whole_number(layer, at_least=0) for layer in dense):
         raise ValueError(f"mlp_only_layers is {shortened(dense)}, must be a list of numbers of layers: correct it")
-    if every == 1 and not dense:
+    first_dense = config.values.get("first_k_dense_replace") or 0
+    if not is_whole_number(first_dense, at_least=0):
+        raise ValueError(f"first_k_dense_replace is {shortened(first_dense)}, must be a number of layers: correct it")
+    if every == 1 and not dense and not first_dense:
         return None
     num_layers = config.whole("num_hidden_layers")
     check_whole_number("num_hidden_layers", num_layers, at_most=MOST_LAYERS, action="correct it")
-    return tuple(int((layer + 1) % every == 0 and layer not in dense) for layer in range(num_layers))
+    return tuple(
+        int((layer + 1) % every == 0 and layer not in dense and layer >= first_dense) for layer in range(num_layers)
+    )

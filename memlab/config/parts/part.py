@@ -86,8 +86,8 @@ class Part(ABC):
     """Those of Megatron's ``recompute_modules`` that exist only in layers with this part."""
     offload_modules: ClassVar[tuple[str, ...]] = ()
     """The same of ``offload_modules``."""
-    without_effect: ClassVar[Mapping[str, str]] = {}
-    """What Megatron accepts and ignores in layers with this part: ``field:module`` to the reason."""
+    effective: ClassVar[tuple[str, ...]] = ()
+    """What has an effect in layers with this part, although the other part of the layer says that it has none."""
     offload_groups: ClassVar[tuple[str, ...]] = ()
     """The groups of ``offload_modules`` that begin in a layer after another one has ended, in their order."""
     routes: ClassVar[bool] = False
@@ -113,6 +113,11 @@ class Part(ABC):
             check_whole_number(f"{name}: {field}", getattr(self, field), at_most=at_most, action="correct it")
         for field, (above, largest) in self.ranges.items():
             check_number(f"{name}: {field}", getattr(self, field), above, largest, action="correct it")
+
+    @property
+    def without_effect(self) -> Mapping[str, str]:
+        """What Megatron accepts and ignores in layers with this part: ``field:module`` to the reason."""
+        return {}
 
     def groups_in_turn(self, offloaded: Collection[str]) -> list[str]:
         """Returns those of `offload_groups` that a layer has with these offload modules."""

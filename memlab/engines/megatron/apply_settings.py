@@ -3,6 +3,7 @@
 Megatron reads its settings twice: once when a layer is built, into attributes of the layer, and once more from the
 config at each forward. Both are set here. The attributes are those of megatron-core 0.16.1 and 0.19.2, in
 ``transformer/transformer_layer.py``, ``transformer/transformer_block.py``, ``transformer/attention.py``,
+``transformer/multi_latent_attention.py``,
 ``transformer/moe/moe_layer.py`` and ``transformer/moe/experts.py``.
 """
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.activation_offload import manager as offload_manager
+from memlab.engines.megatron.adapters import base_of
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.megatron_config import settings_fields, transformer_config
 
@@ -41,10 +43,10 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
             attributes[name] = _FLAGS[name](module, settings)
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
-            module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
+            base_of(module.linear_fc1).save_original_input = attributes["offload_expert_fc1"]
         if "activation_recompute" in attributes and live.config.fp8:
             # experts.py lets the next linear save what is recomputed in place of an FP8 copy.
-            module.linear_fc2.save_original_input = attributes["activation_recompute"]
+            base_of(module.linear_fc2).save_original_input = attributes["activation_recompute"]
     offload_manager.start_over()
 
 
@@ -66,7 +68,9 @@ _FLAGS: dict[str, Callable[[Any, MemorySettings], bool]] = {
     "recompute_pre_mlp_layernorm": _where_norm("pre_mlp_layernorm", _recomputes("layernorm")),
     "recompute_mlp": lambda module, settings: _recomputes("mlp")(module, settings) and not module.is_moe_layer,
     "checkpoint_core_attention": _recomputes("core_attn"),
+    "recompute_up_proj": _recomputes("mla_up_proj"),
     "moe_layer_recompute": _recomputes("moe"),
+    "shared_experts_recompute": _recomputes("shared_experts"),
     "activation_recompute": _recomputes("moe_act"),
     "offload_attn_norm": _where_norm("input_layernorm", _offloads("attn_norm")),
     "offload_qkv_linear": _offloads("qkv_linear"),

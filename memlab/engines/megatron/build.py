@@ -26,6 +26,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import cpu_optimizer
+from memlab.engines.megatron.adapters import add_adapters
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
@@ -132,12 +133,15 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
+            _cast_buffers(model, config)
             config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
-            if not scenario.state.use_distributed_optimizer:
+            if scenario.state.lora is not None:
+                add_adapters(model, scenario, number)
+            if not scenario.state.use_distributed_optimizer or scenario.state.lora is not None:
                 # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
-                # buffers do, since they take every parameter over.
+                # buffers do, since they take every trained parameter over.
                 model.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
             chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
@@ -191,6 +195,14 @@ def release_optimizer(live: LiveModel) -> None:
             vars(parameter).pop(name, None)
 
 
+def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
+    # As ``Float16Module`` does, in which frameworks wrap a model: for the cosines and sines of latent attention.
+    for module in model.modules() if config.bf16 else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.bfloat16())
+
+
 def _spread_experts(model: GPTModel) -> None:
     # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
     # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
@@ -225,7 +237,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
         specs = {
             part: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=architecture.qk_layernorm, **part.megatron_spec
+                qk_layernorm=architecture.qk_layernorm,
+                multi_latent_attention=architecture.multi_latent_attention,
+                **part.megatron_spec,
             )
             for part in architecture.feed_forwards
         }
@@ -235,19 +249,21 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=architecture.max_position_embeddings or scenario.seq_length,
-        position_embedding_type=architecture.position_embedding_type,
-        rotary_base=int(architecture.rotary_base),
-        rotary_percent=architecture.rotary_percent,
-        share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-        **place,
-    )
+    # Latent attention asks by class which of its linears are whole on each rank.
+    with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=architecture.max_position_embeddings or scenario.seq_length,
+            position_embedding_type=architecture.position_embedding_type,
+            rotary_base=int(architecture.rotary_base),
+            rotary_percent=architecture.rotary_percent,
+            share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            **place,
+        )
     if model.pre_process and model.embedding.add_position_embedding:
         # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
         model.embedding.position_embeddings.to(device=torch.cuda.current_device(), dtype=config.params_dtype)

@@ -39,6 +39,7 @@ from memlab.engines.megatron.retention.recipe_release import objects_held, relea
 from memlab.engines.megatron.retention.remedies import CheckpointRemedy
 from memlab.engines.megatron.silence_warnings import silence_megatron
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
+from memlab.engines.residency.own_gradient_moves import Move, OwnGradientMoves
 from memlab.engines.residency.residency import Residency
 from memlab.meter.labels import Labels
 from memlab.record.offload_audit import OffloadAudit
@@ -177,10 +178,12 @@ class MegatronEngine:
     ) -> float | None:
         return steps.train_step(self.live, labels, load_for_update, microbatches, update)
 
-    def forward_only_step(self, labels: Labels, *, suspend_offload: bool) -> float | None:
+    def forward_only_step(
+        self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+    ) -> float | None:
         self._has_discarded_outputs = self._settings.recompute_granularity == "selective"
         self._watch.misled |= not suspend_offload
-        return steps.forward_only_step(self.live, labels, suspend_offload=suspend_offload)
+        return steps.forward_only_step(self.live, labels, microbatches, suspend_offload=suspend_offload)
 
     @contextmanager
     def during_step(self, on_host: Callable[[torch.Tensor], object] = lambda tensor: None) -> Iterator[None]:
@@ -241,6 +244,9 @@ class MegatronEngine:
     @property
     def residency_faults(self) -> Mapping[str, Callable[[], Residency]]:
         return {name: partial(fault, self.live) for name, fault in FAULTS.items()}
+
+    def own_gradient_moves(self, release: Move, load: Move) -> Residency:
+        return OwnGradientMoves(self.groups(), list(self.live.buffers()), release, load)
 
     def repair(self) -> None:
         repair(self.live)

@@ -23,8 +23,8 @@ class MegatronGroups:
         self._live = live
 
     def parameters(self) -> list[torch.Tensor]:
-        """Returns DDP's buffers of parameters, those of experts included."""
-        tensors: list[torch.Tensor] = []
+        """Returns DDP's buffers of parameters, those of experts included, and the frozen parameters."""
+        tensors = [parameter.data for parameter in self._live.parameters() if not parameter.requires_grad]
         for buffer in self._buffers():
             # Without the distributed optimizer DDP leaves the parameters where they are.
             outside = [parameter.data for parameter in buffer.params] if buffer.param_data is None else []

@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from memlab.config.layout import Layout
 from memlab.config.option import options_of
@@ -41,7 +41,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         of_parts |= {**asdict(part), **part.megatron}
     if architecture.moe_layer_freq is not None:
         of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
-    config = TransformerConfig(
+    kind = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
+    config = kind(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
         context_parallel_size=scenario.layout.context_parallel_size,
@@ -62,9 +63,10 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         pipeline_dtype=dtype,
         bf16=scenario.dtype == "bf16",
         use_cpu_initialization=False,
+        moe_router_bias_update_rate=0.0,  # as `LEARNING_RATE`
         finalize_model_grads_func=finalize_model_grads,
         **state_fields(scenario.state),
-        **{name: value for name, value in of_parts.items() if name in TransformerConfig.__dataclass_fields__},
+        **{name: value for name, value in of_parts.items() if name in kind.__dataclass_fields__},
         **settings_fields(settings),
     )
     # What memlab's own dispatcher reads, which gets nothing but the config.

@@ -54,13 +54,16 @@ def train_step(
     return loss
 
 
-def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool) -> float | None:
+def forward_only_step(
+    live: LiveModel, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
+) -> float | None:
     """Takes a step of forward passes alone, as `memlab.engines.protocol.Engine.forward_only_step` documents it."""
     without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
     _set_training(live, False)
     try:
-        with _phases(live, labels), torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
-            loss = _run_schedule(live, forward_only=True)
+        phases = _phases(live, labels, microbatches.before_forward)
+        with phases, torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
+            loss = _run_schedule(live, microbatches, forward_only=True)
             zero_auxiliary_losses()
     finally:
         _set_training(live, True)
@@ -72,9 +75,7 @@ def _set_training(live: LiveModel, mode: bool) -> None:
         chunk.train(mode)
 
 
-def _run_schedule(
-    live: LiveModel, microbatches: Microbatches = ALL_MICROBATCHES, *, forward_only: bool = False
-) -> float | None:
+def _run_schedule(live: LiveModel, microbatches: Microbatches, *, forward_only: bool = False) -> float | None:
     scenario = live.scenario
     live.config.memlab_routing.begin_step()
     if scenario.state.hidden_dropout or scenario.state.attention_dropout:
@@ -161,7 +162,7 @@ def chunks_of_this_rank(batch: torch.Tensor, lengths: tuple[int, ...] | None = N
 
 
 @contextmanager
-def _phases(live: LiveModel, labels: Labels, before_forward: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _phases(live: LiveModel, labels: Labels, before_forward: Callable[[], None]) -> Iterator[None]:
     # Megatron's schedules start these timers around each micro-batch, whatever the pipeline layout
     # (megatron/core/pipeline_parallel/schedules.py).
     names = {"forward-compute": "forward", "backward-compute": "backward"}

@@ -46,7 +46,7 @@ PROVIDER_MISSING = (
 )
 """A framework reads them under its own prefix, beside `MISSING`."""
 
-_NUMBERS = ("moe_aux_loss_coeff", "moe_router_pre_softmax", "rotary_base", "rotary_percent", "layernorm_epsilon")
+_NUMBERS = ("rotary_base", "rotary_percent", "layernorm_epsilon")
 _NUMBERS_OF_THE_MODEL = frozenset(
     (*_NUMBERS, "make_vocab_size_divisible_by", "should_pad_vocab", "hf_model_id", "seq_length")
 )

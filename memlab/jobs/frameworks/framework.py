@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from memlab.config.architectures import Architecture
 from memlab.config.hugging_face import model_name
+from memlab.config.option import options_of
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -20,7 +21,7 @@ from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, 
 from memlab.jobs.frameworks.without_effect import has_no_effect
 
 Style = Literal["flags", "overrides"]
-_MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
+_MAY_BE_NONE = {*(one.name for one in fields(MemorySettings)), *options_of(TrainingState)}
 
 
 class CannotStartError(RuleError):

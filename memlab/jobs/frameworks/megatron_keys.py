@@ -6,11 +6,16 @@ Sources: ``megatron/core/model_parallel_config.py``, ``transformer/transformer_c
 
 from __future__ import annotations
 
+from dataclasses import MISSING as MISSING_VALUE
 from dataclasses import fields, replace
 from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.option import options_of
+from memlab.config.parts.dense import Dense
+from memlab.config.parts.gqa import GroupedQueryAttention
+from memlab.config.parts.mla import LatentAttention
+from memlab.config.parts.moe import Experts
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
@@ -21,6 +26,7 @@ from memlab.jobs.frameworks.keys import (
     NUMBER,
     ROUTER_DTYPE,
     SWITCH,
+    TEXT,
     WHOLE,
     Conversion,
     Key,
@@ -93,32 +99,55 @@ def _listed(pattern: Any) -> Any:
     return list(pattern) if isinstance(pattern, tuple) else pattern
 
 
-_OF_A_MODEL = {"int": WHOLE, "int | None": WHOLE, "float": NUMBER, "bool": SWITCH}
+_OF_A_MODEL = {
+    "int": WHOLE,
+    "int | None": WHOLE,
+    "float": NUMBER,
+    "float | None": NUMBER,
+    "bool": SWITCH,
+    "ScoreFunction": TEXT,
+    "RopeType": TEXT,
+}
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
 )  # fmt: skip
 """What only Megatron-LM's flags give."""
-ARCHITECTURE = tuple(
+_OF_MODELS = tuple(
     Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
     for field in fields(Architecture)
-    if field.name not in ("name", "family", "add_qkv_bias", "moe_layer_freq", "default_seq_length", *OF_CLASSIC_GPT)
+    if field.name not in ("name", "family", "moe_layer_freq", "default_seq_length", *OF_CLASSIC_GPT)
 )
-QKV_BIAS = Key("add_qkv_bias", "add_qkv_bias", SWITCH)
-LAYERS = (
-    QKV_BIAS,
-    Key("moe_layer_freq", "moe_layer_freq", Conversion(layer_pattern, _listed)),
+SAID_OF_LAYERS = (
+    *("add_qkv_bias", "multi_latent_attention", "moe_aux_loss_coeff", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
+    "moe_router_topk_scaling_factor",
 )
+"""Fields of an architecture that a job may say of a model of any name: they replace the model's own."""
+ARCHITECTURE = tuple(key for key in _OF_MODELS if key.field not in SAID_OF_LAYERS)
+_SAID = tuple(key for key in _OF_MODELS if key.field in SAID_OF_LAYERS)
+LAYERS = (*_SAID, Key("moe_layer_freq", "moe_layer_freq", Conversion(layer_pattern, _listed)))
 """What a job may say about the layers of a model of any name."""
+_DEFAULTS_OF_MODELS = {
+    field.name: field.default for field in fields(Architecture) if field.default is not MISSING_VALUE
+}
+_NEW = frozenset(
+    {field.name for kind in (LatentAttention, Experts) for field in fields(kind)}
+    - {field.name for kind in (GroupedQueryAttention, Dense) for field in fields(kind)}
+    - {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff", "moe_router_pre_softmax"}
+)
+"""Fields whose defaults are Megatron-Core's own, so that a job says them only where a model has another value."""
 
 
 def fields_of(architecture: Architecture) -> dict[str, Any]:
-    """Returns the values of `ARCHITECTURE` and of the biases; None for what no part of the model has."""
-    values = {key.field: getattr(architecture, key.field) for key in (*ARCHITECTURE, QKV_BIAS)}
-    return values if architecture.routes else values | dict.fromkeys(name for name in values if "moe" in name)
+    """Returns the values of `ARCHITECTURE` and `LAYERS`, without the pattern; None for what no part has."""
+    values = {key.field: getattr(architecture, key.field) for key in _OF_MODELS}
+    unsaid = {name for name in _NEW if values[name] == _DEFAULTS_OF_MODELS[name]}
+    if not architecture.routes:
+        unsaid |= {name for name in values if "moe" in name}
+    return values | dict.fromkeys(unsaid)
 
 
 MISSING = (
-    Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
     Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
     Missing("add_bias_linear", "more", "memlab's linears have no biases", blocks=True),
     Missing("gated_linear_unit", "either", "memlab's MLPs are gated", is_false, blocks=True),
@@ -143,12 +172,7 @@ MISSING = (
         True,
     ),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
-    Missing(
-        "moe_shared_expert_intermediate_size",
-        "more",
-        "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
-    ),
-    Missing("moe_shared_expert_gate", "more", "shared experts have a gate, whose backward keeps their output"),
+    Missing("moe_shared_expert_overlap", "more", "shared experts and exchange of tokens hold tensors at once"),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
@@ -254,15 +278,7 @@ MISSING = (
         lambda value: value not in (None, "none", "aux_loss", ["aux_loss"]),
     ),
     Missing("moe_z_loss_coeff", "more", "the router keeps its logits for one more loss", is_given),
-    Missing(
-        "moe_router_score_function",
-        "either",
-        "memlab's router computes softmax: others keep other tensors of one number per token and expert",
-        lambda value: value not in (None, "softmax"),
-    ),
-    Missing("moe_router_enable_expert_bias", "more", "each expert has a bias and a count of its tokens"),
     Missing("moe_router_quantile_balancing_ema", "either", "the router balances experts by quantiles"),
-    Missing("moe_router_group_topk", "either", "the router chooses groups of experts first", is_given),
     Missing("moe_router_topk_limited_devices", "either", "the router chooses devices first", is_given),
     Missing("moe_router_force_load_balancing", "either", "the router draws its logits at random"),
     Missing("moe_router_force_biased", "either", "the router adds a random bias to its logits", is_given),

@@ -67,7 +67,7 @@ _FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """What Megatron-LM's arguments call a field of its TransformerConfig."""
 _ARGUMENT_DEFAULTS = {
     "rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
-    "moe_aux_loss_coeff": 0.0,
+    "moe_aux_loss_coeff": 0.0, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 _BESIDE = {
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),
@@ -508,7 +508,7 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns all fields of a job by their names, as every framework's `compose` starts from."""
     layout = scenario.layout
     chunks = layout.virtual_pipeline_model_parallel_size
-    state = scenario.state.to_dict()
+    state = scenario.state.options()
     left_out = {*unread(TrainingState, state)}
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")

@@ -91,6 +91,7 @@ def _without_default(keys: tuple[Key, ...]) -> tuple[Key, ...]:
     return tuple(Key(key.name, key.field, key.conversion, ABSENT) for key in keys)
 
 
+_OWN_OF_LAYERS = ("moe_router_group_topk", "moe_router_num_groups")
 KEYS = (
     Key("policy.model_name", "architecture", TEXT),
     Key("cluster.num_nodes", "nodes", WHOLE, 1),
@@ -104,6 +105,7 @@ KEYS = (
     Key(f"{_MEGATRON}.apply_rope_fusion", "apply_rope_fusion", SWITCH, True),
     *under(_MEGATRON, FUSIONS, bias_activation_fusion=True),
     Key(f"{_MEGATRON}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp64"),
+    *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
@@ -149,7 +151,7 @@ KEYS = (
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion",
-    "moe_router_group_topk", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "mtp_num_layers",
+    "moe_router_load_balancing_type", "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""

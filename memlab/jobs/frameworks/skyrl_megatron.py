@@ -32,6 +32,10 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
         *under(
+            prefix,
+            (key for key in LAYERS if key.field in ("moe_router_score_function", "moe_router_enable_expert_bias")),
+        ),
+        *under(
             transformer,
             (CHUNKS, *LAYERS, *TRANSFORMER),
             recompute_granularity="full",
@@ -48,7 +52,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
 
 _BESIDE = (
     "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_load_balancing_type",
-    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_enable_routing_replay", "mtp_num_layers",
+    "moe_enable_routing_replay", "mtp_num_layers",
 )  # fmt: skip
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
 

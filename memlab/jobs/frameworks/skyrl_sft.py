@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
     note_padded_rows,
+    note_segments,
     only_segments,
     take_rows,
     take_sequences,
@@ -70,6 +71,7 @@ def complete(reading: Reading) -> None:
             reading.take(f"{_MEGATRON}.{name}", name, 2)  # as SFTConfig has it where no key of the section is given
     values["attention_backend"] = values.get("attention_backend") or "flash"
     values["expandable_segments"] = True  # TrainerConfig.use_expandable_segments, which SFT leaves as it is
+    note_segments(reading, "use_expandable_segments")
     longest, sequences, tokens = (values.pop(name) for name in ("longest", "sequences", "tokens"))
     if longest is None:
         reading.questions.append(

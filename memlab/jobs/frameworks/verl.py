@@ -210,6 +210,8 @@ def check(reading: Reading) -> None:
             f"{key} is {experts}, must be tensor_model_parallel_size x data_parallel_size ({sizes[0]} x {sizes[1]}), "
             "by a rule of verl: change one of them"
         )
+    if key in reading.entries.by_key:
+        reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
 
 
 def _check_engine(reading: Reading) -> None:

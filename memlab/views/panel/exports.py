@@ -32,7 +32,12 @@ from memlab.views.panel.run import Run, rows
 def settings_line(settings: MemorySettings | TrainingState | AllocatorSettings) -> str:
     """Returns the Python that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.changed().items()}
-    return f"{type(settings).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    of_adapters = {name: values.pop(name) for name in list(values) if name.startswith("lora_")}
+    texts = [f"{name}={value!r}" for name, value in values.items()]
+    if of_adapters:
+        inner = (f"{name.removeprefix('lora_')}={value!r}" for name, value in of_adapters.items())
+        texts.append(f"lora=LoRA({', '.join(inner)})")
+    return f"{type(settings).__name__}({', '.join(texts)})"
 
 
 def measure_command(run: Run) -> str:

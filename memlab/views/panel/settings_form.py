@@ -65,7 +65,7 @@ class SettingsForm:
     def with_run(self, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
         """Returns this form with other settings in another scenario."""
         workload = {name: getattr(scenario, name) for name in _controlled(Scenario)}
-        of_run = workload | scenario.state.to_dict() | scenario.allocator.to_dict()
+        of_run = workload | scenario.state.options() | scenario.allocator.to_dict()
         return self.with_settings(settings).with_values(**of_run)
 
     def with_settings(self, settings: MemorySettings) -> SettingsForm:
@@ -91,7 +91,7 @@ class SettingsForm:
         """
         usual = {name: OPTIONS[name].default for name in MemorySettings.__slots__} | _UNTIL_CHOSEN
         usual["min_offloaded_tensor_size"] = smallest_tensor
-        return self.with_values(**usual, **state.to_dict()).with_settings(settings)
+        return self.with_values(**usual, **state.options()).with_settings(settings)
 
     def toggled(self, field: str, module: str, *, on: bool) -> SettingsForm:
         """Returns this form with one module of a field of modules ticked or not."""
@@ -117,7 +117,10 @@ class SettingsForm:
         Raises:
             ValueError: If it breaks a rule.
         """
-        return TrainingState(**self._of(TrainingState))
+        values = self._of(TrainingState)
+        if values["lora_rank"] is None:
+            values = {name: value for name, value in values.items() if not name.startswith("lora_")}
+        return TrainingState.of_options(values)
 
     @property
     def allocator(self) -> AllocatorSettings:

@@ -60,9 +60,9 @@ def _words(record: StepRecord) -> list[str]:
 
 def _differing_states(records: Sequence[StepRecord]) -> list[list[str]]:
     """Returns for each record the options of its training state that not all records have."""
-    states = [record.scenario.state.to_dict() for record in records]
+    states = [record.scenario.state.options() for record in records]
     differing = [name for name, value in states[0].items() if any(state[name] != value for state in states)]
-    default = TrainingState().to_dict()
+    default = TrainingState().options()
     words = []
     for state in states:
         unusual = [option_words(name, state[name]) for name in differing if state[name] != default[name]]

@@ -43,13 +43,16 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inputs, *weights)
-        ctx.parameters = weights
+        ctx.save_for_backward(inputs if weights[0].requires_grad else None, *weights)
+        ctx.shape, ctx.parameters = inputs.shape, weights
         return inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        inputs, *_ = ctx.saved_tensors
+        inputs, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
         with torch._C.DisableTorchFunction():  # they are where the weights are
-            return grad.new_empty(inputs.shape), *map(empty_weight_gradient, ctx.parameters)
+            grad_inputs = grad.new_empty(ctx.shape)
+            if inputs is None:
+                return grad_inputs, *[None] * len(weights)
+            return grad_inputs, *map(empty_weight_gradient, ctx.parameters)

@@ -1,7 +1,8 @@
 """The autograd functions behind `torch_layers`: each computes in torch what one Transformer Engine module computes.
 
 Each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that TE's kernels make; what a kernel
-keeps on chip is made inside `one_kernel`. Norms are computed in fp32: LayerNorm where they have a bias, else RMSNorm.
+keeps on chip is made inside `one_kernel`. Norms are computed in fp32: LayerNorm where they have a bias, else RMSNorm. A
+linear whose weight is frozen saves no input for the weight's gradient (``backward_needs_input``, TE 2.12.0 and 2.16.1).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
+        ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
         ctx.split, ctx.parameter = split, weight
         return split.leave(_matmul(split.enter(inputs), weight.T))
 
@@ -49,16 +50,18 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, weight = ctx.saved_tensors
         grad = ctx.split.leave_backward(grads[0])
-        inputs = ctx.split.enter(inputs)
+        inputs = None if inputs is None else ctx.split.enter(inputs)
         grad_entered = _matmul(grad, weight)  # stays allocated during the weight's gradient, while it is reduced
         grad_inputs = ctx.split.enter_backward(grad_entered)
-        return grad_inputs, weight_gradient(ctx.parameter, _flat(grad), _flat(inputs)), None
+        grad_weight = None if inputs is None else weight_gradient(ctx.parameter, _flat(grad), _flat(inputs))
+        return grad_inputs, grad_weight, None
 
 
 class NormLinear(torch.autograd.Function):
     """A norm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
 
-    Saves its input, the normalised output and what `Norm` keeps of rows: measured on an H200 with TE 2.12.0.
+    Saves its input, the normalised output and what `Norm` keeps of rows: measured on an H200 with TE 2.12.0. With a
+    frozen weight it keeps the normalised output only where it returns it too, for an adapter.
     """
 
     @staticmethod
@@ -71,15 +74,21 @@ class NormLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         epsilon: float,
         split: Split = WHOLE,
-    ) -> torch.Tensor:
+        returns_normalised: bool = False,
+    ) -> Any:
         normalised, of_rows = _normalise(inputs, norm_weight, norm_bias, epsilon)
-        ctx.save_for_backward(inputs, norm_weight, weight, normalised, *of_rows)
-        ctx.split, ctx.has_bias, ctx.parameter = split, bias is not None, weight
-        return _matmul(split.enter(normalised), weight.T, bias)
+        keeps = weight.requires_grad or returns_normalised
+        ctx.save_for_backward(inputs, norm_weight, weight, normalised if keeps else None, *of_rows)
+        ctx.split, ctx.has_bias, ctx.parameter = split, bias is not None and bias.requires_grad, weight
+        entered = split.enter(normalised)
+        output = _matmul(entered, weight.T, bias)
+        return (output, entered) if returns_normalised else output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, norm_weight, weight, normalised, *of_rows = ctx.saved_tensors
+        if not weight.requires_grad:
+            return _backward_of_frozen(ctx.split, (inputs, norm_weight, weight, *of_rows), *grads)
         entered = ctx.split.enter(normalised)
         grad_entered = _matmul(grads[0], weight)
         grad_normalised = ctx.split.enter_backward(grad_entered)
@@ -88,7 +97,23 @@ class NormLinear(torch.autograd.Function):
         del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
         of_norm = _normalise_backward(grad_normalised, inputs, of_rows, norm_weight)
-        return *of_norm, grad_weight, grad_bias, None, None
+        return *of_norm, grad_weight, grad_bias, None, None, None
+
+
+def _backward_of_frozen(
+    split: Split, saved: tuple[torch.Tensor, ...], grad: torch.Tensor, grad_returned: torch.Tensor | None = None
+) -> tuple[Any, ...]:
+    # As TE, it frees nothing of what it makes before its end; `NormLinear.backward` holds the normalised output.
+    inputs, norm_weight, weight, *of_rows = saved
+    grad_entered = _matmul(grad, weight)
+    if grad_returned is not None and split.way is not None:
+        # TE returns the gathered input, and adds no gradient of it (2.12.0 and 2.16.1). Here it is the right one.
+        grad_entered += grad_returned.view_as(grad_entered)
+    grad_of_both = grad_normalised = split.enter_backward(grad_entered)
+    if grad_returned is not None and split.way is None:
+        grad_of_both = grad_normalised + grad_returned.view_as(grad_normalised)
+    grad_inputs, *_ = _normalise_backward(grad_of_both, inputs, of_rows, norm_weight)
+    return grad_inputs, *[None] * 7
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -105,7 +130,9 @@ class GroupedLinear(torch.autograd.Function):
         output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
         for part, row, weight in zip(torch.split(output, splits), rows, weights, strict=True):
             torch.mm(row, weight.T, out=part)
-        ctx.save_for_backward(*((inputs,) if save_original_input else rows), *weights)
+        if not weights[0].requires_grad:
+            rows = ()
+        ctx.save_for_backward(*((inputs,) if rows and save_original_input else rows), *weights)
         ctx.splits, ctx.parameters = splits, weights
         return output
 
@@ -118,6 +145,8 @@ class GroupedLinear(torch.autograd.Function):
         for part, grad_row, weight in zip(torch.split(grad_inputs, splits), grad_rows, weights, strict=True):
             torch.mm(grad_row, weight, out=part)
         rows = saved[: -len(splits)]
+        if not rows:
+            return grad_inputs, None, None, *[None] * len(splits)
         if len(rows) == 1 and len(splits) > 1:
             rows = torch.split(rows[0], splits)
         grad_weights = map(weight_gradient, ctx.parameters, grad_rows, rows)
@@ -328,9 +357,9 @@ def attend(
         output = probabilities * dropped.factors(probabilities) @ value.float()
         return output.to(query.dtype).permute(2, 0, 1, 3).contiguous(), log_sums
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(query, key, value), 0.0, causal, scale=scale
+        *_heads_first(query, key, _padded(value, query)), 0.0, causal, scale=scale
     )
-    return output.permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
+    return output[..., : value.shape[-1]].permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
 
 
 @one_kernel()
@@ -348,17 +377,25 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value."""
     groups = query.shape[2] // key.shape[2]
-    grad_heads, of_heads = grad.view(output.shape).permute(1, 2, 0, 3), _heads_first(query, key, value)
+    of_heads = _heads_first(query, key, value if dropped is not None else _padded(value, query))
     if dropped is not None:
+        grad_heads = grad.view(output.shape).permute(1, 2, 0, 3)
         grad_query, *grads_of_groups = _backward_of_dropped(grad_heads, *of_heads, scale, dropped)
     else:
         grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_heads, *of_heads, output.permute(1, 2, 0, 3), log_sum_exp, 0.0, causal, scale=scale
+            _padded(grad.view(output.shape), query).permute(1, 2, 0, 3),
+            *of_heads,
+            _padded(output, query).permute(1, 2, 0, 3),
+            log_sum_exp,
+            0.0,
+            causal,
+            scale=scale,
         )
     grad_key, grad_value = (
         part.unflatten(1, (-1, groups)).float().sum(2).to(part.dtype).permute(2, 0, 1, 3).contiguous()
         for part in grads_of_groups
     )
+    grad_value = grad_value[..., : value.shape[-1]].contiguous()
     return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
 
 
@@ -372,6 +409,12 @@ def _backward_of_dropped(
     of_scores -= probabilities * of_scores.sum(-1, keepdim=True)
     grads = of_scores @ key.float() * scale, of_scores.transpose(2, 3) @ query.float() * scale, grad_value
     return tuple(part.to(query.dtype) for part in grads)
+
+
+def _padded(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with as many channels as the query, the further ones zero: torch's kernel needs it."""
+    missing = query.shape[-1] - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _matmul(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

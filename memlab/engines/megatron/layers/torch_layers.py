@@ -89,7 +89,15 @@ class TorchLinear(torch.nn.Module):
     way: ClassVar[Literal["column", "row"] | None] = None
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        parallel_mode: str | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.save_original_input = False
@@ -98,10 +106,13 @@ class TorchLinear(torch.nn.Module):
         rows, columns = _part(self.way, output_size, input_size, ranks)
         self.weight = _weight(rows, columns, config=config, init_method=init_method, way=self.way)
         self.bias = _bias(rows, config=config, way=self.way) if bias else None
+        if parallel_mode == "duplicated":  # as of a norm's weight
+            self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps [..., input_size] to [..., output_size]."""
-        return Linear.apply(inputs, self.weight, self.split), self.bias
+        # TE's modules take a contiguous copy of what they save (`prepare_forward`, module/base.py).
+        return Linear.apply(inputs.contiguous(), self.weight, self.split), self.bias
 
 
 class TorchColumnLinear(TorchLinear):
@@ -141,12 +152,17 @@ class TorchNormLinear(torch.nn.Module):
         self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
         self.bias = _bias(rows, config=config, way="column") if bias else None
         self.skip_bias_add = skip_bias_add
+        self.return_layernorm_output = False
 
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps [..., input_size] to [..., output_size]."""
+    def forward(self, inputs: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+        """Maps [..., input_size] to [..., output_size]; returns the input of the linear too where an adapter reads it.
+
+        That is gathered from all tensor parallel ranks.
+        """
+        inputs = inputs.contiguous()  # as above: the latent vector of keys and values is a slice
         added, left = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        of_norm = self.layer_norm_weight, self.layer_norm_bias
-        return NormLinear.apply(inputs, *of_norm, self.weight, added, self.epsilon, self.split), left
+        weights = self.layer_norm_weight, self.layer_norm_bias, self.weight, added
+        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, self.return_layernorm_output), left
 
 
 class TorchGroupedLinear(torch.nn.Module):
@@ -200,8 +216,10 @@ class TorchAttention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
-        assert config.kv_channels is not None
-        self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        if softmax_scale is None:
+            assert config.kv_channels is not None
+            softmax_scale = config.kv_channels**-0.5
+        self.softmax_scale = softmax_scale
         ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.context_parallel_group = ring
         self.config = config

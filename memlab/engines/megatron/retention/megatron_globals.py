@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -23,6 +24,8 @@ from memlab.engines.megatron.megatron_versions import auxiliary_losses, forget_a
 from memlab.engines.megatron.retention import transformer_engine_caches
 from memlab.engines.megatron.retention.fp8_caches import fp8_caches
 from memlab.live_objects import instances_of
+
+_ROPES = (RotaryEmbedding, YarnRotaryEmbedding)
 
 
 def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
@@ -40,8 +43,12 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     for part in live.optimizers:
         yield from _tensors_in(vars(part))
         yield from _tensors_in(vars(part.optimizer))
-    # models/common/embeddings/rotary_pos_embedding.py caches the angles by sequence length in an lru_cache.
-    yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
+    # models/common/embeddings/ caches the angles by module and sequence length in lru_caches; yarn's has pairs with a
+    # factor.
+    for rope in _ROPES:
+        values = gc.get_referents(rope.forward)
+        pairs = [value for value in values if isinstance(value, tuple)]
+        yield from _tensors_in(dict(enumerate([*values, *(one for pair in pairs for one in pair)])))
     # tensor_parallel/layers.py gathers the sequence for the output layer into a buffer that it keeps.
     yield from _tensors_in(parallel_state.get_global_memory_buffer().buffer)
     # transformer/moe/moe_utils.py
@@ -61,7 +68,7 @@ def owners_of_tensors(live: LiveModel) -> Iterator[Any]:
 
 def empty_caches_of_steps() -> None:
     """Empties the process-wide caches that a step fills: after it they are as they were when the model was built."""
-    RotaryEmbedding.forward.cache_clear()
+    _forget_angles()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     forget_auxiliary_losses()
     parallel_state.get_global_memory_buffer().buffer.clear()
@@ -114,7 +121,7 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _holders_of_a_model() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "token dispatchers (graph of their probabilities -> parameters -> DDP's hooks -> model)", _empty_dispatchers
-    yield "RotaryEmbedding.forward's cache of angles", RotaryEmbedding.forward.cache_clear
+    yield "the caches of angles of RotaryEmbedding.forward and YarnRotaryEmbedding.forward", _forget_angles
     yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     yield "the log of auxiliary losses", forget_auxiliary_losses
     yield "the offload manager's buffers", offload_manager.forget
@@ -122,6 +129,11 @@ def _holders_of_a_model() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, _, empty in transformer_engine_caches.caches():
         yield name, empty
     yield "cuBLAS workspaces", transformer_engine_caches.clear_torch_caches
+
+
+def _forget_angles() -> None:
+    for rope in _ROPES:
+        rope.forward.cache_clear()
 
 
 def _empty_dispatchers() -> None:

@@ -1,0 +1,213 @@
+"""Low-rank adapters on a Megatron model, as Megatron-Bridge adds them, beside a frozen model.
+
+Written after ``peft/utils.py`` (``ParallelLinearAdapter``), ``peft/lora_layers.py`` (``LoRALinear``) and
+``peft/recompute.py`` of Megatron-Bridge 0.6.2: its adapters consist of Megatron-Core's own parallel linears. What they
+save for backward is then Megatron-Core's, on every backend.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.config.lora import LoRA
+from memlab.config.parts.part import Weight
+from memlab.config.scenario import Scenario
+
+
+def add_adapters(model: GPTModel, scenario: Scenario, chunk: int) -> None:
+    """Freezes a model chunk and adds the adapters of the scenario's training state to its linears.
+
+    Args:
+        model: Before Megatron's DDP wraps it, so that only adapters are in its buffers.
+        scenario: With adapters.
+        chunk: Which of the chunks of the rank's pipeline stage it is.
+    """
+    lora = scenario.state.lora
+    assert lora is not None, "the caller asks only for adapters that there are"
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    for number, layer in enumerate(scenario.chunks_of_rank[chunk]):
+        for part in scenario.architecture.parts_of(layer):
+            for weight in lora.adapted(number, part.weights()):
+                path, _, name = weight.name.removesuffix(".weight").rpartition(".")
+                owner = model.decoder.layers[number].get_submodule(path)
+                setattr(owner, name, AdaptedLinear(getattr(owner, name), weight, lora, model.config))
+    model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config), with_kwargs=True)
+
+
+def _require_gradient(config: TransformerConfig, _block: Any, args: Any, kwargs: Any) -> Any:
+    # Megatron's checkpoint runs backward only if one of its inputs requires a gradient, and the output of a frozen
+    # embedding does not (`maybe_enable_recompute_inputs_grad` in peft/recompute.py).
+    given = kwargs.get("hidden_states")
+    if config.recompute_method is None or given is None or given.requires_grad or not torch.is_grad_enabled():
+        return None
+    return args, kwargs | {"hidden_states": given.detach().requires_grad_(True)}
+
+
+class AdaptedLinear(torch.nn.Module):
+    """A frozen linear and its adapter, whose outputs are added.
+
+    Args:
+        to_wrap: The linear.
+        weight: What the linear's weight is in the whole model.
+        lora: Rank, scale and dropout.
+        config: Of the model.
+    """
+
+    def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
+        super().__init__()
+        self.to_wrap = to_wrap
+        returns_its_input = hasattr(to_wrap, "return_layernorm_output")
+        if returns_its_input:  # fused with the norm before it: the adapter reads what the norm has made
+            to_wrap.return_layernorm_output = True  # type: ignore[assignment]
+            if hasattr(to_wrap, "return_layernorm_output_gathered"):  # Transformer Engine's own
+                to_wrap.return_layernorm_output_gathered = config.sequence_parallel
+        if weight.num_experts and not lora.share_expert_adapters:
+            self.adapter: torch.nn.Module = ExpertAdapters(to_wrap, weight, lora, config)
+        else:
+            self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)
+
+    def forward(self, inputs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Maps as the linear does; returns its bias too, where Megatron adds that."""
+        output, bias = self.to_wrap(inputs, *args)
+        if isinstance(output, tuple):
+            output, inputs = output
+        return output + self.adapter(inputs.contiguous(), *args).reshape(output.shape), bias
+
+
+def base_of(linear: torch.nn.Module) -> Any:
+    """Returns the linear itself, without its adapter."""
+    return linear.to_wrap if isinstance(linear, AdaptedLinear) else linear
+
+
+class Adapter(torch.nn.Module):
+    """Two linears of low rank.
+
+    Args:
+        weight: What the weight of the adapted linear is in the whole model.
+        lora: Rank, scale and dropout.
+        config: Of the model.
+        gathers: Whether it gathers its input under sequence parallelism, where the linear does not.
+    """
+
+    def __init__(self, weight: Weight, lora: LoRA, config: TransformerConfig, *, gathers: bool) -> None:
+        super().__init__()
+        (outputs, inputs), is_row = weight.shape, weight.split == 1
+        self.is_expert = bool(weight.num_experts)
+        self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
+        is_parallel = config.sequence_parallel and not self.is_expert
+        self.gathers, self.scatters = is_parallel and gathers and not is_row, is_parallel and is_row
+        self.ranks_of_expert = config.expert_tensor_parallel_size
+        groups = parallel_state
+        self.group = (
+            groups.get_expert_tensor_parallel_group() if self.is_expert else groups.get_tensor_model_parallel_group()
+        )
+        common: dict[str, Any] = {
+            "config": config, "bias": False, "is_expert": self.is_expert, "tp_group": self.group,
+        }  # fmt: skip
+        was_parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            if is_row:
+                self.linear_in: Any = RowParallelLinear(
+                    inputs, lora.rank, input_is_parallel=True, skip_bias_add=True, init_method=_xavier, **common
+                )
+            else:
+                self.linear_in = ColumnParallelLinear(
+                    inputs, lora.rank, gather_output=True, disable_grad_reduce=was_parallel, init_method=_xavier,
+                    **common,
+                )  # fmt: skip
+            self.linear_out: Any = ColumnParallelLinear(
+                lora.rank, outputs, gather_output=is_row, init_method=_zero, **common
+            )
+        finally:
+            config.sequence_parallel = was_parallel
+        if self.is_expert and config.expert_model_parallel_size > 1:
+            _share_over_ranks(self.linear_in.weight, self.linear_out.weight)
+
+    def forward(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]."""
+        rows = inputs
+        if self.dropout_position == "pre":
+            rows = _dropped(rows, self)
+        padding = -len(rows) % self.ranks_of_expert if self.is_expert else 0
+        if padding:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
+        if self.gathers:
+            rows = gather_from_sequence_parallel_region(rows, group=self.group)
+        rows, _ = self.linear_in(rows)
+        rows, _ = self.linear_out(rows)
+        if self.scatters:
+            rows = scatter_to_sequence_parallel_region(rows, group=self.group)
+        if self.dropout_position == "post":
+            rows = _dropped(rows, self)
+        rows = rows * self.scale
+        return rows[:-padding] if padding else rows
+
+
+class ExpertAdapters(torch.nn.Module):
+    """An adapter for each expert of the rank: two grouped linears of low rank.
+
+    As ms-swift adds them (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5): of the class of the
+    linear that they are added to, without expert tensor parallelism.
+
+    Args:
+        to_wrap: The grouped linear.
+        weight: What its weights are in the whole model.
+        lora: Rank, scale and dropout.
+        config: Of the model.
+    """
+
+    def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
+        super().__init__()
+        outputs, inputs = weight.shape
+        self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
+        common = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": True}
+        count, grouped = to_wrap.num_gemms, type(to_wrap)
+        self.linear_in = grouped(count, inputs, lora.rank, init_method=_xavier, **common)
+        self.linear_out = grouped(count, lora.rank, outputs, init_method=_zero, **common)
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: Any) -> torch.Tensor:
+        """Maps [rows, inputs] to [rows, outputs], `tokens_per_expert` rows for each expert in turn."""
+        rows = _dropped(inputs, self) if self.dropout_position == "pre" else inputs
+        rows, _ = self.linear_in(rows, tokens_per_expert)
+        rows, _ = self.linear_out(rows, tokens_per_expert)
+        return (_dropped(rows, self) if self.dropout_position == "post" else rows) * self.scale
+
+
+def _dropped(rows: torch.Tensor, adapter: Any) -> torch.Tensor:
+    # What torch.nn.Dropout calls on a GPU; on a CPU that would keep a mask of another type.
+    return torch.native_dropout(rows, adapter.dropout, True)[0] if adapter.dropout and adapter.training else rows
+
+
+def _xavier(weight: torch.Tensor) -> None:
+    if not weight.is_meta:  # a fake weight has no values
+        torch.nn.init.xavier_normal_(weight)
+
+
+def _zero(weight: torch.Tensor) -> None:
+    torch.nn.init.zeros_(weight)
+
+
+def _share_over_ranks(*weights: torch.nn.Parameter) -> None:
+    """Keeps adapters that all experts share equal on the expert parallel ranks."""
+    group = parallel_state.get_expert_model_parallel_group()
+    source = torch.distributed.get_global_rank(group, 0)
+    for weight in weights:
+        torch.distributed.broadcast(weight.data, source, group=group)
+        weight.register_hook(partial(_summed, group))
+
+
+def _summed(group: Any, grad: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(grad, group=group)
+    return grad

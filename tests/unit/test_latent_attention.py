@@ -1,0 +1,124 @@
+"""Multi-latent attention, shared experts and sigmoid routers: the CPU's steps, their predictions, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
+from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
+from tests.unit.live import FULL, offload, recompute
+
+DEEPSEEK = ARCHITECTURES["deepseek-tiny"]
+SETTINGS = {
+    "none": MemorySettings(),
+    "mla_up_proj": recompute("mla_up_proj"),
+    "shared_experts": recompute("shared_experts"),
+    "full": FULL,
+    "offload": offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+}
+
+
+def steps(model: object, backend: object, **state: Any) -> list[StepRecord]:
+    """Takes a step of a dense layer and one with experts under each of the settings."""
+    with Lab(model, num_layers=2, seq_length=32, backend=backend, state=TrainingState(**state)) as lab:
+        return [lab.step(settings) for settings in SETTINGS.values()]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (DEEPSEEK, {}),
+        (replace(DEEPSEEK, q_lora_rank=None, moe_shared_expert_gate=True), {"apply_rope_fusion": True}),
+    ],
+    ids=["DeepSeek-V3's", "DeepSeek-V2-Lite's, fused"],
+)
+def both(request: pytest.FixtureRequest) -> dict[str, tuple[StepRecord, StepRecord]]:
+    model, state = request.param
+    pairs = zip(steps(model, "cpu", **state), steps(model, of_the_cpu_backend(), **state), strict=True)
+    return dict(zip(SETTINGS, pairs, strict=True))
+
+
+def test_a_prediction_is_the_step_to_the_byte(both: dict[str, tuple[StepRecord, StepRecord]]) -> None:
+    for name, (real, simulated) in both.items():
+        for category in ("parameters", "gradients", "activations", "temporary", "workspace"):
+            assert simulated.peak_by_category[category] == real.peak_by_category[category], (name, category)
+        assert simulated.residual_bytes == real.residual_bytes, name
+        assert real.without_effect == simulated.without_effect, name
+        assert name == "offload" or not real.without_effect, name  # one layer with experts offloads nothing of them
+
+
+def test_recompute_lowers_the_peak_and_keeps_the_loss(both: dict[str, tuple[StepRecord, StepRecord]]) -> None:
+    """The bias of the router's experts moves by nothing, as weights do: each step routes as the first one did."""
+    plain = both["none"][0]
+    for name in ("mla_up_proj", "shared_experts", "full"):
+        assert both[name][0].peak_allocated_bytes < plain.peak_allocated_bytes, name
+    assert {real.loss for real, _ in both.values()} == {plain.loss}
+
+
+def rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates as ``_apply_rotary_pos_emb_bshd`` of Megatron does for latent attention."""
+    tensor = torch.cat((tensor[..., 0::2], tensor[..., 1::2]), dim=-1)
+    first, second = tensor.chunk(2, dim=-1)
+    return tensor * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def test_the_fused_rotation_is_the_one_of_torch_s_operations() -> None:
+    """Values and gradients, in fp64 but for the kernels' own fp32."""
+    torch.manual_seed(1)
+    angles = torch.rand(5, 1, 1, 8)
+    cos, sin = angles.cos(), angles.sin()
+    query, kv = torch.randn(5, 2, 3, 12, requires_grad=True), torch.randn(5, 2, 3, 10, requires_grad=True)
+    position = torch.randn(5, 2, 1, 8, requires_grad=True)
+    expected = (
+        torch.cat((query[..., :4], rotated(query[..., 4:], cos, sin)), dim=-1),
+        torch.cat((kv[..., :4], rotated(position, cos, sin).expand(-1, -1, 3, -1)), dim=-1),
+        kv[..., 4:],
+    )
+    grads = [torch.randn_like(tensor) for tensor in expected]
+    wanted = torch.autograd.grad(expected, (query, kv, position), grads)
+    found = (
+        fused_apply_mla_rope_for_q(query * 1, cos, sin, 4, 8),
+        *fused_apply_mla_rope_for_kv(kv, position, cos, sin, 8, 4, 6),
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(torch.autograd.grad(found, (query, kv, position), grads), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "words"),
+    [
+        (DEEPSEEK, {"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, must be 1 for the multi"),
+        (DEEPSEEK, {"state": TrainingState(attention_backend="flash")}, "attention_backend is 'flash', must be auto"),
+        (DEEPSEEK, {"state": TrainingState(fp8_format="hybrid")}, "whose multi-latent attention memlab does not"),
+        (ARCHITECTURES["qwen2-moe-tiny"], {"state": TrainingState(fp8_format="hybrid")}, "whose shared experts memlab"),
+        (replace(DEEPSEEK, rope_type="rope"), {"state": TrainingState(apply_rope_fusion=True)}, "rope_type is 'rope'"),
+        (DEEPSEEK, {"layout": Layout(tensor_model_parallel_size=8)}, "must divide the 4 attention heads"),
+    ],
+)
+def test_what_is_not_predicted_is_refused(model: object, others: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        Scenario.of(model, num_layers=2, seq_length=64, **others)
+    assert "\n" not in str(refused.value)
+
+
+def test_modules_that_a_model_does_not_have_are_named() -> None:
+    with Lab("qwen3-moe-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+        with pytest.raises(
+            ValueError, match=r"\['mla_up_proj'\], which only multi-latent attention has, and qwen3-moe"
+        ):
+            lab.step(recompute("mla_up_proj"))
+        record = lab.step(recompute("shared_experts"), warm_up=False)
+    assert record.without_effect == {"recompute_modules:shared_experts": "the model has no shared experts"}

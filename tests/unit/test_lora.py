@@ -1,0 +1,203 @@
+"""Adapters of low rank beside a frozen model: their rules, their bytes, their gradients, and a lab that has them in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config import model_restrictions
+from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
+from memlab.config.parameters import kept_bytes, trained_of_rank
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState, what_rebuilds
+from memlab.config.validation import RuleError
+from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
+from tests.unit.inside import inside
+from tests.unit.live import FULL, offload, recompute
+
+pytestmark = pytest.mark.versions
+
+TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
+LORA = TrainingState(lora=LoRA(rank=8))
+OF_EACH_EXPERT = TrainingState(lora=LoRA(rank=4, share_expert_adapters=False, target_modules=("*experts*",)))
+DROPPED = TrainingState(lora=LoRA(rank=4, dropout=0.2, target_modules=("linear_proj", "*.layers.1.*.linear_fc1")))
+
+
+def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
+    state = TrainingState.of_options({"lora_rank": 16, "lora_target_modules": ["linear_qkv", "linear_proj"]})
+    assert state.lora == LoRA(rank=16, target_modules=("linear_qkv", "linear_proj"))
+    assert state == TrainingState.from_options(["lora_rank=16", "lora_target_modules=linear_qkv,linear_proj"])
+    assert str(state) == "lora_rank 16, lora_target_modules linear_qkv,linear_proj"
+    assert TrainingState.from_dict(state.to_dict()) == TrainingState.of_options(state.options()) == state
+    assert what_rebuilds(TrainingState(), state) == what_rebuilds(state, LORA) == "model"
+    assert TrainingState.of_options({"lora_alpha": 32}) == TrainingState(), "a default is not given"
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "message"),
+    [
+        ({"lora_rank": 0}, "lora_rank", "lora_rank is 0, must be a whole number of at least 1"),
+        ({"lora_alpha": 16}, "lora_alpha", "lora_alpha is 16 without lora_rank, which alone adds adapters"),
+        ({"lora_rank": 8, "lora_dropout": 1.0}, "lora_dropout", "must be below 1"),
+        ({"lora_rank": 8, "lora_dropout": -0.1}, "lora_dropout", "must be a number of at least 0"),
+        ({"lora_rank": 8, "lora_dropout_position": "mid"}, "lora_dropout_position", "must be one of pre, post"),
+        ({"lora_rank": 8, "lora_target_modules": []}, "lora_target_modules", "name at least one"),
+        ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
+        ({"lora_rank": 8, "fp8_format": "e4m3"}, "lora_rank", "memlab does not predict together yet"),
+        ({"lora_rank": 8, "optimizer_cpu_offload": True}, "lora_rank", "memlab does not predict together yet"),
+    ],
+)
+def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(RuleError) as error:
+        TrainingState.of_options(options)
+    assert message in str(error.value) and error.value.fields[0] == field and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "layout", "message"),
+    [
+        (LoRA(target_modules=("*.layers.99.*",)), Layout(), "names no linear of qwen3-30b-a3b on rank 0"),
+        (LoRA(rank=6), Layout(tensor_model_parallel_size=4), "must be a multiple of tensor_model_parallel_size, 4"),
+        (LoRA(share_expert_adapters=False), Layout(tensor_model_parallel_size=2), "ms-swift adds no adapters"),
+    ],
+)
+def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, layout: Layout, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
+
+
+def test_the_adapters_of_llama_3_1_8b_are_counted_by_hand() -> None:
+    # linear_qkv 4096 -> 6144, linear_proj 4096 -> 4096, linear_fc1 4096 -> 28672, linear_fc2 14336 -> 4096.
+    of_layer = 16 * (4096 + 6144 + 4096 + 4096 + 4096 + 28672 + 14336 + 4096)
+    alone = Scenario.of("llama-3.1-8b", state=TrainingState(lora=LoRA(rank=16)))
+    assert sum(trained_of_rank(alone)) == 32 * of_layer == 35_651_584
+    kept = kept_bytes(alone)
+    frozen = alone.architecture.num_parameters
+    assert kept == (2 * (frozen + 32 * of_layer), 4 * 32 * of_layer, 12 * 32 * of_layer)
+    shared = replace(alone, layout=Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, rank=2))
+    assert sum(trained_of_rank(shared)) == 16 * of_layer / 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "of_layers"),
+    [
+        (("linear_qkv",), 48 * 16 * (2048 + 5120)),
+        (("*.layers.0.*.linear_qkv", "*.layers.47.self_attention.linear_proj"), 16 * (2048 + 5120 + 4096 + 2048)),
+        (("*experts*",), 48 * 16 * (2048 + 1536 + 768 + 2048)),
+    ],
+)
+def test_targets_are_names_or_patterns(targets: tuple[str, ...], of_layers: int) -> None:
+    state = TrainingState(lora=LoRA(rank=16, target_modules=targets))
+    assert sum(trained_of_rank(Scenario.of("qwen3-30b-a3b", state=state))) == of_layers
+
+
+@pytest.mark.parametrize(("module", "targets"), [("layernorm", "linear_fc1"), ("moe_act", "linear_fc2")])
+def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
+    module: str, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = TrainingState(lora=LoRA(rank=4, target_modules=(targets,)))
+    with Lab("qwen3-moe-tiny", **TINY, backend="cpu", state=state) as lab:
+        with pytest.raises(RuleError, match="its input requires no gradient") as error:
+            lab.step(recompute(module))
+        assert error.value.fields == ("recompute_modules", "lora_target_modules")
+        monkeypatch.setattr(model_restrictions, "_check_frozen_layers", lambda *_: None)
+        with pytest.raises(TypeError, match="missing"):
+            lab.step(recompute(module))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3-moe-tiny", LORA), ("qwen3-moe-tiny", OF_EACH_EXPERT), ("phi-4-tiny", DROPPED)],
+    ids=["shared", "of each expert", "dense"],
+)
+def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
+    """The same steps on the CPU and predicted."""
+    name, state = request.param
+    given = {**TINY, "num_microbatches": 2, "state": state}
+    drawn = [MemorySettings(), FULL, recompute("core_attn"), offload("qkv_linear", "core_attn", "attn_proj")]
+    with Lab(name, backend="cpu", **given) as lab:
+        real = [lab.step(each) for each in drawn]
+        trained = sum(parameter.requires_grad for parameter in inside(lab).model.engine.live.parameters())
+    with Lab(name, backend=of_the_cpu_backend(), **given) as lab:
+        return list(zip(real, [lab.step(each) for each in drawn], [trained] * len(drawn), strict=True))
+
+
+def test_a_predicted_step_is_the_cpu_s_to_the_byte(both: list[tuple[StepRecord, StepRecord, int]]) -> None:
+    for real, fake, trained in both:
+        # torch's AdamW counts its steps in a tensor of 4 bytes a weight.
+        counts = {"optimizer state": real.peak_by_category["optimizer state"] - 4 * trained}
+        assert real.peak_by_category | counts == fake.peak_by_category, real.settings
+        assert real.residual_bytes == fake.residual_bytes
+        assert real.offloaded_bytes_by_module == fake.offloaded_bytes_by_module
+
+
+def test_settings_leave_the_loss_as_it_is(both: list[tuple[StepRecord, StepRecord, int]]) -> None:
+    assert len({real.loss for real, _, _ in both}) == 1
+
+
+def test_only_adapters_have_gradients_and_optimizer_state() -> None:
+    with Lab("qwen3-moe-tiny", **TINY, backend="cpu", state=LORA) as lab:
+        kept, record = kept_bytes(lab.scenario), lab.step()
+        live = inside(lab).model.engine.live
+        trained = {name for name, value in live.chunk.named_parameters() if value.requires_grad}
+        assert all(".adapter." in name for name in trained) and len(trained) == 2 * 4 * 2
+        sizes = record.peak_by_category
+        padding = 2 * 4096 * 8  # Megatron's DDP pads its two buffers
+        assert kept.parameters <= sizes["parameters"] <= kept.parameters + padding
+        assert kept.gradients <= sizes["gradients"] <= kept.gradients + padding
+        assert kept.optimizer <= sizes["optimizer state"] <= kept.optimizer + 3 * padding
+
+
+def test_a_lab_gets_adapters_and_loses_them_and_the_bytes_return() -> None:
+    with Lab("qwen3-moe-tiny", **TINY, backend="cpu", state=LORA) as lab:
+        fresh = lab.step(FULL)
+    with Lab("qwen3-moe-tiny", **TINY, backend="cpu") as lab:
+        plain = lab.step(FULL)
+        for state, expected in ((DROPPED, None), (LORA, fresh), (TrainingState(), plain)):
+            lab.set_state(state)
+            record = lab.step()
+            if expected is not None:
+                assert record.peak_by_category == expected.peak_by_category
+                assert record.loss == expected.loss
+
+
+@pytest.fixture
+def adapted() -> Iterator[tuple[Lab, Any]]:
+    """A lab in fp32 whose adapters have random weights in both linears, and its model."""
+    state = TrainingState(lora=LoRA(rank=4, alpha=10))
+    with Lab("phi-4-tiny", num_layers=1, seq_length=16, backend="cpu", dtype="fp32", state=state) as lab:
+        live = inside(lab).model.engine.live
+        for parameter in live.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter.data, std=0.1, generator=torch.Generator().manual_seed(7))
+        yield lab, live
+
+
+def test_adapters_and_their_gradients_are_those_of_the_definition(adapted: tuple[Lab, Any]) -> None:
+    lab, live = adapted
+    linear = live.chunk.module.decoder.layers[0].mlp.linear_fc2
+    parts = linear.adapter.linear_in, linear.adapter.linear_out
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(module: Any, given: Any, output: Any) -> None:
+        seen.update(inputs=given[0].detach(), base=module.to_wrap(given[0])[0].detach(), output=output[0].detach())
+        output[0].register_hook(lambda grad: seen.update(grad=grad))
+
+    linear.register_forward_hook(note)
+    for number, part in enumerate(parts):  # as autograd gives them: Megatron clips those in its buffer
+        part.weight.register_hook(lambda grad, number=number: seen.update({str(number): grad}))
+    lab.step(warm_up=False)
+    first, second = (part.weight.detach().clone().requires_grad_() for part in parts)
+    expected = seen["base"] + 10 / 4 * (seen["inputs"] @ first.T) @ second.T
+    torch.testing.assert_close(seen["output"], expected.detach())
+    expected.backward(seen["grad"])
+    for number, reference in enumerate((first, second)):
+        torch.testing.assert_close(seen[str(number)], reference.grad)
