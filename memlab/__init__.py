@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.config.settings import validation_error as validation_error
     from memlab.config.training_state import TrainingState as TrainingState
     from memlab.config.versions import Versions as Versions
-    from memlab.exercises import Attempt as Attempt
-    from memlab.exercises import check as check
-    from memlab.exercises import failure as failure
+    from memlab.exercises.checks import check as check
+    from memlab.exercises.checks import failure as failure
+    from memlab.exercises.records import Attempt as Attempt
     from memlab.jobs.job import Job as Job
     from memlab.lab.lab import Lab as Lab
     from memlab.lab.predictions import predict_ranks as predict_ranks

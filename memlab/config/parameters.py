@@ -45,9 +45,16 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
     """Counts the rank's parameters that are trained: those of adapters alone, where there are adapters."""
+    layout = scenario.layout
     if scenario.state.lora is None:
-        return parameters_of_rank(scenario)
-    layout, weights = scenario.layout, [*scenario.weights_of_adapters()]
+        counts = parameters_of_rank(scenario)
+        routers = sum(
+            count * layout.elements_of(weight)
+            for weight, count in scenario.architecture.weights_of(scenario.layers_of_rank).items()
+            if weight.name == "mlp.router.weight" and scenario.state.freeze_moe_router
+        )
+        return counts._replace(layers=counts.layers - routers)
+    weights = [*scenario.weights_of_adapters()]
     inside, outside = (
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)

@@ -9,6 +9,7 @@ import torch
 
 from memlab.engines.residency.audit import require_resident
 from memlab.engines.residency.group_usage import GroupUse
+from memlab.engines.residency.own_gradient_moves import Move
 from memlab.lab.lab_part import LabPart
 from memlab.lab.stepper import Stepper
 from memlab.record.residency_audit import ResidencyAudit
@@ -81,6 +82,28 @@ class Residency(LabPart):
         """
         session = self._one_process("residency_fault")
         session.run_exclusive(lambda: session.model.transfers.set_fault(name), disturbs=True)
+        try:
+            yield
+        finally:
+            session.run_after_step(lambda: session.model.transfers.set_fault(None), disturbs=True)
+
+    @contextmanager
+    def own_gradient_moves(self, release: Move, load: Move) -> Iterator[None]:
+        """Within the block, transfers move gradients by two functions of yours, and `audit_residency` judges them.
+
+        Each function gets the model as Megatron's DDP has it: the lists ``buffers`` and ``expert_parallel_buffers``,
+        whose buffers have a ``grad_data`` with a storage. Stand-ins take their place, so that no error of a function
+        can crash the process. After the block, all is on the device again.
+
+        Args:
+            release: Frees the memory of the gradients.
+            load: Gives it back, zeroed.
+
+        Raises:
+            ValueError: If a fault is active. In the block, if a function writes to memory that is not there.
+        """
+        session = self._one_process("own_gradient_moves")
+        session.run_exclusive(lambda: session.model.transfers.set_own_gradient_moves(release, load), disturbs=True)
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any, ClassVar, Self
 from unittest.mock import MagicMock, patch
 
@@ -22,13 +23,14 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.engines.activation_tap import Tap
 from memlab.engines.megatron.activation_offload.audit import SavedInRegions
-from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
+from memlab.exercises.goals import Goals
 from memlab.lab import probes
 from memlab.lab.one_process import OneProcess
 from memlab.lab.stepper import Stepper
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
+from tests.unit.test_code_exercises import KIND_OF, LOAD, RELEASE, SYNC
 
 _IMPORTED = [*(getattr(memlab, name) for name in memlab.__all__), go.Figure(go.Bar(x=[1], y=[1]))]
 """What the labs import, and what plotly imports for its first figure: tests/conftest.py lets collections of garbage pass
@@ -110,12 +112,14 @@ def plus(settings: str, options: str) -> str:
     return f"from memlab import MemorySettings; mine = lab.step(MemorySettings({settings}), state=TrainingState({options}))"
 
 
-def for_each(formula: str, letters: str) -> str:
-    return f"mine = [{formula} for {letters} in sizes]"
+def for_each(formula: str, letters: str, cases: str = "sizes") -> str:
+    return f"mine = [{formula} for {letters} in {cases}]"
 
 
 TE_LOSS = 'cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'
 FULL_RECOMPUTE = 'recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1'
+HEADS = "t, a, g, d"
+LONGEST = "start, peak, tokens, room"
 DENSE_LETTERS = "t, h, f, a, g, d"
 MOE_LETTERS = "t, h, f, m, k"
 BF16_MOMENTS = 'use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"'
@@ -208,6 +212,7 @@ EXERCISES = {
                 offload(*ALL_MODULES, others=AWAY_IN_THE_STEP),
                 shorter(step("MemorySettings()")),
                 shorter(step("everything.settings")),
+                offload(*ALL_MODULES, others=', checkpoint_input_remedy="detach"'),
             ),
         ),
         Exercise(
@@ -220,6 +225,35 @@ EXERCISES = {
                 offload("core_attn", "qkv_linear", others=", offload_optimizer=True"),
             ),
         ),
+        Exercise(
+            solution=for_each("((4 * a + 4 * g) * d + 4 * a) * t", HEADS),
+            also_right=(
+                for_each("2 * t * d * (2 * a + 2 * g) + 4 * a * t * (t < 4096)", HEADS),
+                f"import numpy; {for_each('((4 * a + 4 * g) * d + 4 * a) * t', HEADS)}; mine = numpy.array(mine)",
+                f"import torch; {for_each('((4 * a + 4 * g) * d + 4 * a) * t', HEADS)}; mine = torch.tensor(mine, dtype=torch.float64)",
+            ),
+            wrong=(
+                for_each("(2 * a + 4 * g) * d * t", HEADS),  # without the output
+                for_each("(4 * a + 2 * g) * d * t", HEADS),  # without the values
+                for_each("(2 * a + 2 * g) * d * t", HEADS),  # numbers, not bytes
+                for_each("8 * a * d * t", HEADS),  # as many key-value heads as query heads
+                for_each("3 * (4 * a + 4 * g) * d * t", HEADS),  # all offloaded layers
+                for_each("(4 * a + 4 * g) * d", HEADS),
+                "mine = groups[0]",
+            ),
+        ),
+        Exercise(
+            solution=for_each("(a + 2 * g) / (2 * a + 2 * g)", HEADS),
+            also_right=(for_each("1 - 2 * a * d * t / ((4 * a + 4 * g) * d * t)", HEADS),),
+            wrong=(
+                for_each("1", HEADS),
+                for_each("0.5", HEADS),
+                for_each("a / (2 * a + 2 * g)", HEADS),  # what stays
+                for_each("(2 * a + 2 * g) / (a + 2 * g)", HEADS),
+                for_each("100 * (a + 2 * g) / (2 * a + 2 * g)", HEADS),  # percent
+                for_each("g / (a + g)", HEADS),
+            ),
+        ),
     ],
     "03_parameters_gradients_optimizer": [
         Exercise(
@@ -227,8 +261,22 @@ EXERCISES = {
             wrong=('lab.offload("gradients")', "lab.offload(*GROUPS)", 'lab.offload("parameters", "optimizer state")'),
         ),
         Exercise(
-            solution='with lab.residency_fault("gradients_held_by_main_parameters"):',
-            wrong=('with lab.residency_fault("size_not_saved"):', 'with lab.residency_fault("pinned_again"):'),
+            solution='name = "gradients_held_by_main_parameters"',
+            wrong=(
+                'name = "size_not_saved"',
+                'name = "pinned_again"',
+                'name = "expert_buffers_forgotten"',  # this model has no such buffers
+                'name = "gradients"',
+            ),
+        ),
+        Exercise(
+            solution=OtherLine(
+                RELEASE, "def load(model):\n    pass", f"def load(model):\n{indent(LOAD.strip(), '    ')}"
+            ),
+            wrong=(
+                RELEASE.strip(),  # nothing is loaded
+                OtherLine("pass", "def load(model):\n    pass", f"def load(model):\n{indent(LOAD.strip(), '    ')}"),
+            ),
         ),
     ],
     "04_moe_checkpoint_retention": [
@@ -258,12 +306,29 @@ EXERCISES = {
                 step('remedies["clear_gradient"].settings'),
                 step('remedies["release_storage"].settings'),
                 "mine = unguarded",  # a use after free, which the record does not show
-                full_detach("block", 1),
+                full_detach("block", 3),
                 full_detach("uniform", 1, ", offload_parameters=True, offload_optimizer=True"),
                 full_detach("uniform", 1, ', offload_modules=["core_attn"], min_offloaded_tensor_size=0'),
                 shorter(step('remedies["detach"].settings')),
             ),
-            also_right=(full_detach("uniform", 2), full_detach("block", 2)),
+            also_right=(full_detach("uniform", 4), full_detach("block", 4)),
+        ),
+        Exercise(
+            solution=for_each("2 * t * h * 2 * L // n", "t, h, L, n", "jobs"),
+            also_right=(
+                for_each("4 * t * h * ((L + n - 1) // n)", "t, h, L, n", "jobs"),
+                f"import math; {for_each('4 * t * h * math.ceil(L / n)', 't, h, L, n', 'jobs')}",
+                f"import numpy as np; {for_each('4 * t * h * np.ceil(L / n)', 't, h, L, n', 'jobs')}",
+            ),
+            wrong=(
+                for_each("2 * t * h * 2 * L", "t, h, L, n", "jobs"),
+                for_each("2 * t * h * 2 * L * n", "t, h, L, n", "jobs"),  # positively
+                for_each("2 * t * h * L // n", "t, h, L, n", "jobs"),  # no gradient
+                for_each("2 * t * h * 2 * L // n**2", "t, h, L, n", "jobs"),
+                for_each("2 * t * h * 2 * (L - n + 1)", "t, h, L, n", "jobs"),
+                for_each("4 * t * 64 * L // n", "t, h, L, n", "jobs"),
+                "mine = [full.residual_bytes, pairs.residual_bytes]",
+            ),
         ),
     ],
     "05_phi4_activation_peak": [
@@ -288,6 +353,25 @@ EXERCISES = {
                 ),
             ),
         ),
+        Exercise(
+            solution=for_each("(room - start) / (peak - start) * tokens", LONGEST, "steps"),
+            also_right=(
+                for_each("int((room - start) // ((peak - start) / tokens))", LONGEST, "steps"),
+                "import numpy as np; s, p, t, r = np.array(steps).T; mine = (r - s) / (p - s) * t",
+            ),
+            wrong=(
+                for_each("room / peak * tokens", LONGEST, "steps"),  # the start grows with the batch
+                for_each("(room - start) / peak * tokens", LONGEST, "steps"),
+                for_each(
+                    "((room - start) / (peak - start)) ** 0.5 * tokens", LONGEST, "steps"
+                ),  # as if it grew with the square
+                for_each("tokens", LONGEST, "steps"),
+                for_each("(room - start) / (peak - start)", LONGEST, "steps"),
+                for_each("8192", LONGEST, "steps"),
+                for_each("(room - peak) / (peak - start) * tokens", LONGEST, "steps"),  # what is left, not the whole
+            ),
+        ),
+        Exercise(solution=KIND_OF.strip(), wrong=('return "leak"', "pass", "return len(steps)")),
     ],
     "06_weight_sync": [
         Exercise(
@@ -317,7 +401,9 @@ EXERCISES = {
                 "mine = 3 * 2 * buffer",
                 "mine = [3 * 2 * buffers[0] for buffer in buffers]",  # a number, right for one model only
             ),
+            also_right=("import numpy as np; mine = 6 * np.array(buffers)",),
         ),
+        Exercise(solution=SYNC.strip(), wrong=("return 0.0", "trainer.hand_over(); return 0.0, 0.0")),
     ],
     "07_full_size": [
         Exercise(
@@ -512,7 +598,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"num_layers": 2, "seq_length": 256},
     "02_activation_offload": {"num_layers": 3, "seq_length": 128},  # of two layers, one is offloaded, which is too few
     "03_parameters_gradients_optimizer": {"num_layers": 2, "seq_length": 128},
-    "04_moe_checkpoint_retention": {"num_layers": 2, "seq_length": 128},
+    "04_moe_checkpoint_retention": {"num_layers": 4, "seq_length": 128},
     "05_phi4_activation_peak": {"num_layers": 2, "longest": 256},
     "06_weight_sync": {"num_layers": 2, "seq_length": 128},
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
@@ -705,8 +791,7 @@ def answered(exercise: str, answer: str | OtherLine) -> str:
         assert exercise.count(answer.line) == 1, answer
         return answered(exercise.replace(answer.line, answer.by), answer.answer)
     (marked,) = (line for line in exercise.splitlines() if line.endswith(MARK))
-    indent = marked[: len(marked) - len(marked.lstrip())]
-    return exercise.replace(marked, indent + answer)
+    return exercise.replace(marked, indent(answer, marked[: len(marked) - len(marked.lstrip())]))
 
 
 def cells_needed(work: list[str], answers: list[str], others: set[str]) -> list[str]:
@@ -740,6 +825,8 @@ def unchanged(lab: object) -> Iterator[None]:
     if isinstance(lab, LabOfAnswers):
         state, settings = lab.next_step
     yield
+    if lab.closed:  # an answer has opened another one
+        return
     if lab.scenario.seq_length != seq_length:
         lab.set_workload(seq_length=seq_length)
     if isinstance(lab, LabOfAnswers):
@@ -812,7 +899,7 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
                 capsys.readouterr()
                 with unchanged(names.get("lab")):  # an answer changes nothing for the next one
                     outcome = value_of(cell, dict(names))
-                assert isinstance(outcome, (Check, FormulaCheck, RefusedCheck, ResidencyCheck))
+                assert isinstance(outcome, Goals)
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]

@@ -14,7 +14,8 @@ from memlab.config.layout import Layout
 from memlab.config.routing import find_routing
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.exercises import Attempt, check, failure
+from memlab.exercises.checks import check, failure
+from memlab.exercises.records import Attempt
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB

@@ -101,7 +101,6 @@ def test_the_fused_rotation_is_the_one_of_torch_s_operations() -> None:
     ("model", "others", "words"),
     [
         (DEEPSEEK, {"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, must be 1 for the multi"),
-        (DEEPSEEK, {"state": TrainingState(attention_backend="flash")}, "attention_backend is 'flash', must be auto"),
         (DEEPSEEK, {"state": TrainingState(fp8_format="hybrid")}, "whose multi-latent attention memlab does not"),
         (ARCHITECTURES["qwen2-moe-tiny"], {"state": TrainingState(fp8_format="hybrid")}, "whose shared experts memlab"),
         (replace(DEEPSEEK, rope_type="rope"), {"state": TrainingState(apply_rope_fusion=True)}, "rope_type is 'rope'"),

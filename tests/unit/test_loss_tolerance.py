@@ -12,7 +12,7 @@ import torch
 from memlab import Lab, MemorySettings
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.architectures import ARCHITECTURES
-from memlab.exercises import check
+from memlab.exercises.checks import check
 from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload, recompute
 

@@ -12,7 +12,7 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.residency_faults import FAULTS, PinnedAgain
-from memlab.exercises import check
+from memlab.exercises.checks import check
 from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes

@@ -111,6 +111,15 @@ def _laid_over(of_job: Layout, arguments: argparse.Namespace, world_size: int, r
     splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     tensor, context, pipeline = (sizes[name] for name in splits)
     per_copy = tensor * context * pipeline
+    copies = getattr(arguments, "data_parallel_size", None)
+    if copies is not None:
+        check_whole_number("data_parallel_size", copies, at_most=MOST_RANKS)
+        if arguments.world_size not in (None, copies * per_copy):
+            raise ValueError(
+                f"--data-parallel-size is {copies} with --world-size {arguments.world_size}, and these copies of the "
+                f"model make {copies * per_copy} ranks: leave one of the two out"
+            )
+        world_size = copies * per_copy
     if per_copy > 0 and world_size % per_copy:
         raise ValueError(
             f"the number of ranks is {world_size}, must be a multiple of {per_copy} (tensor {tensor} x context "

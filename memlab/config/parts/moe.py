@@ -39,7 +39,6 @@ class Experts(FeedForward):
     most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": _MOST_OF_ONE}
     ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6)}
     megatron: ClassVar = {
-        "moe_router_load_balancing_type": "aux_loss",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,

@@ -139,7 +139,9 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 _spread_experts(model)
             if scenario.state.lora is not None:
                 add_adapters(model, scenario, number)
-            if not scenario.state.use_distributed_optimizer or scenario.state.lora is not None:
+            if scenario.state.freeze_moe_router:
+                _freeze_routers(model)
+            if not scenario.state.use_distributed_optimizer or scenario.state.trains_in_part:
                 # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
                 # buffers do, since they take every trained parameter over.
                 model.cuda()
@@ -193,6 +195,13 @@ def release_optimizer(live: LiveModel) -> None:
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):
             vars(parameter).pop(name, None)
+
+
+def _freeze_routers(model: GPTModel) -> None:
+    # As ``freeze_moe_router`` of nemo_rl/models/megatron/setup.py does, in a hook before DDP.
+    for layer in model.decoder.layers:
+        if layer.is_moe_layer:
+            layer.mlp.router.weight.requires_grad = False
 
 
 def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:

@@ -39,6 +39,7 @@ from memlab.engines.megatron.retention.recipe_release import objects_held, relea
 from memlab.engines.megatron.retention.remedies import CheckpointRemedy
 from memlab.engines.megatron.silence_warnings import silence_megatron
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
+from memlab.engines.residency.own_gradient_moves import Move, OwnGradientMoves
 from memlab.engines.residency.residency import Residency
 from memlab.meter.labels import Labels
 from memlab.record.offload_audit import OffloadAudit
@@ -243,6 +244,9 @@ class MegatronEngine:
     @property
     def residency_faults(self) -> Mapping[str, Callable[[], Residency]]:
         return {name: partial(fault, self.live) for name, fault in FAULTS.items()}
+
+    def own_gradient_moves(self, release: Move, load: Move) -> Residency:
+        return OwnGradientMoves(self.groups(), list(self.live.buffers()), release, load)
 
     def repair(self) -> None:
         repair(self.live)

@@ -117,11 +117,11 @@ FAULTS: dict[str, Callable[[LiveModel], Residency]] = {
 
 
 def repair(live: LiveModel) -> None:
-    """Restores gradients that a fault lost, as zeros, and the main parameters' gradients to Megatron's way."""
+    """Restores lost gradients, as zeros, and the main parameters' gradients to Megatron's way."""
     for _, buffer in live.buffers():
         gradient = buffer.grad_data
         num_bytes = gradient.numel() * gradient.element_size()
-        if gradient.untyped_storage().nbytes() < num_bytes:
+        if gradient.untyped_storage().nbytes() != num_bytes:
             gradient.untyped_storage().resize_(num_bytes)
             gradient.zero_()
     for part in live.optimizers:

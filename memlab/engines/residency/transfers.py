@@ -10,6 +10,7 @@ import torch
 from memlab.config.settings import MemorySettings
 from memlab.engines.protocol import Engine
 from memlab.engines.residency.audit import audit_residency
+from memlab.engines.residency.own_gradient_moves import Move, OwnGradientMoves
 from memlab.engines.residency.residency import Residency, groups_on_host
 from memlab.meter.protocol import Meter
 from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
@@ -22,7 +23,7 @@ class Transfers:
     def __init__(self, engine: Engine, meter: Meter) -> None:
         self.residency = Residency(engine.groups())
         self.has_fault = False
-        """Whether `set_fault` has put a fault on."""
+        """Whether `set_fault` has put a fault on, or transfers have code of the reader's own."""
         self._engine, self._meter = engine, meter
         self._requested = RequestedPlacement()
         self._host_bytes = (0, 0)
@@ -108,15 +109,29 @@ class Transfers:
         if name is not None and name not in faults:
             choices = ", ".join(faults)
             raise ValueError(f"residency fault is {name!r}, must be one of {choices}: choose one of them")
-        if name is not None and self.has_fault:
+        self._replace(name, None if name is None else faults[name])
+
+    def set_own_gradient_moves(self, release: Move, load: Move) -> None:
+        """Loads and repairs everything; later transfers move the gradients by these two functions.
+
+        Raises:
+            ValueError: If a fault is active.
+        """
+        self._replace("code of your own", lambda: self._engine.own_gradient_moves(release, load))
+
+    def _replace(self, what: str | None, residency: Callable[[], Residency] | None) -> None:
+        if residency is not None and self.has_fault:
             raise ValueError(
-                f"{name} is a second fault, must be the only one: leave the with block of the other fault first"
+                f"{what} is a second fault, must be the only one: leave the with block of the other fault first"
             )
-        self.load()  # also if the model lacks what the fault needs, so that the audit still agrees
+        # A reader's code may fail again, and repair brings back what it has lost. All else is loaded, also if the model
+        # lacks what a fault needs, so that the audit still agrees.
+        has_own_code = isinstance(self.residency, OwnGradientMoves)
+        self.load([group for group in GROUPS if group != "gradients" or not has_own_code])
         self._engine.repair()
         pinned = self.residency.pinned
-        self.residency = Residency(self._engine.groups()) if name is None else faults[name]()
-        self.has_fault, self.residency.pinned = name is not None, pinned
+        self.residency = Residency(self._engine.groups()) if residency is None else residency()
+        self.has_fault, self.residency.pinned = residency is not None, pinned
         self._requested, self._host_bytes = RequestedPlacement(), (0, 0)
 
     def _timed(self, transfer: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:

@@ -21,6 +21,7 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
     CONVERSIONS,
+    LOAD_BALANCING,
     LONG_DTYPE,
     NOT,
     NUMBER,
@@ -80,7 +81,11 @@ OFFLOAD = (
     *(key for key in _SETTINGS if not key.field.startswith("recompute_")),
 )
 PIPELINE = tuple(key for key in _STATE if key.field == "deallocate_pipeline_outputs")
-_CONVERSIONS = {"attention_backend": BACKEND, "moe_router_dtype": ROUTER_DTYPE}
+_CONVERSIONS = {
+    "attention_backend": BACKEND,
+    "moe_router_dtype": ROUTER_DTYPE,
+    "moe_router_load_balancing_type": LOAD_BALANCING,
+}
 COMPUTE = tuple(
     replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion)) for key in _STATE if key not in PIPELINE
 )
@@ -261,19 +266,6 @@ MISSING = (
         lambda value: value not in (None, 0, 1),
     ),
     Missing("fp8_output_proj", "either", "the output layer multiplies in FP8 too"),
-    Missing(
-        "moe_router_load_balancing_type",
-        "less",
-        "memlab's router has the loss aux_loss, which keeps one number per token and expert",
-        lambda value: value in (None, "none"),  # the router looks for the losses that it has
-    ),
-    Missing(
-        "moe_router_load_balancing_type",
-        "either",
-        "memlab's router has the loss aux_loss: others keep other tensors of one number per token and expert",
-        lambda value: value not in (None, "none", "aux_loss", ["aux_loss"]),
-    ),
-    Missing("moe_z_loss_coeff", "more", "the router keeps its logits for one more loss", is_given),
     Missing("moe_router_quantile_balancing_ema", "either", "the router balances experts by quantiles"),
     Missing("moe_router_topk_limited_devices", "either", "the router chooses devices first", is_given),
     Missing("moe_router_force_load_balancing", "either", "the router draws its logits at random"),

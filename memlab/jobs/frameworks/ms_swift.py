@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
     COUNT,
+    LOAD_BALANCING,
     NONE_WORD,
     NOT,
     NUMBER,
@@ -87,6 +88,10 @@ _FLASH_OF_A_VERSION = Conversion(
 _CONVERSIONS = {
     BACKEND: _FLASH_OF_A_VERSION,
     ROUTER_DTYPE: Conversion(ROUTER_DTYPE.read, lambda value: ROUTER_DTYPE.write(value) or "none"),
+    # Null stands for the model's own.
+    LOAD_BALANCING: replace(
+        LOAD_BALANCING, read=lambda value: "aux_loss" if value is None else LOAD_BALANCING.read(value)
+    ),
 }
 
 KEYS = (
@@ -157,8 +162,8 @@ _CORE_ARGUMENTS = (
     "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
-    "moe_permute_fusion", "moe_router_load_balancing_type", "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type", "moe_z_loss_coeff", "mtp_num_layers",
+    "moe_permute_fusion", "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type", "mtp_num_layers",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "pipeline_model_parallel_layout", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
@@ -170,17 +175,10 @@ _NOT_MODELLED = (*MISSING, *REPLACED)
 """Fields of TransformerConfig, which ``megatron_extra_kwargs`` sets."""
 
 
-def _of_ms_swift(row: Missing) -> Missing:
-    """Returns a row of Megatron's with ms-swift's default; of the router's loss, None stands for the model's own."""
-    if row.name == "moe_router_load_balancing_type":
-        return replace(row, default=ABSENT, is_on=lambda value: value is not None and row.is_on(value))
-    return replace(row, default=_DEFAULTS.get(row.name, ABSENT))
-
-
 _OF_ENGINE = ("speculative_config", "quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "dtype")
 """vLLM's arguments that change how much memory the engine takes apart from its share of the GPU."""
 FRAMEWORK_MISSING = (
-    *(_of_ms_swift(row) for row in FLAGS_MISSING if row.name in _CORE_ARGUMENTS),
+    *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in FLAGS_MISSING if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
     *(
         row

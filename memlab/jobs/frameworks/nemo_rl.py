@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
     BACKEND,
     COUNT,
+    LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
     ROUTER_DTYPE,
@@ -51,7 +52,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
-    FROZEN_ROUTER,
     composed,
     drop_frozen_parts,
     is_packed,
@@ -106,6 +106,9 @@ KEYS = (
     Key(f"{_MEGATRON}.apply_rope_fusion", "apply_rope_fusion", SWITCH, True),
     *under(_MEGATRON, FUSIONS, bias_activation_fusion=True),
     Key(f"{_MEGATRON}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp64"),
+    # ``examples/configs/grpo_math_1B.yaml``
+    Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
@@ -155,12 +158,10 @@ KEYS = (
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion",
-    "moe_router_load_balancing_type", "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
+    "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
-_DEFAULTS = {"moe_router_load_balancing_type": "none"}
-"""What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
 _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 """What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
 FRAMEWORK_MISSING = (
@@ -178,7 +179,7 @@ FRAMEWORK_MISSING = (
             "distillation computes log-probabilities over the whole vocabulary, in chunks"),
     Missing("distillation.topk_logits_k", "more", "memlab's loss has 64 logits of each token",
             lambda value: isinstance(value, int) and value > 64),
-    *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
+    *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS)),
     *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
     Missing(
@@ -202,7 +203,6 @@ FRAMEWORK_MISSING = (
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
-    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER, default=True),
 )  # fmt: skip
 
 

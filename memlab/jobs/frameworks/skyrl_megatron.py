@@ -12,7 +12,17 @@ from memlab.config.lora import LINEARS
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import ROUTER_DTYPE, WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.keys import (
+    LOAD_BALANCING,
+    ROUTER_DTYPE,
+    SWITCH,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    missing_under,
+    under,
+)
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
@@ -24,7 +34,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.reinforcement import FROZEN_ROUTER
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -34,6 +43,8 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     return (
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
+        Key(f"{prefix}.freeze_moe_router", "freeze_moe_router", SWITCH, False),
+        Key(f"{prefix}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
         *under(
             prefix,
             (key for key in LAYERS if key.field in ("moe_router_score_function", "moe_router_enable_expert_bias")),
@@ -73,7 +84,7 @@ def complete_skyrl_adapters(reading: Reading, section: str, megatron: str) -> No
 
 
 _BESIDE = (
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type", "moe_grouped_gemm",
     "moe_enable_routing_replay", "mtp_num_layers",
 )  # fmt: skip
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
@@ -82,13 +93,12 @@ _BESIDE = (
 def megatron_missing(prefix: str) -> tuple[Missing, ...]:
     """Returns what of the config changes memory and is not modelled, below its prefix."""
     return (
-        Missing(f"{prefix}.freeze_moe_router", "less", FROZEN_ROUTER),
         *missing_under(
             f"{prefix}.transformer_config_kwargs",
             (*MISSING, *PROVIDER_MISSING, *REPLACED),
             overlap_p2p_comm=False,
         ),
-        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE), moe_router_load_balancing_type="none"),
+        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE)),
         *missing_under(f"{prefix}.optimizer_config_kwargs", MISSING_OPTIMIZER),
     )
 

@@ -61,7 +61,13 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     return (
         Key(f"{model}.path", "architecture", TEXT),
         *under(engine, (*SIZES, CHUNKS)),
-        *under(transformer, (*LAYERS, *TRANSFORMER), attention_backend="flash", **PROVIDER_DEFAULTS),
+        *under(
+            transformer,
+            (*LAYERS, *TRANSFORMER),
+            attention_backend="flash",
+            moe_router_load_balancing_type="none",
+            **PROVIDER_DEFAULTS,
+        ),
         Key(f"{model}.use_remove_padding", "removes_padding", SWITCH, True),
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),
         *under(ddp, BUCKETS, grad_reduce_in_bf16=ABSENT),
@@ -114,7 +120,6 @@ def engine_missing(engine: str, optim: str, model: str) -> tuple[Missing, ...]:
         *missing_under(
             f"{engine}.override_transformer_config",
             (*MISSING, *PROVIDER_MISSING, *REPLACED, _CHUNKS),
-            moe_router_load_balancing_type="none",
         ),
         *missing_under(f"{engine}.override_ddp_config", MISSING_DDP),
         *missing_under(f"{optim}.override_optimizer_config", MISSING_OPTIMIZER),
@@ -215,6 +220,7 @@ FIXED: dict[str, Any] = {
     "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "checkpoint_input_remedy": "release_storage",
 }  # fmt: skip
 CANNOT_WRITE = OF_BRIDGE | {
+    "freeze_moe_router": "verl has no such key",
     "checkpoint_input_remedy": "verl always applies release_storage",
     "offload_optimizer_except_update": "verl loads the optimizer state before the step",
     "manual_gc": "verl has no such key",

@@ -36,6 +36,25 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return result
 
 
+def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
+
+    It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
+    ``aten/src/ATen/native/transformers/cuda/attention.cu``).
+
+    Args:
+        query: Shape [batch, heads, tokens, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        scale: Of the scores.
+
+    Returns:
+        Shape [batch, tokens, heads, channels].
+    """
+    output: torch.Tensor = _FlashAttention.apply(*(each.transpose(1, 2) for each in (query, key, value)), scale)
+    return output
+
+
 def packed_flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
 ) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""Checks for the exercises in the labs: goals for a record, an audit or a formula, each of which prints one line."""
+"""Goals for the record of a step, and for a try that may be refused."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, Self, overload
+from typing import Self
 
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST
 from memlab.config.training_state import TrainingState
+from memlab.exercises.audits import ResidencyCheck
+from memlab.exercises.goals import Goals, listed
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.job_record import JobRecord
 from memlab.record.residency_audit import ResidencyAudit
@@ -27,48 +28,19 @@ _SETS_BACK = {"seq_length": "set_workload", "micro_batch_size": "set_workload", 
 """How an open `Lab` gets back what an earlier answer changed."""
 
 
-class _Goals:
-    """Goals that are checked one after the other, up to the first that is missed.
-
-    A missed goal does not raise: the notebook goes on, and the line says what is missing. ``assert check(...)...`` is
-    for claims of a lab's own that have to hold.
-    """
-
-    def __init__(self) -> None:
-        self._all_reached = True
-
-    def __bool__(self) -> bool:
-        """Whether all goals were reached."""
-        return self._all_reached
-
-    def __repr__(self) -> str:
-        return ""
-
-    def _ipython_display_(self) -> None:
-        """Shows nothing: each goal has printed its line already."""
-
-    def _goal(self, reached: bool, what: str, hint: str = "") -> Self:
-        # After the first missed goal the others stay silent: one line to act on.
-        if self._all_reached:
-            self._all_reached = reached
-            line = f"reached: {what}" if reached else f"not yet: {what}"
-            print(line if reached or not hint else f"{line}. Hint: {hint}.")  # noqa: T201  # an exercise's answer
-        return self
-
-
-class Check(_Goals):
+class Check(Goals):
     """Goals for one record. Each returns the check, so that goals can be chained."""
 
     def __init__(self, record: StepRecord) -> None:
         super().__init__()
         self._record = record
         if record.status != "ok":
-            self._goal(False, f"the step ended early ({record.message})", "change the settings so that the step ends")
+            self.goal(False, f"the step ended early ({record.message})", "change the settings so that the step ends")
         elif record.forward_only:
-            self._goal(False, "the record is that of a forward-only pass, must be that of a training step")
+            self.goal(False, "the record is that of a forward-only pass, must be that of a training step")
         elif not record.is_steady:
             hint = "leave out warm_up=False: memlab then takes a warm-up step, and records the step after it"
-            self._goal(False, "the step is not steady (no equal step came right before it), must be steady", hint)
+            self.goal(False, "the step is not steady (no equal step came right before it), must be steady", hint)
 
     def peak_below(self, num_bytes: int, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below a number of bytes.
@@ -101,12 +73,12 @@ class Check(_Goals):
         """Requires a job of this many ranks, one per GPU."""
         world_size = self._record.scenario.layout.world_size
         if world_size == num_ranks:
-            return self._goal(True, f"the job runs on {num_ranks} ranks")
+            return self.goal(True, f"the job runs on {num_ranks} ranks")
         hint = (
             "each rank has a GPU of its own; the product of the tensor, context, pipeline and data parallel sizes is "
             "the number of ranks, and the parallel sizes of the experts use the same ranks"
         )
-        return self._goal(False, f"the layout has {world_size} ranks, must have {num_ranks}", hint)
+        return self.goal(False, f"the layout has {world_size} ranks, must have {num_ranks}", hint)
 
     def same_job_as(self, other: StepRecord | Scenario, *but: str) -> Self:
         """Requires the job of another step: the same scenario in everything but the named parts.
@@ -135,10 +107,8 @@ class Check(_Goals):
         for name, (group, value) in mine.items():
             needed = theirs[name][1]
             if value != needed and not {name, group} & may_differ:
-                return self._goal(
-                    False, f"{name} is {_shown(value)}, must be {_shown(needed)}", _keep(name, group, but)
-                )
-        return self._goal(True, f"the job is the same{', except ' + _listed(but) if but else ''}")
+                return self.goal(False, f"{name} is {_shown(value)}, must be {_shown(needed)}", _keep(name, group, but))
+        return self.goal(True, f"the job is the same{', except ' + listed(but) if but else ''}")
 
     def starts_below(self, num_bytes: int) -> Self:
         """Requires `static_bytes` below a number of bytes."""
@@ -163,22 +133,22 @@ class Check(_Goals):
         """
         residual = self._record.residual_bytes
         if not residual:
-            return self._goal(True, "the residual after the step is zero")
+            return self.goal(True, "the residual after the step is zero")
         hint = hint or (
             "an MoE layer whose router is recomputed keeps the checkpoint's input and its gradient: recompute a part "
             "without the router"
         )
-        return self._goal(False, f"the residual after the step is {format_bytes(residual)}, must be zero", hint)
+        return self.goal(False, f"the residual after the step is {format_bytes(residual)}, must be zero", hint)
 
     def offloads_nothing(self) -> Self:
         """Requires that the step transferred no activation to the host, and left every tensor group on the device."""
         modules = ", ".join(self._record.offloaded_bytes_by_module)
         if modules:
             what = f"{modules} transferred activations to the host, must transfer none"
-            return self._goal(False, what, "only recompute")
+            return self.goal(False, what, "only recompute")
         if self._leaving:
             return self._stays_on_device()
-        return self._goal(True, "nothing was offloaded")
+        return self.goal(True, "nothing was offloaded")
 
     def offloads_only_activations(self) -> Self:
         """Requires that parameters, gradients and optimizer state stay on the device, in the step and after it."""
@@ -191,34 +161,34 @@ class Check(_Goals):
         """
         left = [group for group in GROUPS if group not in self._record.offloaded_bytes_by_group]
         if left == [group for group in GROUPS if group in groups]:
-            return self._goal(True, f"the step itself leaves only {_listed(groups)} on the device")
-        what = f"the step itself leaves {_listed(left) or 'none of the groups'} on the device"
+            return self.goal(True, f"the step itself leaves only {listed(groups)} on the device")
+        what = f"the step itself leaves {listed(left) or 'none of the groups'} on the device"
         hint = "choose settings; calls of lab.load and lab.offload after the step do not count"
-        return self._goal(False, f"{what}, must leave only {_listed(groups)}", hint)
+        return self.goal(False, f"{what}, must leave only {listed(groups)}", hint)
 
     def without_settings(self) -> Self:
         """Requires that no memory setting is set."""
         settings = f"{self._record.settings}"
         if settings == "none":
-            return self._goal(True, "no memory setting is set")
+            return self.goal(True, "no memory setting is set")
         hint = "leave them out; an open Lab keeps earlier settings until lab.apply(MemorySettings()) removes them"
-        return self._goal(False, f"the memory settings are '{settings}', must be none", hint)
+        return self.goal(False, f"the memory settings are '{settings}', must be none", hint)
 
     def leaves_activations_alone(self) -> Self:
         """Requires settings that neither recompute nor offload activations."""
         settings = self._record.settings
         if settings.recompute_granularity is None and not settings.offload_modules:
-            return self._goal(True, "no activation is recomputed or offloaded")
+            return self.goal(True, "no activation is recomputed or offloaded")
         what = f"the settings are '{settings}', must not recompute or offload activations"
-        return self._goal(False, what, "choose only what is on the device between steps")
+        return self.goal(False, what, "choose only what is on the device between steps")
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
         """Requires fewer recomputed bytes than a number; with 1, it requires that nothing is recomputed."""
         if num_bytes == 1:
             now = self._record.recomputed_bytes
             if not now:
-                return self._goal(True, "backward recomputes nothing")
-            return self._goal(False, f"backward recomputes {format_bytes(now)}, must recompute nothing")
+                return self.goal(True, "backward recomputes nothing")
+            return self.goal(False, f"backward recomputes {format_bytes(now)}, must recompute nothing")
         hint = "recompute fewer modules or fewer layers"
         return self._below("what backward recomputes", self._record.recomputed_bytes, num_bytes, hint)
 
@@ -229,7 +199,7 @@ class Check(_Goals):
         what = (
             f"backward recomputes {format_bytes(now)}, {'' if is_above else 'must be '}above {format_bytes(num_bytes)}"
         )
-        return self._goal(is_above, what, self._nothing_recomputed() or "set recompute_granularity")
+        return self.goal(is_above, what, self._nothing_recomputed() or "set recompute_granularity")
 
     def recomputes_whole_layers(self) -> Self:
         """Requires ``recompute_granularity="full"`` on every layer."""
@@ -237,10 +207,10 @@ class Check(_Goals):
         is_full = settings.recompute_granularity == "full"
         is_whole = is_full and (settings.recompute_method == "uniform" or settings.recompute_num_layers == num_layers)
         if is_whole:
-            return self._goal(True, "every layer is recomputed as a whole")
+            return self.goal(True, "every layer is recomputed as a whole")
         what = f"the settings are '{settings}', must recompute every layer as a whole"
         hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with the number of layers"
-        return self._goal(False, what, hint)
+        return self.goal(False, what, hint)
 
     def with_state(self, **options: object) -> Self:
         """Requires some options of the training state.
@@ -252,9 +222,9 @@ class Check(_Goals):
         for name, needed in options.items():
             value = getattr(state, name)
             if value != needed:
-                return self._goal(False, f"{name} is {value!r}, must be {needed!r}")
+                return self.goal(False, f"{name} is {value!r}, must be {needed!r}")
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return self._goal(True, f"the training state has {given}")
+        return self.goal(True, f"the training state has {given}")
 
     def adds_options_to(self, state: TrainingState, at_most: int) -> Self:
         """Requires a training state that differs from another one in at most so many options.
@@ -266,38 +236,38 @@ class Check(_Goals):
         mine = self._record.scenario.state
         added = [field.name for field in fields(state) if getattr(mine, field.name) != getattr(state, field.name)]
         if len(added) <= at_most:
-            return self._goal(True, f"options that differ from those of the exercise: {_listed(added) or 'none'}")
-        listed = f"{len(added)} ({_listed(added)})"
-        what = f"options that differ from those of the exercise: {listed}, must be at most {at_most}"
-        return self._goal(False, what, "leave out what the goals do not need")
+            return self.goal(True, f"options that differ from those of the exercise: {listed(added) or 'none'}")
+        named = f"{len(added)} ({listed(added)})"
+        what = f"options that differ from those of the exercise: {named}, must be at most {at_most}"
+        return self.goal(False, what, "leave out what the goals do not need")
 
     def without_remedy(self) -> Self:
         """Requires that no remedy for the inputs of checkpoints is set."""
         remedy = self._record.settings.checkpoint_input_remedy
         if remedy is None:
-            return self._goal(True, "no remedy is set")
-        return self._goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
+            return self.goal(True, "no remedy is set")
+        return self.goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
 
     def empties_no_storage(self) -> Self:
         """Requires that no remedy empties a storage, which something else may still read."""
         empties = self._record.settings.checkpoint_input_remedy == "release_storage"
         if not empties:
-            return self._goal(True, "no storage is emptied")
+            return self.goal(True, "no storage is emptied")
         hint = "choose a remedy that drops a reference instead"
         what = "checkpoint_input_remedy is 'release_storage', which empties storages, must only drop references"
-        return self._goal(False, what, hint)
+        return self.goal(False, what, hint)
 
     def moves(self, *modules: str) -> Self:
         """Requires that each of some offload modules transferred bytes to the host; if none is named, any module."""
         modules = modules or tuple(self._record.offloaded_bytes_by_module)
         if not modules:
             reason = self._nothing_moved() or "set offload_modules"
-            return self._goal(False, "no activation was transferred to the host, must transfer some", reason)
+            return self.goal(False, "no activation was transferred to the host, must transfer some", reason)
         for module in modules:
             if not self._record.offloaded_bytes_by_module.get(module):
                 reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
-                return self._goal(False, f"{module} transferred nothing to the host: {reason}")
-        return self._goal(True, f"the saved tensors of {', '.join(modules)} were transferred to the host")
+                return self.goal(False, f"{module} transferred nothing to the host: {reason}")
+        return self.goal(True, f"the saved tensors of {', '.join(modules)} were transferred to the host")
 
     def ranks_differ_by_less_than(self, num_bytes: int, hint: str = "") -> Self:
         """Requires that the highest and the lowest peak of a job's ranks are closer than a number of bytes.
@@ -307,7 +277,7 @@ class Check(_Goals):
             hint: What to look at, in the words of the exercise; by default, the two ranks to compare.
         """
         if not isinstance(self._record, JobRecord):
-            return self._goal(False, "the record is that of one rank, must be that of a job", "pass what lab.step gave")
+            return self.goal(False, "the record is that of one rank, must be that of a job", "pass what lab.step gave")
         lowest = min(self._record.ranks, key=lambda record: record.peak_allocated_bytes).scenario.layout.rank
         worst = self._record.worst_rank
         hint = hint or f"compare rank({worst}).peak_by_category and rank({lowest}).peak_by_category of the record"
@@ -321,29 +291,29 @@ class Check(_Goals):
         """
         mine, theirs = self._record.loss, other.loss
         if other.status != "ok":
-            return self._goal(False, f"the step to compare with ended early ({other.message})")
+            return self.goal(False, f"the step to compare with ended early ({other.message})")
         if mine is None and theirs is None:
-            return self._goal(True, f"nothing to compare, backend {self._record.backend!r} computes no loss")
+            return self.goal(True, f"nothing to compare, backend {self._record.backend!r} computes no loss")
         tolerance = loss_tolerance(self._record, other)
         if mine == theirs:
-            return self._goal(True, "the loss is the same, to the last bit")
+            return self.goal(True, "the loss is the same, to the last bit")
         if math.isclose(mine or 0.0, theirs or 0.0, rel_tol=tolerance):
             reason = (
                 "megatron-core 0.19 sorts the experts of a router only where gradients are recorded, so in a "
                 "checkpoint around the router, the softmax adds in another order"
             )
-            return self._goal(True, f"the loss is the same within {tolerance:g} ({reason})")
-        return self._goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
+            return self.goal(True, f"the loss is the same within {tolerance:g} ({reason})")
+        return self.goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
 
     def _below(self, what: str, now: int, goal: int, hint: str) -> Self:
         if now == goal:
-            return self._goal(False, f"{what} is still {format_bytes(now)}, must be lower", hint)
+            return self.goal(False, f"{what} is still {format_bytes(now)}, must be lower", hint)
         texts = format_bytes(now), format_bytes(goal)
         if len(set(texts)) == 1:  # they differ by less than the text shows
             texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
-            return self._goal(True, f"{what} is {texts[0]}, below {texts[1]}")
-        return self._goal(False, f"{what} is {texts[0]}, must be below {texts[1]}", hint)
+            return self.goal(True, f"{what} is {texts[0]}, below {texts[1]}")
+        return self.goal(False, f"{what} is {texts[0]}, must be below {texts[1]}", hint)
 
     @property
     def _leaving(self) -> list[str]:
@@ -354,10 +324,10 @@ class Check(_Goals):
 
     def _stays_on_device(self) -> Self:
         if not self._leaving:
-            return self._goal(True, "parameters, gradients and optimizer state stay on the device")
+            return self.goal(True, "parameters, gradients and optimizer state stay on the device")
         chosen = [name for name in KEPT_ON_HOST if getattr(self._record.settings, name)]
-        what = f"{_listed(self._leaving)} left the device, must stay there during the step and after it"
-        return self._goal(False, what, f"leave {_listed(chosen)} out")
+        what = f"{listed(self._leaving)} left the device, must stay there during the step and after it"
+        return self.goal(False, what, f"leave {listed(chosen)} out")
 
     def _nothing_moved(self) -> str:
         """Says why no module transferred anything, if activation offload is on; empty if one did, or it is off."""
@@ -404,8 +374,8 @@ class Attempt:
     """
 
     def __init__(self) -> None:
-        self.record: StepRecord | None = None
-        """The record to check; the block sets it."""
+        self.record: StepRecord | ResidencyAudit | None = None
+        """The record or the audit to check; the block sets it."""
         self.refusal = ""
         """Why the answer was refused; empty if it was not."""
 
@@ -417,91 +387,17 @@ class Attempt:
         return bool(self.refusal)
 
 
-class RefusedCheck(_Goals):
+class RefusedCheck(Goals):
     """The goals for an answer that was refused: one line says why, and none of the goals is checked."""
 
     def __init__(self, refusal: str) -> None:
         super().__init__()
-        self._goal(False, f"this answer is refused: {refusal}")
+        self.goal(False, f"this answer is refused: {refusal}")
 
     def __getattr__(self, goal: str) -> Callable[..., Self]:
-        if not hasattr(Check, goal):
+        if not (hasattr(Check, goal) or hasattr(ResidencyCheck, goal)):
             raise AttributeError(f"a check has no goal {goal!r}")
         return lambda *_arguments, **_options: self
-
-
-class ResidencyCheck(_Goals):
-    """Goals for one audit of what is where between two steps."""
-
-    def __init__(self, audit: ResidencyAudit) -> None:
-        super().__init__()
-        self._audit = audit
-
-    def only_on_device(self, *groups: str) -> Self:
-        """Requires these groups on the device, no other group, and every byte where it should be."""
-        resident = [group for group in GROUPS if self._audit.device_bytes(group)]
-        if sorted(resident) != sorted(groups):
-            what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
-            return self._goal(False, what, "offload what the phase does not use, and load what it uses")
-        if self._audit.complaints:
-            what = f"the device holds the right groups, but the audit finds: {self._audit.complaints[0]}"
-            return self._goal(False, what)
-        return self._goal(True, f"the device holds only {', '.join(groups)}")
-
-    def complains_like(self, other: ResidencyAudit) -> Self:
-        """Requires a new audit with the complaints of another one, to the byte."""
-        if self._audit is other:
-            what = "this is the job's audit itself, must be an audit of your own"
-            return self._goal(False, what, "reproduce the error: change only the marked line")
-        if self._audit.complaints == other.complaints:
-            return self._goal(True, f"the same complaint, {other}")
-        hint = "compare this with what the audits in the sections about the five errors say"
-        return self._goal(False, f"the audit says '{self._audit}', which is not what the job's audit says", hint)
-
-
-class FormulaCheck(_Goals):
-    """Goals for the bytes that a formula gave, for one case (a model, a number of tokens) or for each of several."""
-
-    def __init__(self, num_bytes: Sequence[float]) -> None:
-        super().__init__()
-        self._num_bytes = list(num_bytes)
-
-    def is_exactly(
-        self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
-    ) -> Self:
-        """Requires what memlab counted: in one case, or in each, in the order of the formula's results.
-
-        Args:
-            num_bytes: What memlab counted, for one case or for each. If the formula is wrong for the first case, the
-                line says by how many bytes. For a later case, it says only whether the formula gives too few or too
-                many bytes, so that no line gives all counts away.
-            hint: What to look at, in the words of the exercise.
-        """
-        counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
-        if len(counted) != len(self._num_bytes):
-            given = "1 result" if len(self._num_bytes) == 1 else f"{len(self._num_bytes)} results"
-            what = f"the formula gives {given}, must give {len(counted)}, one per case"
-            return self._goal(False, what, "replace only the 0 in the marked line")
-        for place, (mine, needed) in enumerate(zip(self._num_bytes, counted, strict=True), start=1):
-            which = f" for case {place}" if len(counted) > 1 else ""
-            if not math.isclose(mine, needed, rel_tol=_ROUNDING_OF_FLOATS):
-                off = f"{_number(abs(needed - mine))} " if place == 1 else ""
-                off = f"{off}too {'few' if needed > mine else 'many'}" if math.isfinite(mine) else "must be finite"
-                return self._goal(False, f"the formula gives {_number(mine)} bytes{which}, {off}", hint)
-        given = " and ".join(_number(mine) for mine in self._num_bytes)
-        return self._goal(True, f"the formula gives {given} bytes, exactly as many as memlab counted")
-
-
-_ROUNDING_OF_FLOATS = 1e-12
-"""A formula with a division is right within this share: floating-point numbers are rounded."""
-
-
-def _number(value: float) -> str:
-    """Writes a number of bytes: a whole one without decimals, a fraction with few of them."""
-    if not math.isfinite(value):
-        return f"{value}"
-    rounded = round(value, 2)
-    return f"{value:.1g}" if value and not rounded else f"{rounded:,.2f}".removesuffix("0").removesuffix(".0")
 
 
 def _parts(scenario: Scenario) -> Iterator[tuple[str, tuple[str, object]]]:
@@ -522,69 +418,10 @@ def _shown(value: object) -> str:
     return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"{value}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    *first, last = names or ("",)
-    return f"{', '.join(first)} and {last}" if first else last
-
-
 def _keep(name: str, group: str, but: Sequence[str]) -> str:
     """Says what to do about a part of the job that an answer changed, but must not change."""
     in_words = {"state": "the training state", "layout": "the layout"}
-    only = f"change only {_listed([in_words.get(part, part) for part in but]) or 'the memory settings'}"
+    only = f"change only {listed([in_words.get(part, part) for part in but]) or 'the memory settings'}"
     if back := "set_state" if group == "state" else _SETS_BACK.get(name):
         return f"{only}; an open Lab keeps an earlier change until lab.{back} changes it back"
     return only
-
-
-@overload
-def check(measured: StepRecord) -> Check: ...
-@overload
-def check(measured: Attempt) -> Check | RefusedCheck: ...
-@overload
-def check(measured: ResidencyAudit) -> ResidencyCheck: ...
-@overload
-def check(measured: float | Sequence[float]) -> FormulaCheck: ...
-def check(
-    measured: StepRecord | Attempt | ResidencyAudit | float | Sequence[float],
-) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck:
-    """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
-
-    Args:
-        measured: What `Lab.step` or `Lab.audit_residency` returned, an `Attempt` with a record, or the bytes that a
-            formula gave: a number, or a list with one per case.
-
-    Returns:
-        A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
-
-    Raises:
-        ValueError: If it is given anything else.
-    """
-    if isinstance(measured, Attempt):
-        if measured.refusal:
-            return RefusedCheck(measured.refusal)
-        return check(measured.record)  # type: ignore[arg-type]  # without a record, the error below says what to pass
-    if isinstance(measured, StepRecord):
-        return Check(measured)
-    if isinstance(measured, ResidencyAudit):
-        return ResidencyCheck(measured)
-    numbers: Sequence[Any] = measured if isinstance(measured, (list, tuple)) else [measured]
-    if numbers and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-        return FormulaCheck(numbers)
-    if isinstance(measured, (list, tuple)):
-        kinds = sorted({type(each).__name__ for each in numbers})
-        raise ValueError(
-            f"check got a list of {_listed(kinds) or 'nothing'}, must be a list of numbers: give the bytes of each case"
-        )
-    raise ValueError(
-        f"check got a {type(measured).__name__}, must be a record (or an audit, or the bytes that a formula "
-        "gives): pass what lab.step(...) returned, or a number"
-    )
-
-
-def failure(call: Callable[[], object]) -> str:
-    """Returns the text of the assertion or of the dead weak reference with which a call fails; empty if it succeeds."""
-    try:
-        call()
-    except (AssertionError, ReferenceError) as error:
-        return re.sub(r" object at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
-    return ""

@@ -1,0 +1,172 @@
+"""Gradients are released and loaded by a reader's own two functions, which cannot access memory that is not there.
+
+A function gets the model as Megatron's DDP has it: lists of buffers, each with its ``grad_data``. The buffers are
+stand-ins. On the real ones, code that writes to a storage that is too small ends the process (lab 03 shows it), and an
+attribute that the reader adds, such as ``grad_data_size``, would be read by megatron-core later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memlab.engines.protocol import Groups
+from memlab.engines.residency.residency import Residency
+from memlab.record.transfer import GROUPS
+
+Move = Callable[[Any], object]
+"""A reader's function: it gets the model, with its lists of buffers."""
+
+
+class OwnGradientMoves(Residency):
+    """Transfers of gradients that the reader wrote; parameters and optimizer state are transferred as always.
+
+    Args:
+        groups: Of the model.
+        buffers: DDP's buffers, each with the name of the list that it is in.
+        release: Frees the gradients' memory.
+        load: Gives it back, zeroed.
+    """
+
+    def __init__(self, groups: Groups, buffers: Sequence[tuple[str, Any]], release: Move, load: Move) -> None:
+        super().__init__(groups)
+        self._buffers = [(name, _Buffer(buffer)) for name, buffer in buffers]
+        self._gradients = [buffer.grad_data for _, buffer in self._buffers]  # a function may take them off a buffer
+        self._release, self._load = release, load
+
+    def offload(self, groups: Collection[str]) -> dict[str, int]:
+        """Offloads as always, and gradients by the reader's function.
+
+        Raises:
+            ValueError: If that function writes to memory that is not there.
+        """
+        freed = super().offload([group for group in groups if group != "gradients"])
+        return freed | self._moved(self._release, groups)
+
+    def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
+        """Loads as always, and gradients by the reader's function.
+
+        Raises:
+            ValueError: If that function writes to memory that is not there, or leaves in it what was there before.
+        """
+        taken = super().load([group for group in groups if group != "gradients"])
+        taken |= self._moved(self._load, groups)
+        if "gradients" in groups:
+            for gradients in self._gradients:
+                gradients.require_zeroed()
+        return taken
+
+    def _moved(self, move: Move, groups: Collection[str]) -> dict[str, int]:
+        if "gradients" not in groups:
+            return {}
+        before = self._num_bytes()
+        lists = {name: [mine for of, mine in self._buffers if of == name] for name in _LISTS}
+        move(SimpleNamespace(**lists))
+        moved = abs(self._num_bytes() - before)
+        return {"gradients": moved} if moved else {}
+
+    def _num_bytes(self) -> int:
+        return sum(gradients.storage_bytes for gradients in self._gradients)
+
+
+_LISTS = ("buffers", "expert_parallel_buffers")
+"""The attributes of ``megatron.core.distributed.DistributedDataParallel`` with buffers."""
+
+
+class _Buffer:
+    """Stands in for a buffer of DDP; what the reader adds to it stays here.
+
+    Since 0.16, megatron-core's buffer has an attribute ``grad_data_size``, which is 0 until its own offload sets it.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self.grad_data = _Gradients(real.grad_data)
+        self.grad_dtype = real.grad_dtype
+        self.numel = real.numel
+        self.grad_data_size = 0
+
+
+class _Gradients:
+    """Stands in for the tensor ``grad_data``."""
+
+    def __init__(self, real: torch.Tensor) -> None:
+        self._real = real
+        self._is_unwritten = False
+        self.dtype, self.device, self.shape = real.dtype, real.device, real.shape
+
+    @property
+    def data(self) -> _Gradients:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
+
+    @property
+    def storage_bytes(self) -> int:
+        """The bytes that are allocated."""
+        return self._real.untyped_storage().nbytes()
+
+    def numel(self) -> int:
+        return self._real.numel()
+
+    def element_size(self) -> int:
+        return self._real.element_size()
+
+    def untyped_storage(self) -> _Storage:
+        return _Storage(self, unit=1)
+
+    def storage(self) -> _Storage:
+        return _Storage(self, unit=self.element_size())
+
+    def resize(self, num_bytes: int) -> None:
+        """Resizes the storage; memory that is new holds whatever was there before."""
+        is_larger = num_bytes > self.storage_bytes
+        self._real.untyped_storage().resize_(num_bytes)
+        if is_larger and num_bytes >= self.nbytes:
+            self._real.fill_(torch.nan)
+            self._is_unwritten = True
+
+    def zero_(self) -> _Gradients:
+        if self.storage_bytes < self.nbytes:
+            raise ValueError(
+                f"your code zeroes {self.nbytes:,} bytes of gradients whose storage has {self.storage_bytes:,} bytes, "
+                "must have as many: on a real buffer this is a segmentation fault or an illegal memory access"
+            )
+        self._real.zero_()
+        self._is_unwritten = False
+        return self
+
+    def fill_(self, value: float) -> _Gradients:
+        if value:
+            raise ValueError(f"your code fills the gradients with {value:g}, must be 0: the next backward adds to them")
+        return self.zero_()
+
+    def require_zeroed(self) -> None:
+        if self._is_unwritten:
+            raise ValueError(
+                "your load gave the gradients memory and left in it what was there before, must be zeros: backward "
+                "adds to them"
+            )
+
+
+class _Storage:
+    """Stands in for a storage, whose sizes are in elements (``storage()``) or in bytes (``untyped_storage()``)."""
+
+    def __init__(self, gradients: _Gradients, *, unit: int) -> None:
+        self._gradients, self._unit = gradients, unit
+
+    def size(self) -> int:
+        return self._gradients.storage_bytes // self._unit
+
+    def nbytes(self) -> int:
+        return self._gradients.storage_bytes
+
+    def resize_(self, size: int) -> _Storage:
+        self._gradients.resize(size * self._unit)
+        return self
+
+    __len__ = size

@@ -1,0 +1,79 @@
+"""Begins the check of an exercise, whatever the answer is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from memlab.exercises.audits import ResidencyCheck
+from memlab.exercises.code import CodeCheck
+from memlab.exercises.formulas import FormulaCheck
+from memlab.exercises.goals import listed
+from memlab.exercises.records import Attempt, Check, RefusedCheck
+from memlab.record.residency_audit import ResidencyAudit
+from memlab.record.step_record import StepRecord
+
+
+@overload
+def check(measured: StepRecord) -> Check: ...
+@overload
+def check(measured: Attempt) -> Check | RefusedCheck: ...
+@overload
+def check(measured: ResidencyAudit) -> ResidencyCheck: ...
+@overload
+def check(measured: Callable[..., object] | tuple[Callable[..., object], ...]) -> CodeCheck: ...
+@overload
+def check(measured: float | Sequence[float]) -> FormulaCheck: ...
+def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck | CodeCheck:
+    """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
+
+    Args:
+        measured: What `Lab.step` or `Lab.audit_residency` returned, an `Attempt` with a record, the numbers that a
+            formula gave (one, or one per case, also as an array or a tensor), or a function of the reader's, or two.
+
+    Returns:
+        A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
+
+    Raises:
+        ValueError: If it is given anything else.
+    """
+    if isinstance(measured, Attempt):
+        if measured.refusal:
+            return RefusedCheck(measured.refusal)
+        measured = measured.record
+    if isinstance(measured, StepRecord):
+        return Check(measured)
+    if isinstance(measured, ResidencyAudit):
+        return ResidencyCheck(measured)
+    functions = measured if isinstance(measured, tuple) else (measured,)
+    if functions and all(map(callable, functions)):
+        return CodeCheck(functions)
+    numbers = _plain(measured)
+    if numbers and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+        return FormulaCheck(numbers)
+    if isinstance(measured, (list, tuple)):
+        kinds = sorted({type(each).__name__ for each in numbers})
+        raise ValueError(
+            f"check got a list of {listed(kinds) or 'nothing'}, must be a list of numbers: give the bytes of each case"
+        )
+    raise ValueError(
+        f"check got a {type(measured).__name__}, must be a record (or an audit, the bytes that a formula gives, or a "
+        "function): pass what lab.step(...) returned, or a number"
+    )
+
+
+def _plain(measured: Any) -> list[Any]:
+    """Returns numbers as Python has them: numpy's and torch's arrays and scalars have a method for that."""
+    values = measured.tolist() if hasattr(measured, "tolist") else measured
+    values = list(values) if isinstance(values, (list, tuple)) else [values]
+    return [value.item() if getattr(value, "shape", None) == () else value for value in values]
+
+
+def failure(call: Callable[[], object]) -> str:
+    """Returns the text of the assertion or of the dead weak reference with which a call fails; empty if it succeeds."""
+    try:
+        call()
+    except (AssertionError, ReferenceError) as error:
+        return re.sub(r" object at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
+    return ""

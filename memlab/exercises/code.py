@@ -1,0 +1,115 @@
+"""Goals for code that a reader writes: it is run, and what it did is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from memlab.analysis.diagnosis import diagnose
+from memlab.exercises.curves import Curve, unseen_curves
+from memlab.exercises.goals import Goals, listed
+from memlab.exercises.trainer import Trainer
+from memlab.record.step_record import StepRecord
+from memlab.record.transfer import GROUPS
+
+KINDS = ("leak", "retention", "growth", "spike")
+"""What a function that classifies a run may answer."""
+
+
+class CodeCheck(Goals):
+    """Goals for one function of the reader's, or for two that belong together."""
+
+    def __init__(self, functions: Sequence[Callable[..., object]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def moves_gradients_of(self, lab: Any) -> Self:
+        """Requires a release and a load of gradients that survive every order of calls, with the audit as judge.
+
+        Args:
+            lab: A live model, whose experts should have buffers of their own.
+        """
+        if len(self._functions) != 2:
+            return self.goal(False, "the check got one function, must get two", "write check((release, load))")
+        release, load = self._functions
+        calls = (
+            ("load, before anything was released", lab.load, "the gradients are on the device: leave them as they are"),
+            ("release", lab.offload, "Megatron keeps buffers in two lists: buffers and expert_parallel_buffers"),
+            ("a second release right after it", lab.offload, "the storage is empty then, and so is its size"),
+            ("load", lab.load, "the size has to be stored before the storage is emptied, and in the same unit"),
+            ("a second load right after it", lab.load, "the storage has its size already"),
+            ("another release", lab.offload, "compare with the first one"),
+            ("another load", lab.load, "compare with the first one"),
+        )
+        with lab.own_gradient_moves(release, load):
+            for what, call, hint in calls:
+                if error := _result(call, "gradients")[1]:
+                    return self.goal(False, f"{what} ends in {error}", hint)
+                if complaints := lab.audit_residency().complaints:
+                    return self.goal(False, f"after {what}, the audit finds: {complaints[0]}", hint)
+        return self.goal(True, "after every release and load, every byte of the gradients is where it should be")
+
+    def syncs_weights_of(self, lab: Any) -> Self:
+        """Requires a weight sync in the right order, and the durations of its load and its offload.
+
+        Args:
+            lab: A live model. Its weights are moved; a clock without a device says how long that takes.
+        """
+        (sync,) = self._functions
+        lab.offload(*GROUPS)
+        for is_offloaded in (True, False):
+            case = "with" if is_offloaded else "without"
+            if not is_offloaded:
+                lab.load("parameters")
+            trainer = Trainer(lab, is_offload_param=is_offloaded)
+            durations, error = _result(sync, trainer)
+            if problem := trainer.complaint or error or trainer.wrong_durations(durations):
+                return self.goal(False, f"{case} param_offload: {problem}")
+        return self.goal(True, "the sync is in order with and without param_offload, and both durations are true")
+
+    def classifies(self, runs: Mapping[str, Sequence[StepRecord]]) -> Self:
+        """Requires the right kind for runs of the lab, and for some that the reader has not seen.
+
+        Args:
+            runs: Steps of each run, under a name for the line. One that shows nothing, as with very short batches, is
+                left out.
+        """
+        (kind_of,) = self._functions
+        shown = {name: diagnose(run)[0].kind.partition(" ")[0] for name, run in runs.items()}
+        known = [(f"run {name}", kind, runs[name]) for name, kind in shown.items() if kind in KINDS]
+        unseen = [(f"unseen run {number}", *each) for number, each in enumerate(unseen_curves(), start=1)]
+        every: list[tuple[str, str, Sequence[StepRecord | Curve]]] = [*known, *unseen]
+        for name, needed, steps in every:
+            answer, error = _result(kind_of, list(steps))
+            if error:
+                return self.goal(False, f"for {name}, your function ends in {error}")
+            kind = answer.strip().lower().removesuffix(" by phase") if isinstance(answer, str) else answer
+            if kind not in KINDS:
+                return self.goal(False, f"for {name}, your function gives {answer!r}, must be one of {listed(KINDS)}")
+            if kind != needed:
+                return self.goal(False, f"for {name}, your function says {kind}, which is wrong: {_shown(steps)}")
+        return self.goal(True, f"the function is right for {len(known)} runs of this lab and {len(unseen)} unseen ones")
+
+
+def _result(call: Callable[..., object], *arguments: object) -> tuple[object, str]:
+    """Calls the reader's code; returns what it gave, and its error in words or an empty text."""
+    try:
+        return call(*arguments), ""
+    except ValueError as error:
+        return None, f"{error}"
+    except Exception as error:  # noqa: BLE001 - the reader's code may raise anything, and the notebook goes on
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _shown(steps: Sequence[StepRecord | Curve]) -> str:
+    """Writes what decides the kind of a run, in GiB, or in MiB for a tiny model."""
+    unit, name = (2**30, "GiB") if steps[0].peak_allocated_bytes > 2**30 else (2**20, "MiB")
+    columns = {
+        "starts": [step.static_bytes for step in steps],
+        "peaks": [step.peak_allocated_bytes for step in steps],
+        "residuals": [step.residual_bytes for step in steps],
+    }
+    return (
+        "; ".join(f"{what} {', '.join(f'{each / unit:.2f}' for each in of)}" for what, of in columns.items())
+        + f" {name}"
+    )

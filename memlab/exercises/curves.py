@@ -1,0 +1,44 @@
+"""Runs that a reader has not seen, as three numbers per step, each with what it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memlab.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One step of a run, with the names that a `StepRecord` has."""
+
+    static_bytes: int
+    peak_allocated_bytes: int
+    residual_bytes: int = 0
+
+
+def unseen_curves() -> list[tuple[str, list[Curve]]]:
+    """Returns runs of large models: the kind of each, and its steps.
+
+    Their shapes differ from those of lab 05 in what a careless rule looks at: peaks vary under a leak, a leak begins
+    late, a spike comes in the first or in the last step, state is allocated in the third step, a retention lies under
+    peaks that vary, and caches for new lengths lift the start of a spike a little.
+    """
+    flat = [60.0] * 8
+    varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
+    return [
+        ("spike", _steps([10.33] * 8, [68.03, 70.1, 71.2, 69.0, 70.4, 72.3, 69.9, 73.94])),
+        ("leak", _steps([20 + 0.5 * step for step in range(8)], varying, [0.5] * 8)),
+        ("retention", _steps([74.0] * 8, [76.3] * 8, [1.5] * 8)),
+        ("growth", _steps([3.4] + [10.33] * 7, [19.0] * 8)),
+        ("spike", _steps([50.0, 50.01, 50.02, *[50.02] * 5], [78.0, *[60.0] * 7])),
+        ("leak", _steps([40.0, 40.0, 40.0, 40.0, 41.0, 42.0, 43.0, 44.0], flat, [0.0] * 4 + [1.0] * 4)),
+        ("growth", _steps([12.0, 12.0, 31.0, 31.0, 31.0, 31.0, 31.0, 31.0], [40.0] * 8)),
+        ("retention", _steps([20.0] * 8, varying, [6.0] * 8)),
+    ]
+
+
+def _steps(starts: list[float], peaks: list[float], residuals: list[float] | None = None) -> list[Curve]:
+    """Makes steps from numbers in GiB."""
+    residuals = residuals or [0.0] * len(starts)
+    rows = zip(starts, peaks, residuals, strict=True)
+    return [Curve(*(int(number * GIB) for number in row)) for row in rows]

@@ -1,0 +1,79 @@
+"""Goals for the numbers that a formula gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Self
+
+from memlab.exercises.goals import Goals
+
+
+class FormulaCheck(Goals):
+    """Goals for the numbers that a formula gave, for one case (a model, a number of tokens) or for each of several."""
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        super().__init__()
+        self._numbers = list(numbers)
+
+    def is_exactly(
+        self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
+    ) -> Self:
+        """Requires what memlab counted: in one case, or in each, in the order of the formula's results.
+
+        Args:
+            num_bytes: What memlab counted, for one case or for each. If the formula is wrong for the first case, the
+                line says by how many bytes. For a later case, it says only whether the formula gives too few or too
+                many bytes, so that no line gives all counts away.
+            hint: What to look at, in the words of the exercise.
+        """
+        counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
+        if self._has_other_count(len(counted)):
+            return self
+        for place, (mine, needed) in enumerate(zip(self._numbers, counted, strict=True), start=1):
+            which = f" for case {place}" if len(counted) > 1 else ""
+            if not math.isclose(mine, needed, rel_tol=_ROUNDING_OF_FLOATS):
+                off = f"{_number(abs(needed - mine))} " if place == 1 else ""
+                off = f"{off}too {'few' if needed > mine else 'many'}" if math.isfinite(mine) else "must be finite"
+                return self.goal(False, f"the formula gives {_number(mine)} bytes{which}, {off}", hint)
+        given = " and ".join(_number(mine) for mine in self._numbers)
+        return self.goal(True, f"the formula gives {given} bytes, exactly as many as memlab counted")
+
+    def is_about(self, values: Sequence[float], unit: str, hint: str, within: float = 0.01) -> Self:
+        """Requires a value in each case, to within a share of it.
+
+        Args:
+            values: One per case, in the order of the formula's results.
+            unit: Of the values, such as ``tokens``.
+            hint: What to look at, in the words of the exercise.
+            within: The share by which a result may differ.
+        """
+        if self._has_other_count(len(values)):
+            return self
+        for place, (mine, needed) in enumerate(zip(self._numbers, values, strict=True), start=1):
+            if not math.isclose(mine, needed, rel_tol=within):
+                off = f"too {'few' if needed > mine else 'many'}" if math.isfinite(mine) else "must be finite"
+                return self.goal(False, f"case {place} has {_number(mine)} {unit}, {off}", hint)
+        given = " and ".join(_number(mine) for mine in self._numbers)
+        return self.goal(True, f"{given} {unit}: right to within {within:.0%}")
+
+    def _has_other_count(self, needed: int) -> bool:
+        """Whether there is not one result per case; then the line says so."""
+        if len(self._numbers) == needed:
+            return False
+        given = "1 result" if len(self._numbers) == 1 else f"{len(self._numbers)} results"
+        what = f"the formula gives {given}, must give {needed}, one per case"
+        self.goal(False, what, "replace only the 0 in the marked line")
+        return True
+
+
+_ROUNDING_OF_FLOATS = 1e-12
+"""A formula with a division is right within this share: floating-point numbers are rounded."""
+
+
+def _number(value: float) -> str:
+    """Writes a number: a whole one without decimals, a fraction with few of them."""
+    if not math.isfinite(value):
+        return f"{value}"
+    rounded = round(value, 2)
+    return f"{value:.1g}" if value and not rounded else f"{rounded:,.2f}".removesuffix("0").removesuffix(".0")

@@ -1,0 +1,121 @@
+"""The trainer of a weight sync, as a reader's code sees it: moves on a live model, and a clock of a device that queues.
+
+A CPU copies at once, and its times say nothing about a GPU. So the clock is not real: a call returns after a
+millisecond, its copy runs in a queue, as in a CUDA stream, and ends a tenth of a second later.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+CALL_SECONDS, COPY_SECONDS, BROADCAST_SECONDS = 0.001, 0.1, 4.0
+_DURATIONS = ("load", "offload")
+
+
+class Trainer:
+    """What a function that syncs weights gets.
+
+    Args:
+        lab: A live model. With `is_offload_param`, its parameters are on the host.
+        is_offload_param: Whether parameters stay on the host between steps, as verl's ``_is_offload_param`` says.
+    """
+
+    def __init__(self, lab: Any, *, is_offload_param: bool) -> None:
+        self.is_offload_param = is_offload_param
+        self.complaint = ""
+        """The first thing that was out of order; empty if nothing was."""
+        self._lab = lab
+        self._now = 1000.0
+        self._queue_ends = 0.0
+        self._done: list[str] = []
+
+    def time(self) -> float:
+        """Returns the seconds on the clock, as ``time.time()``."""
+        return self._now
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was asked of it, as ``torch.cuda.synchronize()``."""
+        self._now = max(self._now, self._queue_ends)
+
+    def load(self, load_grad: bool = True) -> None:
+        """Asks for the weights, as verl's ``load_megatron_model_to_gpu``, whose default loads the gradients too."""
+        if not self.is_offload_param:
+            self._complain("your sync loads weights that are on the device: load only if is_offload_param is true")
+        elif load_grad:
+            self._complain(
+                "your sync loads the gradients too, 4 bytes per parameter that it does not read: pass load_grad=False"
+            )
+        self._lab.load("parameters", *(["gradients"] if load_grad else []))
+        self._copy("load")
+
+    def hand_over(self) -> None:
+        """Copies the weights from the device to the host for the engine, and waits for the copy."""
+        if self.is_offload_param and ("load" not in self._done or "offload" in self._done):
+            self._complain(
+                "hand_over comes while the weights are on the host, and it reads them on the device: load first"
+            )
+            return
+        self._lab.hand_over()
+        self._copy("hand over")
+        self.synchronize()
+
+    def broadcast(self) -> None:
+        """Sends the copies on the host to the engine."""
+        if "hand over" not in self._done:
+            self._complain("broadcast comes before hand_over, whose copies it sends: hand over first")
+        if self.is_offload_param and "offload" not in self._done:
+            self._complain(
+                "the weights stay on the device during the broadcast, which does not read them there: offload them "
+                "right after hand_over"
+            )
+        self._done.append("broadcast")
+        self._now += BROADCAST_SECONDS
+
+    def offload(self) -> None:
+        """Asks for the weights to leave the device."""
+        if not self.is_offload_param:
+            self._complain(
+                "your sync offloads weights that stay on the device: offload only if is_offload_param is true"
+            )
+        elif "hand over" not in self._done:
+            self._complain("offload comes before hand_over, which reads the weights on the device: hand over first")
+        self._lab.offload("parameters", "gradients")
+        self._copy("offload")
+
+    def wrong_durations(self, answer: object) -> str:
+        """Says what the sync has not done, or what is wrong with the seconds that it returned; empty if nothing is."""
+        needed = [*(["load"] if self.is_offload_param else []), "hand over", "broadcast"]
+        needed += ["offload"] if self.is_offload_param else []
+        if missing := [name for name in needed if name not in self._done]:
+            return f"your sync never calls {missing[0].replace(' ', '_')}"
+        if twice := [name for name in needed if self._done.count(name) > 1]:
+            return f"your sync calls {twice[0].replace(' ', '_')} twice, must call it once"
+        try:
+            seconds = [float(each) for each in answer]  # type: ignore[attr-defined]  # whatever the reader's code gave
+        except (TypeError, ValueError):
+            seconds = []
+        if len(seconds) != len(_DURATIONS):
+            return f"your sync returns {answer!r}, must return two numbers: the seconds of the load and of the offload"
+        for name, mine in zip(_DURATIONS, seconds, strict=True):
+            if problem := self._wrong_duration(name, mine):
+                return problem
+        return ""
+
+    def _wrong_duration(self, name: str, mine: float) -> str:
+        if not self.is_offload_param:
+            return f"the {name} took {mine:g} s although there was none, must be exactly 0.0" if mine != 0.0 else ""
+        needed = CALL_SECONDS + COPY_SECONDS
+        if math.isclose(mine, needed, rel_tol=0.02):
+            return ""
+        if mine < needed:
+            return f"the {name} took {mine:g} s by your timer, and its copy {needed:g} s: wait for the device first"
+        return f"the {name} took {mine:g} s by your timer, and its copy {needed:g} s: the timer contains something else"
+
+    def _copy(self, name: str) -> None:
+        self._done.append(name)
+        self._now += CALL_SECONDS
+        self._queue_ends = max(self._queue_ends, self._now) + COPY_SECONDS
+
+    def _complain(self, what: str) -> None:
+        self.complaint = self.complaint or what

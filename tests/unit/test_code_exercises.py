@@ -1,0 +1,409 @@
+"""Code that a reader writes: every wrong answer gets a sentence that helps, and every right one in any style passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from textwrap import indent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memlab import Lab
+from memlab.analysis.diagnosis import diagnose
+from memlab.exercises.checks import check
+from memlab.exercises.curves import unseen_curves
+from memlab.record.transfer import GROUPS
+from tests.unit.builders import record_of, training_step
+
+ALL = "model.buffers + model.expert_parallel_buffers"
+RELEASE = f"""
+for buffer in {ALL}:
+    storage = buffer.grad_data.storage()
+    if storage.size() > 0:
+        buffer.grad_data_size = storage.size()
+        storage.resize_(0)
+"""
+LOAD = f"""
+for buffer in {ALL}:
+    storage = buffer.grad_data.storage()
+    if storage.size() == 0:
+        storage.resize_(buffer.grad_data_size)
+        buffer.grad_data.zero_()
+"""
+OTHER_MOVES = {
+    "bytes, and the size of the tensor in place of a stored one": (
+        f"for b in [*{ALL}]: b.grad_data.untyped_storage().resize_(0)",
+        (
+            f"for b in [*{ALL}]:\n"
+            "    if not b.grad_data.untyped_storage().nbytes():\n"
+            "        b.grad_data.untyped_storage().resize_(b.grad_data.numel() * b.grad_data.element_size())\n"
+            "        b.grad_data.zero_()"
+        ),
+    ),
+    "the reviewer's condition": (
+        RELEASE.replace("grad_data_size", "size_of_mine"),
+        (
+            f"for b in {ALL}:\n"
+            "    if hasattr(b, 'size_of_mine') and b.grad_data.storage().size() == 0:\n"
+            "        b.grad_data.storage().resize_(b.size_of_mine)\n"
+            "        b.grad_data.fill_(0)"
+        ),
+    ),
+    "sizes in a dictionary, and data": (
+        (
+            f"for b in {ALL}:\n"
+            "    s = b.grad_data.data.untyped_storage()\n"
+            "    if s.size(): sizes[id(b)] = s.size()\n"
+            "    s.resize_(0)"
+        ),
+        (
+            f"for b in {ALL}:\n"
+            "    s = b.grad_data.data.untyped_storage()\n"
+            "    if s.size() != sizes.get(id(b), s.size()):\n"
+            "        s.resize_(sizes[id(b)]); b.grad_data.data.zero_()"
+        ),
+    ),
+    "a load that zeroes what is on the device, as the merged one does": (
+        RELEASE,
+        f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data.numel()); b.grad_data.zero_()",
+    ),
+    "two loops": (
+        RELEASE.replace(ALL, "model.buffers") + RELEASE.replace(ALL, "model.expert_parallel_buffers"),
+        LOAD.replace(ALL, "model.expert_parallel_buffers") + LOAD.replace(ALL, "model.buffers"),
+    ),
+    "the numbers of the buffer": (
+        f"for b in {ALL}:\n    b.grad_data.storage().resize_(0)",
+        (
+            f"for b in {ALL}:\n"
+            "    if len(b.grad_data.storage()) < b.numel:\n"
+            "        b.grad_data.storage().resize_(b.numel)\n"
+            "        b.grad_data.zero_()"
+        ),
+    ),
+}
+WRONG_MOVES = {
+    "nothing": ("pass", "pass", "after release, the audit finds: gradients: "),
+    "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
+    "only the experts": (RELEASE.replace(ALL, "model.expert_parallel_buffers"), LOAD, "held by buffers.grad_data"),
+    "the experts not loaded": (RELEASE, LOAD.replace(ALL, "model.buffers"), "after load, the audit finds: gradients"),
+    "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released ends in your"),
+    "the same with a guard": (RELEASE, LOAD.replace("== 0", "> 0 and buffer.grad_data_size"), "was not brought back"),
+    "the size not stored": (RELEASE.replace("buffer.grad_data_size = storage.size()", "pass"), LOAD, "has 0 bytes"),
+    "the size stored too late": (
+        RELEASE.replace("        buffer.grad_data_size = storage.size()\n        storage.resize_(0)",
+                        "        storage.resize_(0)\n        buffer.grad_data_size = storage.size()"),
+        LOAD,
+        "whose storage has 0 bytes",
+    ),
+    "a second release stores 0": (
+        f"for b in {ALL}:\n    b.grad_data_size = b.grad_data.storage().size(); b.grad_data.storage().resize_(0)",
+        LOAD,
+        "load ends in your code zeroes",
+    ),
+    "bytes taken for elements": (RELEASE, LOAD.replace(".storage()", ".untyped_storage()"), "must have as many"),
+    "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
+    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "left in it what was there before"),
+    "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
+    "a load without a condition": (
+        RELEASE,
+        f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data_size)\n    b.grad_data.zero_()",
+        "load, before anything was released ends in your code zeroes",
+    ),
+    "an attribute that is not there": (RELEASE, LOAD.replace("grad_data_size", "size"), "no attribute 'size'"),
+    "only an if that a guard skips": (
+        RELEASE,
+        LOAD.replace("== 0", "== 0 and hasattr(buffer, 'size_of_mine')"),
+        "was not brought back",
+    ),
+    "half of it": (RELEASE, LOAD.replace("buffer.grad_data_size", "buffer.grad_data_size // 2"), "must have as many"),
+    "too much": (RELEASE, LOAD.replace("buffer.grad_data_size", "2 * buffer.grad_data_size"), "on the device where"),
+    "set to None": ("for b in model.buffers: b.grad_data = None", LOAD, "after release, the audit finds"),
+    "a name that does not exist": ("for b in model.all_buffers: pass", LOAD, "no attribute 'all_buffers'"),
+}  # fmt: skip
+
+
+def function(body: str, argument: str, names: dict[str, Any] | None = None) -> Callable[..., object]:
+    names = {} if names is None else names
+    exec(f"def mine({argument}):\n{indent(body.strip(), '    ')}", names)  # noqa: S102  # the test's own answer
+    return names["mine"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab("qwen3-moe-tiny", num_layers=1, seq_length=16, expert_buffers=True) as lab:
+        lab.step(warm_up=False)
+        yield lab
+
+
+@pytest.mark.parametrize(("release", "load"), [(RELEASE, LOAD), *OTHER_MOVES.values()], ids=["as merged", *OTHER_MOVES])
+def test_a_release_and_a_load_that_keep_every_byte_pass(release: str, load: str, lab: Lab) -> None:
+    names: dict[str, Any] = {"sizes": {}}
+    assert check((function(release, "model", names), function(load, "model", names))).moves_gradients_of(lab)
+    assert lab.audit_residency().complaints == ()
+
+
+@pytest.mark.parametrize(("release", "load", "line"), WRONG_MOVES.values(), ids=WRONG_MOVES)
+def test_a_wrong_release_or_load_is_named_by_the_audit_and_crashes_nothing(
+    release: str, load: str, line: str, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not check((function(release, "model"), function(load, "model"))).moves_gradients_of(lab)
+    printed = capsys.readouterr().out
+    assert printed.startswith("not yet: ") and printed.count("\n") == 1
+    assert line in printed and "Hint: " in printed
+    assert lab.audit_residency().complaints == (), "the gradients are there again"
+
+
+def test_code_of_ones_own_stands_alone_and_the_next_step_runs(lab: Lab) -> None:
+    with lab.own_gradient_moves(function(RELEASE, "model"), function(LOAD, "model")):
+        lab.offload("gradients")
+        with pytest.raises(ValueError, match="second fault, must be the only one"), lab.residency_fault("pinned_again"):
+            pass
+    assert lab.step(warm_up=False).status == "ok"
+
+
+class NoModel:
+    """Moves of a lab, without a model: what the sync is told does not depend on it."""
+
+    def load(self, *groups: str) -> None:
+        assert set(groups) <= set(GROUPS)
+
+    offload = load
+
+    def hand_over(self) -> None:
+        pass
+
+
+SYNC = """
+load_seconds = offload_seconds = 0.0
+if trainer.is_offload_param:
+    started = trainer.time()
+    trainer.load(load_grad=False)
+    trainer.synchronize()
+    load_seconds = trainer.time() - started
+trainer.hand_over()
+if trainer.is_offload_param:
+    started = trainer.time()
+    trainer.offload()
+    trainer.synchronize()
+    offload_seconds = trainer.time() - started
+trainer.broadcast()
+return load_seconds, offload_seconds
+"""
+OTHER_SYNCS = {
+    "a helper": """
+def timed(move):
+    if not trainer.is_offload_param:
+        return 0.0
+    trainer.synchronize()
+    t = trainer.time(); move(); trainer.synchronize()
+    return trainer.time() - t
+first = timed(lambda: trainer.load(False))
+trainer.hand_over()
+second = timed(trainer.offload)
+trainer.broadcast()
+return [first, second]
+""",
+    "two branches, numpy": """
+import numpy as np
+if not trainer.is_offload_param:
+    trainer.hand_over(); trainer.broadcast()
+    return np.zeros(2)
+a = trainer.time(); trainer.load(load_grad=False); trainer.synchronize(); b = trainer.time()
+trainer.hand_over()
+c = trainer.time(); trainer.offload(); trainer.synchronize(); d = trainer.time()
+trainer.broadcast()
+return np.array([b - a, d - c])
+""",
+    "a tensor, and numbers that are not floats": """
+import torch
+if not trainer.is_offload_param:
+    trainer.hand_over(); trainer.broadcast()
+    return 0, 0
+a = trainer.time(); trainer.load(load_grad=False); trainer.synchronize(); b = trainer.time()
+trainer.hand_over()
+c = trainer.time(); trainer.offload(); trainer.synchronize(); d = trainer.time()
+trainer.broadcast()
+return torch.tensor([b - a, d - c])
+""",
+}
+WRONG_SYNCS = {
+    "nothing": ("return 0.0, 0.0", "your sync never calls load"),
+    "as merged: the gradients": (SYNC.replace("load_grad=False", ""), "4 bytes per parameter that it does not read"),
+    "as merged: no wait": (SYNC.replace("    trainer.synchronize()\n", "", 1), "the load took 0.001 s by your timer"),
+    "no wait after the offload": ("SYNC.offload", "the offload took 0.001 s by your timer, and its copy 0.101 s"),
+    "as merged: timed without the condition": (
+        SYNC.replace("load_seconds = offload_seconds = 0.0", "started = trainer.time()").replace(
+            "if trainer.is_offload_param:\n    started = trainer.time()\n    trainer.load(load_grad=False)",
+            "load_seconds = offload_seconds = 1e-6\nif trainer.is_offload_param:\n    started = trainer.time()\n    trainer.load(load_grad=False)",
+        ),
+        "the load took 1e-06 s although there was none, must be exactly 0.0",
+    ),
+    "no condition": (SYNC.replace("if trainer.is_offload_param:", "if True:"), "loads weights that are on the device"),
+    "no load": (SYNC.replace("    trainer.load(load_grad=False)\n", ""), "hand_over comes while the weights are on the"),
+    "no hand over": (SYNC.replace("trainer.hand_over()\n", ""), "offload comes before hand_over"),
+    "no offload": (SYNC.replace("    trainer.offload()\n", ""), "the weights stay on the device during the broadcast"),
+    "no broadcast": (SYNC.replace("trainer.broadcast()\n", ""), "your sync never calls broadcast"),
+    "as merged: offload after the broadcast": (
+        SYNC.replace("trainer.broadcast()\n", "").replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.broadcast()\n"),
+        "does not read them there: offload them right after hand_over",
+    ),
+    "broadcast first": ("trainer.broadcast()\n" + SYNC.strip(), "broadcast comes before hand_over"),
+    "the hand over in the timer": (
+        SYNC.replace("    trainer.synchronize()\n    load_seconds", "    trainer.hand_over()\n    load_seconds").replace("\ntrainer.hand_over()\n", "\nif not trainer.is_offload_param: trainer.hand_over()\n"),
+        "the timer contains something else",
+    ),
+    "milliseconds": (SYNC.replace("return load_seconds", "return 1e3 * load_seconds"), "the timer contains something else"),
+    "one number": (SYNC.replace("return load_seconds, offload_seconds", "return load_seconds"), "must return two numbers"),
+    "nothing returned": (SYNC.replace("return load_seconds, offload_seconds", ""), "returns None, must return two numbers"),
+    "a text": (SYNC.replace("return load_seconds, offload_seconds", "return 'fast', 'fast'"), "must return two numbers"),
+    "two hand overs": (SYNC.replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.hand_over()\n"), "hand_over twice"),
+    "not a number": (SYNC.replace("return load_seconds,", "return float('nan'),"), "the load took nan s"),
+    "a name that does not exist": ("trainer.reload()", "AttributeError: 'Trainer' object has no attribute 'reload'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [SYNC, *OTHER_SYNCS.values()], ids=["plain", *OTHER_SYNCS])
+def test_a_sync_in_order_with_true_durations_passes(body: str) -> None:
+    assert check(function(body, "trainer")).syncs_weights_of(NoModel())
+
+
+@pytest.mark.parametrize(("body", "line"), WRONG_SYNCS.values(), ids=WRONG_SYNCS)
+def test_a_wrong_sync_is_told_what_to_change(body: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if body == "SYNC.offload":
+        body = SYNC.replace("    trainer.offload()\n    trainer.synchronize()\n", "    trainer.offload()\n")
+    assert not check(function(body, "trainer")).syncs_weights_of(NoModel())
+    printed = capsys.readouterr().out
+    assert printed.startswith("not yet: with") and printed.count("\n") == 1
+    assert line in printed
+
+
+def test_a_sync_moves_the_weights_of_a_live_model(lab: Lab) -> None:
+    assert check(function(SYNC, "trainer")).syncs_weights_of(lab)
+    lab.load(*GROUPS)
+    assert lab.audit_residency().complaints == ()
+
+
+KIND_OF = """
+starts = [step.static_bytes for step in steps]
+half = len(starts) // 2
+rise = starts[-1] - starts[half]
+if rise > 0.01 * starts[0]:
+    return "leak"
+if starts[-1] - starts[0] > 0.01 * starts[0]:
+    return "growth"
+return "retention" if min(step.residual_bytes for step in steps) else "spike"
+"""
+OTHER_KINDS = {
+    "numpy": """
+import numpy as np
+start = np.array([step.static_bytes for step in steps]); left = np.array([step.residual_bytes for step in steps])
+rises = np.diff(start) > 0.005 * start[0]
+if rises[-1]: return "Leak"
+if rises.any(): return "growth by phase"
+return "retention" if (left > 0).all() else "spike"
+""",
+    "the last step": """
+a, b = steps[-2:]
+if b.static_bytes - a.static_bytes > steps[0].static_bytes / 200: return "leak"
+if b.static_bytes > 1.01 * steps[0].static_bytes: return "growth"
+return "retention" if all(s.residual_bytes for s in steps) else "spike"
+""",
+}  # fmt: skip
+WRONG_KINDS = {
+    "always a spike": ("return 'spike'", "which is wrong"),
+    "always a leak": ("return 'leak'", "which is wrong"),
+    "peaks alone": (
+        "p = [s.peak_allocated_bytes for s in steps]; return 'leak' if p[-1] > p[0] else 'spike'",
+        "which is wrong",
+    ),
+    "any rise is a leak": (
+        (
+            "s = [x.static_bytes for x in steps]\nif s[-1] > s[0]: return 'leak'\n"
+            "return 'retention' if steps[-1].residual_bytes else 'spike'"
+        ),
+        "which is wrong",
+    ),
+    "first and last": (KIND_OF.replace("starts[half]", "starts[0]"), "your function says leak, which is wrong"),
+    "the residual first": (
+        "if steps[-1].residual_bytes: return 'retention'\n" + KIND_OF.strip(),
+        "your function says retention, which is wrong",
+    ),
+    "no growth": (KIND_OF.replace("return 'growth'", "return 'leak'").replace('"growth"', '"leak"'), "which is wrong"),
+    "no retention": (KIND_OF.replace('"retention"', '"spike"'), "your function says spike, which is wrong"),
+    "another word": (KIND_OF.replace('"leak"', '"memory leak"'), "must be one of leak, retention, growth and spike"),
+    "nothing": ("pass", "your function gives None, must be one of"),
+    "a number": ("return 3", "your function gives 3, must be one of"),
+    "an error": ("return steps['start']", "your function ends in TypeError"),
+}
+STEP = record_of(training_step())
+RUNS = {
+    "A": [replace(STEP, static_bytes=2**20 * (5 + step), peak_allocated_bytes=2**24) for step in range(6)],
+    "B": [replace(STEP, static_bytes=2**20 * start, peak_allocated_bytes=2**24) for start in (3, 9, 9, 9, 9, 9)],
+}
+
+
+@pytest.mark.parametrize("body", [KIND_OF, *OTHER_KINDS.values()], ids=["plain", *OTHER_KINDS])
+def test_a_right_rule_classifies_runs_that_its_writer_has_not_seen(body: str) -> None:
+    assert check(function(body, "steps")).classifies(RUNS)
+
+
+@pytest.mark.parametrize(("body", "line"), WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_a_wrong_rule_is_shown_a_run_that_refutes_it(body: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(function(body, "steps")).classifies(RUNS)
+    printed = capsys.readouterr().out
+    assert printed.startswith("not yet: for ") and printed.count("\n") == 1
+    assert line in printed
+
+
+def test_the_unseen_runs_are_what_they_say() -> None:
+    for kind, steps in unseen_curves():
+        records = [
+            replace(
+                STEP,
+                static_bytes=each.static_bytes,
+                peak_allocated_bytes=each.peak_allocated_bytes,
+                activation_peak_bytes=each.peak_allocated_bytes - each.static_bytes,
+                residual_bytes=each.residual_bytes,
+            )
+            for each in steps
+        ]
+        assert diagnose(records)[0].kind.partition(" ")[0] == kind
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [2, 5],
+        (2.0, 5),
+        np.array([2, 5]),
+        [np.int64(2), np.float32(5)],
+        torch.tensor([2, 5]),
+        [torch.tensor(2.0), torch.tensor(5)],
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+def test_numbers_of_a_formula_may_be_arrays_and_tensors(answer: Any) -> None:
+    assert check(answer).is_exactly([2, 5])
+    assert check(answer).is_about([2.01, 5], "tokens", "count them")
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ([2, 4], "case 2 has 4 tokens, too few. Hint: count them."),
+        ([2, 5.2], "case 2 has 5.2 tokens, too many. Hint: count them."),
+        ([float("inf"), 5], "case 1 has inf tokens, must be finite. Hint: count them."),
+        (2, "the formula gives 1 result, must give 2, one per case. Hint: replace only the 0 in the marked line."),
+    ],
+)
+def test_a_value_that_is_off_is_named(answer: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(answer).is_about([2, 5], "tokens", "count them")
+    assert capsys.readouterr().out == f"not yet: {line}\n"
+
+
+def test_one_function_where_two_belong_together_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(function(RELEASE, "model")).moves_gradients_of(None)
+    assert capsys.readouterr().out.endswith("must get two. Hint: write check((release, load)).\n")
