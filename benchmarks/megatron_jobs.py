@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 _GROUPS = {
@@ -138,6 +139,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    # https://arxiv.org/abs/2005.14165, table 2.1
+    "gpt3-6.7b": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 16384,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+        "layernorm_epsilon": 1e-5,
+    },
     # https://huggingface.co/moonshotai/Moonlight-16B-A3B/blob/main/config.json, and likewise
     "moonlight-16b-a3b": {
         **_LATENT,
@@ -200,6 +212,11 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {"vocab_size": 152064, "rotary_base": 1000000},
     "qwen2.5-1.5b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
     "qwen3-4b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
+    "gpt3-6.7b": {
+        "vocab_size": 50304,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    },
     # The rotary embedding of latent attention has its base from the config.
     "moonlight-16b-a3b": {"vocab_size": 163840},
     "deepseek-v2-lite": {"vocab_size": 102400},
@@ -221,7 +238,8 @@ class Job:
     model: str
     num_layers: int
     layout: str
-    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``)."""
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``).
+    ``SP0`` says that tensor parallel ranks have whole sequences."""
     num_microbatches: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
@@ -265,7 +283,7 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, MOONLIGHT, LITE, V3, QWEN_MOE = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, MOONLIGHT, LITE, V3, QWEN_MOE = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -345,7 +363,7 @@ def jobs() -> Iterator[Job]:
     yield from shared_experts_and_routers(of)
     yield from adapters(of)
     yield from dense_families(of)
-    yield from defaults_of_frameworks(of)
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of))
     # Two ranks.
     yield from latent_attention_of_two_ranks(of)
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -361,7 +379,7 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    yield from fusions_of_two_ranks(of)
+    yield from chain(fusions_of_two_ranks(of), classic_gpt_of_two_ranks(of))
     yield from adapters_of_two_ranks(of)
 
 
@@ -529,3 +547,38 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 4, "EP2 DP2", {}, FULL, state=lora(16))
     yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
     yield from of(LLAMA, 4, "CP2", state=lora(16))
+
+
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+UNFUSED_ATTENTION = {"attention_backend": "unfused"}
+WHOLE_OPTIMIZER = {"use_distributed_optimizer": False}
+
+
+def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of GPT as Megatron-LM's own tests train it, with and without dropout."""
+    alone: dict[str, Any] = {"seq_length": 2048}
+    one = GPT, 4, "one rank"
+    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, state=DROPS, **alone)
+    yield from of(*one, state={"hidden_dropout": 0.1}, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | UNFUSED_ATTENTION, **alone)
+    yield from of(*one, state=UNFUSED_ATTENTION, **alone)
+    yield from of(*one, {}, FULL, state=DROPS | FUSED_GRADIENTS, **alone)
+    yield from of(*one, state=DROPS | WHOLE_OPTIMIZER, num_microbatches=3, **alone)
+    yield from of(*one, state=DROPS | UNFUSED_ACTIVATION, **alone)
+    yield from of(*one, state=UNFUSED_ACTIVATION, config={"add_bias_linear": False}, **alone)
+    yield from of(*one, state=DROPS, config={"gated_linear_unit": True}, **alone)
+    yield from of(*one, state=DROPS, config={"qk_layernorm": True}, **alone)
+    yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
+
+
+def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks: whole sequences, tied embeddings over stages, a whole optimizer on each rank."""
+    short: dict[str, Any] = {"seq_length": 2048, "state": DROPS}
+    yield from of(GPT, 4, "TP2 SP0", {}, FULL, **short)
+    yield from of(GPT, 4, "TP2", **short)
+    yield from of(LLAMA, 4, "TP2 SP0")
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, **short)
+    whole = {"seq_length": 2048, "state": DROPS | WHOLE_OPTIMIZER}
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, **whole)
+    yield from of(GPT, 4, "DP2", **whole)

@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Fine
 from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -53,6 +54,7 @@ _OPTIONS_OF_MODEL = {
     "fp8_format": "fp8",
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
+    **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type")},
 }
 """Options of the training state that are fields of ``TransformerConfig``, and their names there."""
@@ -182,13 +184,12 @@ def transformer_config(job: Job) -> TransformerConfig:
     interleaved = "virtual_pipeline_model_parallel_size" in sizes
     settings = {name: [*value] if isinstance(value, tuple) else value for name, value in job.settings.items()}
     values = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
         **MODELS[job.model],
         **sizes,
         "num_layers": job.num_layers,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": True,
@@ -196,7 +197,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
-        "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1,
+        "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1 and "SP0" not in job.layout,
         # As in megatron/training/arguments.py: stages that are interleaved send and receive without batches.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -206,6 +207,10 @@ def transformer_config(job: Job) -> TransformerConfig:
         **job.config,
         **{_OPTIONS_OF_MODEL[name]: value for name, value in job.state.items() if name in _OPTIONS_OF_MODEL},
     }
+    is_gated = values["gated_linear_unit"]
+    values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
+    if "attention_backend" in values:
+        values["attention_backend"] = AttnBackend[values["attention_backend"]]
     if "moe_layer_freq" in values:
         values["moe_layer_freq"] = [*values["moe_layer_freq"]][: job.num_layers]
     return (MLATransformerConfig if "multi_latent_attention" in values else TransformerConfig)(**values)
@@ -234,16 +239,15 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     for number in range(num_chunks or 1):
         place = {"vp_stage": number if num_chunks else None}
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, normalization="RMSNorm", **place
+            config, use_transformer_engine=True, normalization=config.normalization, **place
         )
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            **{**EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
+            **{"position_embedding_type": "rope", **EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
             max_sequence_length=job.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            position_embedding_type="rope",
             mtp_block_spec=mtp_spec(config, spec, place),
             **place,
         )
@@ -447,9 +451,15 @@ def release(chunks: list[Any], optimizer: Any) -> None:
     moe_utils.get_moe_layer_wise_logging_tracker().clear()
     parallel_state.get_global_memory_buffer().buffer.clear()
     FineGrainedActivationOffloadingInterface.reset_instance()
+    for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets them, and refuses a model with another backend
+        os.environ.pop(f"NVTE_{name}_ATTN", None)
     if torch.cuda.is_available():
         gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
         gemm.get_cublas_workspace.cache_clear()
+        attention = importlib.import_module(
+            "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+        )
+        attention._attention_backends["backend_selection_requires_update"] = True
         importlib.import_module("transformer_engine.pytorch.module.base")._dummy_wgrads.clear()
         torch._C._cuda_clearCublasWorkspaces()
 

@@ -18,7 +18,7 @@ class Parameters(NamedTuple):
     layers: int
     """In layers, without experts."""
     vocabulary: int
-    """Of the embedding, of the output layer, and of the norm before it."""
+    """Of the embeddings of tokens and positions, of the output layer, and of the norm before it."""
     experts: int
 
     @property
@@ -40,7 +40,8 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     is_tied = model.share_embeddings_and_output_weights and has_embedding and has_output
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
-    return Parameters(outside, vocabulary + has_output * model.hidden_size, inside)
+    vocabulary += has_embedding * model.num_parameters_of_positions + has_output * model.num_parameters_of_final_norm
+    return Parameters(outside, vocabulary, inside)
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:

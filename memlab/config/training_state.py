@@ -42,6 +42,13 @@ _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimi
 _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_DROP = {
+    "group": "Attention and pipeline",
+    "rebuilds": "model",
+    "megatron": "model",
+    "at_most": 0.99,
+    "advice": "give a share from 0 to 0.99",
+}
 _ROUTER = {"group": "Router of experts"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _FSDP2: dict[str, tuple[EngineName, ...]] = {"engines": ("fsdp2",)}
@@ -218,6 +225,20 @@ class TrainingState:
         **_FORWARD,
     )
     """Probabilities have this type too, up to the experts. Megatron's config has None for ``params_dtype``."""
+    # Layers read them when they are built (transformer/transformer_layer.py, extensions/transformer_engine.py,
+    # tensor_parallel/layers.py).
+    hidden_dropout: float = option(
+        0.0,
+        "share of elements that dropout sets to 0 in embeddings and before residuals (default 0)",
+        **_DROP,
+    )
+    """Megatron's own default is 0.1. Backward needs a mask of 1 byte per element. Each step of a model drops the same
+    elements."""
+    attention_dropout: float = option(
+        0.0, "share of the attention's probabilities that dropout sets to 0 (default 0)", **_DROP
+    )
+    """Megatron's own default is 0.1. Fused kernels keep the state of their random numbers; unfused attention keeps a
+    mask of 1 byte for each probability, and the probabilities before and after."""
     # The router reads the first when it is built, and the second in each forward (transformer/moe/router.py).
     moe_router_load_balancing_type: LoadBalancing = option(
         "aux_loss",

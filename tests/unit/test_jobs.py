@@ -677,10 +677,10 @@ UNREAD = "the script has words that are known only when the job runs, and memlab
         ("--bf16 --save $FOLDER --swiglu ${EXTRA} --lr 1", [f"line 1: after --save, --swiglu {UNREAD}"]),
         ("--bf16 $A \\\n $B", [f"lines 1, 2: after --bf16 {UNREAD}"]),
         (
-            "--bf16 --micro-batch-size $SIZE --hidden-dropout $DROPOUT",
+            "--bf16 --micro-batch-size $SIZE --moe-input-jitter-eps $DROPOUT",
             [
                 "line 1: micro_batch_size is known only when the job runs, so memlab takes the default: give it with --set micro_batch_size=VALUE",
-                "line 1: hidden_dropout is known only when the job runs, so memlab takes it as not given: give it with --set hidden_dropout=VALUE",
+                "line 1: moe_input_jitter_eps is known only when the job runs, so memlab takes it as not given: give it with --set moe_input_jitter_eps=VALUE",
             ],
         ),
         ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes it as not given: give it with --set transformer_impl=VALUE"]),

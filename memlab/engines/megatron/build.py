@@ -260,12 +260,12 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     )
     # Latent attention asks by class which of its linears are whole on each rank.
     with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
-        return GPTModel(
+        model = GPTModel(
             config=config,
             transformer_layer_spec=block,
             vocab_size=architecture.vocab_size,
-            max_sequence_length=scenario.seq_length,
-            position_embedding_type="rope",
+            max_sequence_length=architecture.max_position_embeddings or scenario.seq_length,
+            position_embedding_type=architecture.position_embedding_type,
             rotary_base=int(architecture.rotary_base),
             rotary_percent=architecture.rotary_percent,
             share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
@@ -273,6 +273,10 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
             **place,
         )
+    if model.pre_process and model.embedding.add_position_embedding:
+        # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
+        model.embedding.position_embeddings.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+    return model
 
 
 def initialize_megatron(layout: Layout) -> None:

@@ -113,10 +113,14 @@ _OF_A_MODEL = {
     "ScoreFunction": TEXT,
     "RopeType": TEXT,
 }
+OF_CLASSIC_GPT = (
+    "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
+)  # fmt: skip
+"""What only Megatron-LM's flags give."""
 _OF_MODELS = tuple(
     Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
     for field in fields(Architecture)
-    if field.name not in ("name", "family", "moe_layer_freq", "default_seq_length")
+    if field.name not in ("name", "family", "moe_layer_freq", "default_seq_length", *OF_CLASSIC_GPT)
 )
 SAID_OF_LAYERS = (
     *("add_qkv_bias", "multi_latent_attention", "moe_aux_loss_coeff", "moe_router_pre_softmax"),
