@@ -79,6 +79,14 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "out",
             *("recompute_granularity", "offload_modules"),
         )
+    if architecture.add_bias_linear and "mlp" in (settings.recompute_modules or ()):
+        # The checkpoint returns the MLP's last bias, on whose gradient backward then runs the checkpoint again, without
+        # end (``CheckpointFunction`` of megatron/core/tensor_parallel/random.py; seen with 0.16.1 and its own layers).
+        raise RuleError(
+            f"recompute_modules has 'mlp', and the MLPs of {architecture.name} have biases: the backward pass of "
+            "Megatron-Core never ends there: leave 'mlp' out, or choose recompute_granularity 'full'",
+            "recompute_modules",
+        )
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):

@@ -141,18 +141,42 @@ class Scenario:
                 f"{self.architecture.name} says which of so many layers have experts: give fewer layers",
                 "num_layers",
             )
+        self._check_architecture()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
         self._check_attention()
+        self._check_dropout()
         self._check_packing()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    def _check_architecture(self) -> None:
+        model = self.architecture
+        if model.max_position_embeddings is not None and self.seq_length > model.max_position_embeddings:
+            raise RuleError(
+                f"seq_length is {self.seq_length}, must be at most max_position_embeddings of {model.name}, "
+                f"{model.max_position_embeddings}, since its positions are learned: give shorter sequences",
+                "seq_length",
+            )
+        if not model.gated_linear_unit and not model.add_bias_linear and self.state.bias_activation_fusion:
+            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
+            raise RuleError(
+                f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
+                "rule of Megatron-Core: switch bias_activation_fusion off",
+                "bias_activation_fusion",
+            )
 
     def _check_engine(self) -> None:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
         if self.engine == "megatron":
             return
+        if self.architecture.family == "gpt2":
+            raise RuleError(
+                f"engine is {self.engine!r}, and {self.architecture.name} is GPT as Megatron-LM trains it, which this "
+                "engine does not build: choose another model, or engine 'megatron'",
+                "engine",
+            )
         if self.architecture.routes:
             raise RuleError(
                 f"engine is {self.engine!r}, and {self.architecture.name} has experts, which this engine does not "
@@ -178,19 +202,23 @@ class Scenario:
                 *("attention_backend", "dtype"),
             )
 
+    def _check_dropout(self) -> None:
+        cut = {"context_parallel_size": self.layout.context_parallel_size, "packed_sequences": self.packed_sequences}
+        for name, value in cut.items():
+            if self.state.attention_dropout and value not in (None, 1):
+                raise RuleError(
+                    f"attention_dropout is {self.state.attention_dropout:g} with {name} {value}, which memlab does not "
+                    "predict yet: choose 0, or leave the other out",
+                    *("attention_dropout", name),
+                )
+
     def _check_latent_attention(self) -> None:
-        model, backend = self.architecture, self.state.attention_backend
+        model = self.architecture
         if self.layout.context_parallel_size > 1:
             raise RuleError(
                 f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
                 f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
                 "context_parallel_size",
-            )
-        if backend == "flash" and model.qk_head_dim + model.qk_pos_emb_head_dim != model.v_head_dim:
-            raise RuleError(
-                f"attention_backend is 'flash', must be auto, fused or unfused for {model.name}, whose queries "
-                "have more channels than its values, because flash-attn 2 needs as many: choose one of them",
-                "attention_backend",
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
@@ -203,6 +231,12 @@ class Scenario:
         lora, layout = self.state.lora, self.layout
         if lora is None:
             return
+        if self.architecture.add_bias_linear:
+            raise RuleError(
+                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
+                "memlab does not predict adapters yet: leave lora_rank out",
+                "lora_rank",
+            )
         if not any(self.weights_of_adapters()):
             raise RuleError(
                 f"lora_target_modules is {shortened(list(lora.target_modules))}, which names no linear of "
@@ -412,9 +446,7 @@ class Scenario:
     @property
     def tokens_of_rank(self) -> int:
         """Tokens of one micro-batch that the rank holds outside its matrix products, where ranks share sequences."""
-        layout = self.layout
-        ranks_of_a_sequence = layout.context_parallel_size * layout.tensor_model_parallel_size
-        return self.seq_length * self.micro_batch_size // ranks_of_a_sequence
+        return self.seq_length * self.micro_batch_size // self.layout.ranks_of_a_sequence
 
     @property
     def ranks_of_every_kind(self) -> tuple[int, ...]:
@@ -441,8 +473,11 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        if "moe_router_dtype" in self.state.changed() and not self.architecture.routes:
-            reasons["moe_router_dtype"] = "the model has no experts"
+        of_experts = [name for name in self.state.changed() if name.startswith("moe_") and not self.architecture.routes]
+        reasons |= dict.fromkeys(of_experts, "the model has no experts")
+        is_balanced = "moe_router_load_balancing_type" in self.state.changed() and self.architecture.routes
+        if is_balanced and self.architecture.moe_aux_loss_coeff == 0:
+            reasons["moe_router_load_balancing_type"] = "moe_aux_loss_coeff of the model is 0"
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}

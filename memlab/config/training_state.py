@@ -27,6 +27,7 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AdamImplementation = Literal["foreach", "fused", "for_loop"]
@@ -41,6 +42,14 @@ _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimi
 _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_DROP = {
+    "group": "Attention and pipeline",
+    "rebuilds": "model",
+    "megatron": "model",
+    "at_most": 0.99,
+    "advice": "give a share from 0 to 0.99",
+}
+_ROUTER = {"group": "Router of experts"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _FSDP2: dict[str, tuple[EngineName, ...]] = {"engines": ("fsdp2",)}
 
@@ -216,6 +225,46 @@ class TrainingState:
         **_FORWARD,
     )
     """Probabilities have this type too, up to the experts. Megatron's config has None for ``params_dtype``."""
+    # Layers read them when they are built (transformer/transformer_layer.py, extensions/transformer_engine.py,
+    # tensor_parallel/layers.py).
+    hidden_dropout: float = option(
+        0.0,
+        "share of elements that dropout sets to 0 in embeddings and before residuals (default 0)",
+        **_DROP,
+    )
+    """Megatron's own default is 0.1. Backward needs a mask of 1 byte per element. Each step of a model drops the same
+    elements."""
+    attention_dropout: float = option(
+        0.0, "share of the attention's probabilities that dropout sets to 0 (default 0)", **_DROP
+    )
+    """Megatron's own default is 0.1. Fused kernels keep the state of their random numbers; unfused attention keeps a
+    mask of 1 byte for each probability, and the probabilities before and after."""
+    # The router reads the first when it is built, and the second in each forward (transformer/moe/router.py).
+    moe_router_load_balancing_type: LoadBalancing = option(
+        "aux_loss",
+        "loss by which the router of experts is balanced; none has no such loss (default aux_loss)",
+        **_ROUTER,
+        rebuilds="model",
+        megatron="model",
+    )
+    """Of a model whose ``moe_aux_loss_coeff`` is 0, no type has one. Megatron's further type, ``sinkhorn``, is not
+    modelled."""
+    moe_z_loss_coeff: float | None = option(
+        None,
+        "coefficient of a loss that keeps the logits of the router small (default: no such loss)",
+        **_ROUTER,
+        rebuilds="nothing",
+        megatron="model",
+        shown_for_none=0,
+        at_most=10**6,
+        advice="give a number, or leave it out",
+    )
+    # NeMo-RL and SkyRL do it before DDP's buffers are made.
+    freeze_moe_router: bool = option(
+        False, "do not train the weight of the router of experts", **_ROUTER, rebuilds="model"
+    )
+    """It then has no gradient and no optimizer state. Its bias, of which the experts' load decides, moves all the
+    same."""
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     deallocate_pipeline_outputs: bool = option(
         False,
@@ -494,6 +543,11 @@ class TrainingState:
             ignored("optimizer_cpu_offload", reason + copies)
             for name in ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"):
                 ignored(name, reason)
+
+    @property
+    def trains_in_part(self) -> bool:
+        """Whether some parameters are frozen, which DDP's buffers do not take over."""
+        return self.lora is not None or self.freeze_moe_router
 
     @property
     def copies_logits_in_fp32(self) -> bool:
