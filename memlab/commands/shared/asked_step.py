@@ -19,6 +19,7 @@ from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import check_whole_number
 from memlab.config.versions import Versions
 from memlab.jobs.job import Job
+from memlab.jobs.writing import check_engine_of
 
 _Options = TypeVar("_Options", MemorySettings, TrainingState, AllocatorSettings)
 _MANY_PASSES = 4
@@ -83,6 +84,7 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
     scenario = Scenario.of(source, **given)
     on_ranks = scenario.on_ranks(rank)
     check_on_model(settings, scenario)
+    check_engine_of(getattr(arguments, "as_framework", None), scenario)
     return AskedStep(scenario, on_ranks, settings, job)
 
 
