@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 _GROUPS = {
@@ -32,6 +33,27 @@ _MOE = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_grouped_gemm": True,
     "moe_permute_fusion": True,
+}
+_LATENT = {
+    **_MOE,
+    "multi_latent_attention": True,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_moe_experts": 64,
+    "moe_router_topk": 6,
+    "moe_ffn_hidden_size": 1408,
+    "moe_shared_expert_intermediate_size": 2816,
+    "moe_layer_freq": (0,) + (1,) * 26,
+}
+_NO_AUX = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,  # so that each step routes as the first one did
 }
 MODELS: dict[str, dict[str, Any]] = {
     # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
@@ -117,6 +139,62 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    # https://arxiv.org/abs/2005.14165, table 2.1
+    "gpt3-6.7b": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 16384,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+        "layernorm_epsilon": 1e-5,
+    },
+    # https://huggingface.co/moonshotai/Moonlight-16B-A3B/blob/main/config.json, and likewise
+    "moonlight-16b-a3b": {
+        **_LATENT,
+        **_NO_AUX,
+        "ffn_hidden_size": 11264,
+        "layernorm_epsilon": 1e-5,
+        "rope_type": "rope",
+        "rotary_base": 50000,
+        "moe_router_num_groups": 1,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 2.446,
+    },
+    "deepseek-v2-lite": {**_LATENT, "ffn_hidden_size": 10944, "rope_type": "yarn", "moe_router_pre_softmax": True},
+    "deepseek-v3": {
+        **_LATENT,
+        **_NO_AUX,
+        "hidden_size": 7168,
+        "ffn_hidden_size": 18432,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "rope_type": "yarn",
+        "num_moe_experts": 256,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 2048,
+        "moe_shared_expert_intermediate_size": 2048,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_layer_freq": (0,) * 3 + (1,) * 58,
+    },
+    "qwen1.5-moe-a2.7b": {
+        **_MOE,
+        "qk_layernorm": False,
+        "add_qkv_bias": True,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 5632,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "num_moe_experts": 60,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 1408,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 5632,
+        "moe_shared_expert_gate": True,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -134,11 +212,22 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {"vocab_size": 152064, "rotary_base": 1000000},
     "qwen2.5-1.5b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
     "qwen3-4b": {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True},
+    "gpt3-6.7b": {
+        "vocab_size": 50304,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    },
+    # The rotary embedding of latent attention has its base from the config.
+    "moonlight-16b-a3b": {"vocab_size": 163840},
+    "deepseek-v2-lite": {"vocab_size": 102400},
+    "deepseek-v3": {"vocab_size": 129280},
+    "qwen1.5-moe-a2.7b": {"vocab_size": 151936, "rotary_base": 1000000},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
 """What a rehearsal without a GPU takes in the place of a model's own sizes; heads stay, since layouts split them."""
 TINY_EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+TINY_LATENT = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 TINY_VOCABULARY, TINY_SEQUENCE, TINY_LAYERS = 512, 64, 4
 
 
@@ -149,7 +238,8 @@ class Job:
     model: str
     num_layers: int
     layout: str
-    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``)."""
+    """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``).
+    ``SP0`` says that tensor parallel ranks have whole sequences."""
     num_microbatches: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
@@ -164,10 +254,8 @@ class Job:
     def name(self) -> str:
         """All that distinguishes the job."""
         changes = {**self.settings, **self.state, **self.config}
-        words = [
-            f"{name}={'+'.join(value) if isinstance(value, (tuple, list)) else value}"
-            for name, value in changes.items()
-        ]
+        lists = {name: "+".join(map(str, value)) for name, value in changes.items() if isinstance(value, (tuple, list))}
+        words = [f"{name}={value}" for name, value in (changes | lists).items()]
         return " ".join([self.model, f"{self.num_layers} layers", self.layout, f"x{self.num_microbatches}", *words])
 
     @property
@@ -184,17 +272,18 @@ class Job:
 
     def tiny(self) -> Job:
         """Returns the job at sizes that a CPU steps in seconds."""
-        is_moe = "num_moe_experts" in MODELS[self.model]
+        model = MODELS[self.model]
+        parts = (TINY_EXPERTS if "num_moe_experts" in model else {}) | (TINY_LATENT if "v_head_dim" in model else {})
         return replace(
             self,
-            config={**self.config, **TINY, **(TINY_EXPERTS if is_moe else {})},
+            config={**self.config, **TINY, **parts},
             num_layers=self.num_layers if self.num_layers <= 8 else TINY_LAYERS,
             vocab_size=TINY_VOCABULARY,
             seq_length=TINY_SEQUENCE,
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, MOONLIGHT, LITE, V3, QWEN_MOE = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -270,10 +359,13 @@ def jobs() -> Iterator[Job]:
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
+    yield from latent_attention(of)
+    yield from shared_experts_and_routers(of)
     yield from adapters(of)
     yield from dense_families(of)
-    yield from defaults_of_frameworks(of)
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of))
     # Two ranks.
+    yield from latent_attention_of_two_ranks(of)
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
     yield from of(QWEN, 4, "PP2", {}, recompute("moe"), num_microbatches=4, config=DEALLOCATE)
@@ -287,8 +379,63 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    yield from fusions_of_two_ranks(of)
+    yield from chain(fusions_of_two_ranks(of), classic_gpt_of_two_ranks(of))
     yield from adapters_of_two_ranks(of)
+
+
+FEW_EXPERTS = {"num_moe_experts": 16}
+V3_OF_TWO_LAYERS = {"num_moe_experts": 32, "moe_layer_freq": (0, 1)}
+
+
+def latent_attention(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with latent attention, after a dense layer: every module to recompute and to offload."""
+    alone = "one rank"
+    norm = offload("attn_norm", "mlp_norm")
+    all_groups = offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+    modules = ("mla_up_proj", "layernorm", "shared_experts", "moe_act", "core_attn", "mlp", "moe")
+    for model in (MOONLIGHT, LITE):
+        yield from of(model, 3, alone, {}, FULL, *map(recompute, modules), config=FEW_EXPERTS)
+        many = recompute("layernorm", "mla_up_proj", "moe_act", "shared_experts")
+        yield from of(model, 3, alone, many, norm, offload("qkv_linear"), ATTENTION, EXPERTS, all_groups,
+                      {**recompute("mla_up_proj"), **EXPERTS}, config=FEW_EXPERTS)  # fmt: skip
+        yield from of(model, 3, alone, {}, recompute("mla_up_proj"), config=FEW_EXPERTS, state=LOW_PRECISION)
+        yield from of(model, 3, alone, num_microbatches=3, config=FEW_EXPERTS)
+    fused = {"apply_rope_fusion": True}
+    yield from of(LITE, 3, alone, {}, recompute("mla_up_proj"), ATTENTION, config=FEW_EXPERTS, state=fused)
+    for state in (FUSED_GRADIENTS, UNFUSED_ACTIVATION):
+        yield from of(MOONLIGHT, 3, alone, {}, recompute("mla_up_proj"), config=FEW_EXPERTS, state=state)
+    yield from of(V3, 2, alone, {}, recompute("mla_up_proj"), recompute("layernorm", "mla_up_proj"), FULL, ATTENTION,
+                  config=V3_OF_TWO_LAYERS, state=LOW_PRECISION)  # fmt: skip
+
+
+def latent_attention_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks with latent attention or shared experts."""
+    yield from of(MOONLIGHT, 3, "TP2 EP2 ETP1", {}, recompute("mla_up_proj", "shared_experts"))
+    yield from of(MOONLIGHT, 3, "EP2 DP2", {}, FULL)
+    yield from of(LITE, 3, "TP2", {}, recompute("mla_up_proj"), ATTENTION, config=FEW_EXPERTS)
+    yield from of(QWEN_MOE, 2, "TP2 EP2 ETP1", {}, recompute("shared_experts"))
+    yield from of(LITE, 4, "PP2", {}, recompute("mla_up_proj"), num_microbatches=4, config=FEW_EXPERTS | DEALLOCATE)
+
+
+def shared_experts_and_routers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with shared experts behind a gate, and with each kind of router and of its losses."""
+    alone = "one rank"
+    modules = ("shared_experts", "moe_act", "layernorm", "moe", "core_attn")
+    yield from of(QWEN_MOE, 2, alone, {}, FULL, *map(recompute, modules), EXPERTS, ATTENTION)
+    yield from of(QWEN_MOE, 2, alone, {}, recompute("shared_experts"), state=UNFUSED_ACTIVATION)
+    yield from of(QWEN_MOE, 2, alone, state=LOW_PRECISION)
+    yield from of(QWEN_MOE, 2, alone, num_microbatches=3)
+    sigmoid = {"moe_router_score_function": "sigmoid"}
+    groups = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    for config in (sigmoid, _NO_AUX, _NO_AUX | groups, groups, {"moe_router_topk_scaling_factor": 2.5},
+                   {"moe_router_pre_softmax": True}, {"moe_aux_loss_coeff": 0.0}):  # fmt: skip
+        yield from of(QWEN, 2, alone, {}, recompute("moe_act"), config=config)
+    losses: list[dict[str, Any]] = [{"moe_z_loss_coeff": 1e-3}, {"freeze_moe_router": True}]
+    losses += [{"moe_router_load_balancing_type": kind} for kind in ("none", "seq_aux_loss", "global_aux_loss")]
+    for state in losses:
+        yield from of(QWEN, 2, alone, {}, recompute("moe_act"), state=state)
+    for model, num_layers, config in ((QWEN, 2, {}), (MOONLIGHT, 3, FEW_EXPERTS)):
+        yield from of(model, num_layers, alone, {}, FULL, recompute("moe_act"), config=config | {"mtp_num_layers": 1})
 
 
 def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -400,3 +547,38 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 4, "EP2 DP2", {}, FULL, state=lora(16))
     yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
     yield from of(LLAMA, 4, "CP2", state=lora(16))
+
+
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+UNFUSED_ATTENTION = {"attention_backend": "unfused"}
+WHOLE_OPTIMIZER = {"use_distributed_optimizer": False}
+
+
+def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of GPT as Megatron-LM's own tests train it, with and without dropout."""
+    alone: dict[str, Any] = {"seq_length": 2048}
+    one = GPT, 4, "one rank"
+    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, state=DROPS, **alone)
+    yield from of(*one, state={"hidden_dropout": 0.1}, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | UNFUSED_ATTENTION, **alone)
+    yield from of(*one, state=UNFUSED_ATTENTION, **alone)
+    yield from of(*one, {}, FULL, state=DROPS | FUSED_GRADIENTS, **alone)
+    yield from of(*one, state=DROPS | WHOLE_OPTIMIZER, num_microbatches=3, **alone)
+    yield from of(*one, state=DROPS | UNFUSED_ACTIVATION, **alone)
+    yield from of(*one, state=UNFUSED_ACTIVATION, config={"add_bias_linear": False}, **alone)
+    yield from of(*one, state=DROPS, config={"gated_linear_unit": True}, **alone)
+    yield from of(*one, state=DROPS, config={"qk_layernorm": True}, **alone)
+    yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
+
+
+def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks: whole sequences, tied embeddings over stages, a whole optimizer on each rank."""
+    short: dict[str, Any] = {"seq_length": 2048, "state": DROPS}
+    yield from of(GPT, 4, "TP2 SP0", {}, FULL, **short)
+    yield from of(GPT, 4, "TP2", **short)
+    yield from of(LLAMA, 4, "TP2 SP0")
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, **short)
+    whole = {"seq_length": 2048, "state": DROPS | WHOLE_OPTIMIZER}
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, **whole)
+    yield from of(GPT, 4, "DP2", **whole)

@@ -27,17 +27,20 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job
@@ -51,6 +54,8 @@ _OPTIONS_OF_MODEL = {
     "fp8_format": "fp8",
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
+    **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
+    **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type")},
 }
 """Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (
@@ -110,6 +115,7 @@ def on_device(rank: int) -> Iterator[None]:
     layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
     specs = {"TESpecProvider": layers.TorchProvider, "TENorm": layers.TorchProvider().layer_norm(rms_norm=True)}
     with ExitStack() as replaced:
+        replaced.enter_context(patch.object(multi_latent_attention, "TELinear", layers.TorchLinear))
         for name, value in specs.items():
             replaced.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
         replaced.enter_context(cpu.cuda_replaced_on_ranks())
@@ -178,13 +184,12 @@ def transformer_config(job: Job) -> TransformerConfig:
     interleaved = "virtual_pipeline_model_parallel_size" in sizes
     settings = {name: [*value] if isinstance(value, tuple) else value for name, value in job.settings.items()}
     values = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
         **MODELS[job.model],
         **sizes,
         "num_layers": job.num_layers,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": True,
@@ -192,7 +197,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
-        "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1,
+        "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1 and "SP0" not in job.layout,
         # As in megatron/training/arguments.py: stages that are interleaved send and receive without batches.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -202,7 +207,13 @@ def transformer_config(job: Job) -> TransformerConfig:
         **job.config,
         **{_OPTIONS_OF_MODEL[name]: value for name, value in job.state.items() if name in _OPTIONS_OF_MODEL},
     }
-    return TransformerConfig(**values)
+    is_gated = values["gated_linear_unit"]
+    values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
+    if "attention_backend" in values:
+        values["attention_backend"] = AttnBackend[values["attention_backend"]]
+    if "moe_layer_freq" in values:
+        values["moe_layer_freq"] = [*values["moe_layer_freq"]][: job.num_layers]
+    return (MLATransformerConfig if "multi_latent_attention" in values else TransformerConfig)(**values)
 
 
 def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
@@ -214,6 +225,7 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     adapters = {name: options.pop(name) for name in list(options) if name.startswith("lora_")}
     state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
+    is_frozen = state.pop("freeze_moe_router", False)
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
     adam["use_distributed_optimizer"] = True
@@ -227,18 +239,20 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     for number in range(num_chunks or 1):
         place = {"vp_stage": number if num_chunks else None}
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, normalization="RMSNorm", **place
+            config, use_transformer_engine=True, normalization=config.normalization, **place
         )
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            **{**EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
+            **{"position_embedding_type": "rope", **EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
             max_sequence_length=job.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            position_embedding_type="rope",
+            mtp_block_spec=mtp_spec(config, spec, place),
             **place,
         )
+        for layer in model.decoder.layers if is_frozen else ():
+            layer.mlp.router.weight.requires_grad = False
         if adapters:
             add_adapters(model, adapters)
         model = Float16Module(config, model.cuda())
@@ -251,6 +265,13 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return chunks, optimizer
+
+
+def mtp_spec(config: TransformerConfig, spec: Any, place: dict[str, Any]) -> Any:
+    """Returns the layers of multi-token prediction on this rank, or None."""
+    if not config.mtp_num_layers:
+        return None
+    return gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, **place)
 
 
 def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
@@ -343,6 +364,12 @@ def noting_routes(chunks: list[Any]) -> Iterator[dict[int, list[list[int]]]]:
     Megatron itself takes the numbers to the host, so noting them allocates nothing on the device.
     """
     names = {id(layer.mlp.experts): layer.layer_number for layer in layers_of(chunks) if hasattr(layer.mlp, "experts")}
+    of_all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TEGroupedMLP)]
+    last = max((layer.layer_number for layer in layers_of(chunks)), default=0)
+    # Those of multi-token prediction follow the model's own.
+    names |= {
+        id(each): last + 1 + number for number, each in enumerate([each for each in of_all if id(each) not in names])
+    }
     routes: dict[int, list[list[int]]] = {}
     forward = TEGroupedMLP.forward
 
@@ -419,13 +446,20 @@ def release(chunks: list[Any], optimizer: Any) -> None:
         vars(module).clear()
     chunks.clear()
     RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     moe_utils.get_moe_layer_wise_logging_tracker().clear()
     parallel_state.get_global_memory_buffer().buffer.clear()
     FineGrainedActivationOffloadingInterface.reset_instance()
+    for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets them, and refuses a model with another backend
+        os.environ.pop(f"NVTE_{name}_ATTN", None)
     if torch.cuda.is_available():
         gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
         gemm.get_cublas_workspace.cache_clear()
+        attention = importlib.import_module(
+            "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+        )
+        attention._attention_backends["backend_selection_requires_update"] = True
         importlib.import_module("transformer_engine.pytorch.module.base")._dummy_wgrads.clear()
         torch._C._cuda_clearCublasWorkspaces()
 

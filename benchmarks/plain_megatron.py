@@ -58,13 +58,13 @@ MOST_LEFT_BYTES = 8 * 2**20
 GIB, MIB = 2**30, 2**20
 
 
-def measure(folder: Path, num_ranks: int | None, only: str, seconds: float) -> int:
+def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float) -> int:
     """Takes the jobs of so many ranks, and appends a line for each; returns how many failed or were left out.
 
     Args:
         folder: For the results.
         num_ranks: None takes as many as there are GPUs, and 4 without any.
-        only: Words that a job's name has.
+        only: Words of which a job's name has at least one.
         seconds: After these no job is begun any more.
     """
     for name, value in ENVIRONMENT.items():
@@ -80,7 +80,11 @@ def measure(folder: Path, num_ranks: int | None, only: str, seconds: float) -> i
     print(f"{time.monotonic() - started:.0f} s: imported; processes start by {context.get_start_method()}", flush=True)
     file = folder / "ranks.jsonl"
     done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
-    wanted = [job if on_gpus else job.tiny() for job in jobs() if only in job.name and job.num_ranks == num_ranks]
+    wanted = [
+        job if on_gpus else job.tiny()
+        for job in jobs()
+        if job.num_ranks == num_ranks and any(word in job.name for word in only)
+    ]
     left = [(number, job) for number, job in enumerate(wanted) if job.name not in done]
     failed = 0
     # A store in a file: one that this process serves has a thread, whose locks forked processes would find closed.
@@ -235,7 +239,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
 
-    architecture = find_architecture(job["model"])
+    architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
     deallocates = {name: True for name in ("deallocate_pipeline_outputs",) if name in job["config"]}
     environment = job["ranks"][rank]["environment"]
@@ -283,7 +287,9 @@ def main() -> int:
     measuring = commands.add_parser("measure")
     measuring.add_argument("folder", type=Path)
     measuring.add_argument("--ranks", type=int, help="take the jobs of so many ranks (default: as many as GPUs, or 4)")
-    measuring.add_argument("--only", default="", help="words that a job's name has (default: all jobs)")
+    measuring.add_argument(
+        "--only", nargs="+", default=[""], help="words, one of which a job's name has (default: all)"
+    )
     measuring.add_argument("--seconds", type=float, default=480, help="when no job is begun any more (default: 480)")
     predicting = commands.add_parser("predict")
     predicting.add_argument("measured", type=Path)

@@ -8,7 +8,8 @@ from memlab.config.architectures import Architecture
 def formulas_of(model: Architecture) -> tuple[str, ...]:
     """Returns what the cheat sheet can recompute in every layer of a model, ``none`` first."""
     first, *others = (part.formulas for part in model.feed_forwards)
-    return tuple(name for name in first if all(name in each for each in others))
+    refused = ("mlp",) if model.add_bias_linear else ()  # `model_restrictions.check_on_model`
+    return tuple(name for name in first if all(name in each for each in others) and name not in refused)
 
 
 def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: str = "none") -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ class Backend:
     active: Callable[[], AbstractContextManager[None]]
     """Every job on the model runs inside this context."""
     meter: Callable[[Labels], Meter]
+    sharding: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The context in which FSDP2 shards the tensors that are here."""
     fp8_layer_provider: type | None = None
     """The provider under FP8, if it is another one."""
     fill_workspaces: Callable[[Scenario], None] = lambda scenario: None

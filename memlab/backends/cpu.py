@@ -21,6 +21,7 @@ import torch
 from memlab.backends import Backend, fused_adam, fused_cross_entropy
 from memlab.backends.cpu_adam import HostAdam
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
+from memlab.backends.fully_sharded import sharding_on_cpu
 from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
@@ -50,6 +51,7 @@ def backend(reason: str) -> Backend:
         active=cuda_replaced if world_size() == 1 else cuda_replaced_on_ranks,
         meter=plain_meter,
         check=check,
+        sharding=sharding_on_cpu,
     )
 
 

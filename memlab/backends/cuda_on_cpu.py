@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memlab.engines.megatron.layers.dropout import dropout
 from memlab.meter.labels import current_stream, is_followed, on_host, on_stream
 
 
@@ -54,6 +55,7 @@ class CudaOnCpu(TorchFunctionMode):
             torch.Tensor.is_cuda.__get__: lambda tensor: not is_on_host(tensor),  # type: ignore[attr-defined]
             torch.Tensor.type: self._type,
             torch.autograd.backward: self._backward,
+            torch.nn.functional.dropout: dropout,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

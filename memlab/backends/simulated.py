@@ -18,6 +18,7 @@ from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.cpu_adam import FakeHostAdam
 from memlab.backends.fake_cuda import FAKE, FakeCuda
+from memlab.backends.fully_sharded import sharding_on_fake_tensors
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
@@ -43,6 +44,7 @@ def backend(reason: str) -> Backend:
         active=on_fake_tensors,
         meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=_fill_workspaces,
+        sharding=sharding_on_fake_tensors,
         versions=known,
     )
 
@@ -64,6 +66,9 @@ def predicting(backend_name: str) -> Backend:
 
 
 def _fill_workspaces(scenario: Scenario) -> None:
+    if scenario.engine == "fsdp2":
+        hold_fake_workspaces(linears=False)
+        return
     weights = scenario.architecture.weights_of(scenario.layers_of_rank)
     hold_fake_workspaces(grouped=any(weight.num_experts for weight in weights))
 

@@ -10,15 +10,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
-from memlab.config.parts.gqa import GroupedQueryAttention
+from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType
 from memlab.config.parts.mla import LatentAttention, RopeType
 from memlab.config.parts.moe import Experts, ScoreFunction
-from memlab.config.parts.part import FeedForward, Part, SharedSize, Weight
+from memlab.config.parts.part import FeedForward, Normalization, Part, SharedSize, Weight, norm_weights
 from memlab.config.validation import (
     MOST_LAYERS,
     MOST_TOKENS_OF_A_SEQUENCE,
@@ -29,10 +29,10 @@ from memlab.config.validation import (
 
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
-    "kimi_k2",
+    "kimi_k2", "gpt2",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
-has experts, else as phi3: the layers of the others have the same parts, with or without norms of queries and keys."""
+has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
 
 # Some ten times what any published model has, as `Part.most`. Below these limits no tensor's bytes overflow 64 bits,
 # and what walks over layers, experts or ranks ends.
@@ -46,7 +46,9 @@ _RANGES: dict[str, tuple[float | None, float]] = {
 _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
+    *("gated_linear_unit", "add_bias_linear"),
 )
+_CHOICES = {"normalization": get_args(Normalization), "position_embedding_type": get_args(PositionEmbeddingType)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,15 @@ class Architecture:
     share_embeddings_and_output_weights: bool = False
     qk_layernorm: bool = False
     add_qkv_bias: bool = False
-    """Whether queries, keys and values have biases; no other matrix has one."""
+    """Whether queries, keys and values have biases, if other matrices have none."""
+    normalization: Normalization = "RMSNorm"
+    gated_linear_unit: bool = True
+    """Whether MLPs have a gate (SwiGLU). Without one, they have GELU."""
+    add_bias_linear: bool = False
+    """Whether all matrices of layers have biases."""
+    position_embedding_type: PositionEmbeddingType = "rope"
+    max_position_embeddings: int | None = None
+    """Rows of the embedding of positions, if they are learned."""
     num_moe_experts: int | None = None
     moe_router_topk: int = 0
     moe_ffn_hidden_size: int = 0
@@ -104,9 +114,8 @@ class Architecture:
             check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
             check_number(f"{self.name}: {name}", getattr(self, name), above, largest, action="correct it")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
+        self._check_choices()
+        self._check_combinations()
         for part in (Dense.of(self), *self.parts):  # every model has the width of a dense part
             part.check(self.name)
         if self.num_parameters > _MOST_PARAMETERS:
@@ -115,6 +124,35 @@ class Architecture:
                 "(more than "
                 "any real model has): correct its sizes"
             )
+
+    def _check_choices(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{self.name}: {name} is {shortened(getattr(self, name))}, must be one of {', '.join(choices)}: "
+                    "correct it"
+                )
+
+    def _check_combinations(self) -> None:
+        is_classic = self.normalization != "RMSNorm" or self.add_bias_linear or self.position_embedding_type != "rope"
+        if self.multi_latent_attention and is_classic:
+            raise ValueError(
+                f"{self.name}: it has multi-latent attention with LayerNorm, biases or learned positions, and memlab "
+                "has it with RMSNorm and rope, without biases: correct them"
+            )
+        if self.num_moe_experts is not None and (self.add_bias_linear or not self.gated_linear_unit):
+            raise ValueError(
+                f"{self.name}: it has experts with add_bias_linear {self.add_bias_linear} and gated_linear_unit "
+                f"{self.gated_linear_unit}, and memlab's experts are SwiGLU without biases: choose False and True"
+            )
+        rows, name = self.max_position_embeddings, f"{self.name}: max_position_embeddings"
+        if self.position_embedding_type == "learned_absolute":
+            check_whole_number(name, rows, at_most=MOST_TOKENS_OF_A_SEQUENCE, action="correct it")
+        elif rows is not None:
+            raise ValueError(f"{name} is {shortened(rows)}, must be left out with rope: nothing has these rows")
 
     def _check_pattern(self) -> None:
         pattern = self.moe_layer_freq
@@ -213,7 +251,18 @@ class Architecture:
         """Number of parameters of the whole model, counted from the published shapes."""
         embeddings = self.vocab_size * self.hidden_size
         embeddings *= 1 if self.share_embeddings_and_output_weights else 2
-        return embeddings + self.hidden_size + sum(self._elements().values())
+        outside = embeddings + self.num_parameters_of_positions + self.num_parameters_of_final_norm
+        return outside + sum(self._elements().values())
+
+    @property
+    def num_parameters_of_positions(self) -> int:
+        """Number of parameters of the embedding of positions."""
+        return (self.max_position_embeddings or 0) * self.hidden_size
+
+    @property
+    def num_parameters_of_final_norm(self) -> int:
+        """Number of parameters of the norm before the output layer."""
+        return sum(weight.num_elements for weight in norm_weights("", self.hidden_size, self.normalization))
 
     @property
     def num_parameters_of_experts(self) -> int:
@@ -248,6 +297,12 @@ _QWEN2_5: dict[str, Any] = {
     "layernorm_epsilon": 1e-6, "add_qkv_bias": True,
 }  # fmt: skip
 _SMALL_QWEN2_5 = _QWEN2_5 | {"num_query_groups": 2, "vocab_size": 151936}
+_GPT: dict[str, Any] = {
+    "family": "gpt2", "rotary_base": 10000.0, "layernorm_epsilon": 1e-5, "normalization": "LayerNorm",
+    "gated_linear_unit": False, "add_bias_linear": True, "position_embedding_type": "learned_absolute", "tied": True,
+}  # fmt: skip
+"""GPT as Megatron-LM's own tests train it, without the flags that make another model of it."""
+_GPT_3 = {"num_query_groups": 32, "kv_channels": 128, "vocab_size": 50304, "default_seq_length": 2048}
 _QWEN2_MOE: dict[str, Any] = {
     "family": "qwen2_moe", "kv_channels": 128, "rotary_base": 1e6, "layernorm_epsilon": 1e-6, "add_qkv_bias": True,
     "moe_router_pre_softmax": True, "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3,
@@ -334,6 +389,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen2.5-32b", 64, 5120, 27648, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
         _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
+        # https://arxiv.org/abs/2005.14165, table 2.1; the vocabulary as Megatron-LM pads it
+        _row("gpt3-6.7b", 32, 4096, 16384, 32, max_position_embeddings=2048, **(_GPT | _GPT_3)),
+        _row("gpt-tiny", 4, 128, 512, 4, max_position_embeddings=1024, **(_GPT | _TINY | {"num_query_groups": 4})),
         # https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B/blob/main/config.json, and likewise
         _row("qwen1.5-moe-a2.7b", 24, 2048, 5632, 16, num_query_groups=16, vocab_size=151936, num_moe_experts=60,
              moe_router_topk=4, moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=5632, **_QWEN2_MOE),
@@ -362,7 +420,7 @@ ARCHITECTURES: dict[str, Architecture] = {
              moe_shared_expert_intermediate_size=64, moe_layer_freq=_after(1, 4),
              **(_DEEPSEEK_V3 | _TINY | {"num_query_groups": 4, "kv_channels": 32, "q_lora_rank": 64,
                                         "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
-                                        "v_head_dim": 32, "moe_router_topk": 2, "moe_router_num_groups": 4,
+                                        "v_head_dim": 32, "moe_router_topk": 4, "moe_router_num_groups": 4,
                                         "moe_router_group_topk": 2})),
         _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )

@@ -37,6 +37,18 @@ def check_fp8(
             "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out",
             *("dtype", "fp8_format"),
         )
+    if architecture.normalization == "LayerNorm" or architecture.add_bias_linear:
+        raise RuleError(
+            f"fp8_format is {state.fp8_format!r}, and {architecture.name} has LayerNorm or biases of all matrices, "
+            "which memlab does not predict in FP8: leave fp8_format out",
+            "fp8_format",
+        )
+    if not layout.sequence_parallel:
+        raise RuleError(
+            f"fp8_format is {state.fp8_format!r} without sequence_parallel, which memlab does not predict: switch "
+            "sequence_parallel on, or leave fp8_format out",
+            *("fp8_format", "sequence_parallel"),
+        )
     lacks = "multi-latent attention" if architecture.multi_latent_attention else "shared experts"
     if architecture.multi_latent_attention or architecture.moe_shared_expert_intermediate_size:
         raise RuleError(

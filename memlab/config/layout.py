@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.option import option
@@ -23,6 +24,8 @@ _SHORT = {
     "DP": "data_parallel_size",
 }
 _ONE_RANK = "one rank"
+_WHOLE_SEQUENCES = "SP0"
+"""The word of a layout whose tensor parallel ranks have whole sequences."""
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -34,10 +37,12 @@ class Layout:
         ValueError: If a size is not a positive whole number, or the expert groups do not fit the other ranks.
     """
 
-    tensor_model_parallel_size: int = option(
-        1, "number of ranks that share each layer's matrices; 2 or more also switch on sequence parallelism (default 1)"
+    tensor_model_parallel_size: int = option(1, "number of ranks that share each layer's matrices (default 1)")
+    sequence_parallel: bool = option(
+        True, "split activations between matrices along the sequence over the tensor parallel ranks"
     )
-    """MoE models need sequence parallelism."""
+    """Megatron-Core's own default is False. MoE models need it. True on one tensor parallel rank, where it does
+    nothing."""
     context_parallel_size: int = option(1, "number of ranks that share each sequence (default 1)")
     """Each has two chunks of a sequence, one from the front and one from the back."""
     pipeline_model_parallel_size: int = option(1, "number of pipeline stages (default 1)")
@@ -65,9 +70,16 @@ class Layout:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "rank" or (value is None and field.default is None):
+            if field.name in ("rank", "sequence_parallel") or (value is None and field.default is None):
                 continue
             check_whole_number(field.name, value, at_most=MOST_RANKS)
+        if not isinstance(self.sequence_parallel, bool):
+            raise RuleError(
+                f"sequence_parallel is {self.sequence_parallel!r}, must be True or False: choose one of them",
+                "sequence_parallel",
+            )
+        if self.tensor_model_parallel_size == 1:  # equal layouts compare equal
+            object.__setattr__(self, "sequence_parallel", True)
         if self.world_size > MOST_RANKS:
             raise RuleError(
                 f"the layout has {self.world_size:,} ranks ({self}), must have at most {MOST_RANKS:,} (more than "
@@ -137,9 +149,9 @@ class Layout:
         return self.ranks_of_a_stage // (self.expert_tensor_size * self.expert_model_parallel_size)
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether activations between matrices are split along the sequence."""
-        return self.tensor_model_parallel_size > 1
+    def ranks_of_a_sequence(self) -> int:
+        """Number of ranks that share the activations of a sequence between matrices."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def layers_of_stage(self, stage: int, num_layers: int) -> int:
         """Returns how many layers a pipeline stage has, as Megatron's ``get_num_layers_to_build`` does."""
@@ -150,6 +162,20 @@ class Layout:
             return last
         rest, stages = self._even(num_layers)
         return rest // stages
+
+    def with_shorter_last_stage(self, num_layers: int) -> Layout:
+        """Returns the layout whose last stage has what the others leave, if that makes one layer at least.
+
+        Example: 61 layers on 16 stages are 15 x 4 and 1, as in Megatron-Bridge's recipe of DeepSeek-V3
+        (``recipes/deepseek/deepseek_v3.py``). Layers that divide, and stages with chunks or with sizes of their own,
+        stay as they are.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        last = num_layers - (stages - 1) * -(-num_layers // stages)
+        has_ends = any(getattr(self, name) is not None for name in _ENDS)
+        if num_layers % stages == 0 or chunks > 1 or has_ends or last < 1:
+            return self
+        return replace(self, num_layers_in_last_pipeline_stage=last)
 
     def most_passes_in_flight(self, num_microbatches: int) -> int:
         """Returns the maximum number of chunk forward passes in flight at once, including the current one.
@@ -199,9 +225,20 @@ class Layout:
             )
         self._check_heads(architecture)
         self._check_unshared(architecture)
+        if architecture.routes and not self.sequence_parallel:
+            raise RuleError(
+                f"sequence_parallel is False with tensor_model_parallel_size {tensor}, must be True for "
+                f"{architecture.name}, whose experts Megatron-Core does not train without it: switch it on",
+                *("sequence_parallel", "tensor_model_parallel_size"),
+            )
         for name, size, what, amount in (
             ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
-            ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
+            (
+                "tensor_model_parallel_size",
+                tensor if self.sequence_parallel else 1,
+                "tokens of a sequence",
+                seq_length // context,
+            ),
             *self._stages_and_layers(num_layers),
             *((one.ranks, self.ranks_that_share(one), one.what, one.amount) for one in architecture.shared_sizes),
         ):
@@ -327,9 +364,12 @@ class Layout:
         Raises:
             ValueError: If a word is not a size of a layout, or the sizes break a rule.
         """
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for word in text.split() if text != _ONE_RANK else ():
             match = re.fullmatch(r"([A-Z]+)(\d{1,6})", word, re.ASCII)
+            if word == _WHOLE_SEQUENCES and "sequence_parallel" not in sizes:
+                sizes["sequence_parallel"] = False
+                continue
             if match is None or match[1] not in _SHORT or _SHORT[match[1]] in sizes:
                 raise ValueError(
                     f"layout {text!r} has the word {word!r}, may have only {', '.join(_SHORT)}, each with a "
@@ -342,4 +382,6 @@ class Layout:
     def __str__(self) -> str:
         short = {name: getattr(self, field) for name, field in _SHORT.items()} | {"ETP": self.expert_tensor_size}
         usual = {"ETP": self.tensor_model_parallel_size}
-        return " ".join(f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)) or _ONE_RANK
+        words = [f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)]
+        words[1:1] = [] if self.sequence_parallel else [_WHOLE_SEQUENCES]
+        return " ".join(words) or _ONE_RANK

@@ -13,7 +13,7 @@ from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
-from memlab.config.option import Option, options_of
+from memlab.config.option import Option, check_engine, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     NEWER_SETTINGS,
@@ -47,6 +47,8 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             on pipeline stages, if the installed megatron-core does not have a setting, or if its steps end in an error
             with the offload modules.
     """
+    _check_checkpointing(settings, scenario)
+    check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
@@ -77,6 +79,14 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "out",
             *("recompute_granularity", "offload_modules"),
         )
+    if architecture.add_bias_linear and "mlp" in (settings.recompute_modules or ()):
+        # The checkpoint returns the MLP's last bias, on whose gradient backward then runs the checkpoint again, without
+        # end (``CheckpointFunction`` of megatron/core/tensor_parallel/random.py; seen with 0.16.1 and its own layers).
+        raise RuleError(
+            f"recompute_modules has 'mlp', and the MLPs of {architecture.name} have biases: the backward pass of "
+            "Megatron-Core never ends there: leave 'mlp' out, or choose recompute_granularity 'full'",
+            "recompute_modules",
+        )
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
@@ -91,6 +101,23 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
                 f"choose from {', '.join(name for name in choices if name not in absent)}",
                 field,
             )
+
+
+def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
+    if scenario.engine == "megatron":
+        return
+    if settings.recompute_granularity == "selective":
+        raise RuleError(
+            f"recompute_granularity is 'selective', must be 'full' with engine {scenario.engine!r}, which checkpoints "
+            "whole layers: choose 'full', or engine 'megatron'",
+            *("recompute_granularity", "engine"),
+        )
+    if settings.recompute_method == "uniform" and settings.recompute_num_layers != 1:
+        raise RuleError(
+            f"recompute_num_layers is {settings.recompute_num_layers} with recompute_method 'uniform', must be 1 with "
+            f"engine {scenario.engine!r}, which checkpoints each layer by itself: choose 1, or engine 'megatron'",
+            *("recompute_num_layers", "engine"),
+        )
 
 
 def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:

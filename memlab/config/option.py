@@ -19,6 +19,8 @@ from memlab.config.validation import RuleError, check_number, check_whole_number
 Rebuilt = Literal["nothing", "optimizer", "model"]
 """The part that a change of the training state builds again; a model is rebuilt with its optimizer."""
 Kind = Literal["switch", "choice", "modules", "whole", "number"]
+EngineName = Literal["megatron", "fsdp2"]
+"""The training engines: `memlab.engines.megatron` and `memlab.engines.fsdp2`."""
 _KINDS: dict[Any, Kind] = {bool: "switch", int: "whole", float: "number", tuple[str, ...]: "modules"}
 
 
@@ -59,6 +61,8 @@ class Option:
     ``ddp.bucket_size`` where its name there is another one. Job files give it under the first."""
     since: tuple[int, int] | None = None
     """The first version of megatron-core that has it, if not every version that memlab supports."""
+    engines: tuple[EngineName, ...] = ("megatron",)
+    """The engines that have it."""
 
     @property
     def needed(self) -> str:
@@ -76,7 +80,8 @@ class Option:
         if self.needs:
             text = f"with `{self.needs}`{' ' * bool(self.needs_value)}{self.needs_value}: {text}"
         newer = f"; needs megatron-core {self.since_words}" if self.since else ""
-        return re.sub(r"`(\w+)`", lambda found: written(found[1]), text) + newer
+        newer += f"; needs `engine` {self.engines[0]}" if "megatron" not in self.engines else ""
+        return re.sub(r"`(\w+)`", lambda found: written(found[1]), text + newer)
 
     def sentence(self, written: Callable[[str], str] = str) -> str:
         """Returns `described` as a sentence, without its full stop."""
@@ -163,6 +168,24 @@ def check_options(settings: Any, prefix: str = "") -> None:
             _refuse(one, name, value, f"one of {', '.join(one.choices)}")
         elif one.kind == "switch" and not isinstance(value, bool):
             _refuse(one, name, value, "True or False")
+
+
+def check_engine(settings: Any, engine: EngineName) -> None:
+    """Checks that an engine has each option of an object that differs from its default.
+
+    Raises:
+        RuleError: If it does not have one.
+    """
+    own = {field.name for field in fields(settings)}
+    for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
+        outer, _, inner = name.partition("_")
+        value = getattr(settings, name) if name in own else getattr(getattr(settings, outer), inner, one.default)
+        if engine not in one.engines and value != one.default:
+            raise RuleError(
+                f"{name} is {shortened(value)}, but engine {engine!r} does not have this option: leave it out, or "
+                f"choose engine {one.engines[0]!r}",
+                *(name, "engine"),
+            )
 
 
 def _refuse(one: Option, name: str, value: object, rule: str) -> NoReturn:

@@ -18,7 +18,7 @@ class Parameters(NamedTuple):
     layers: int
     """In layers, without experts."""
     vocabulary: int
-    """Of the embedding, of the output layer, and of the norm before it."""
+    """Of the embeddings of tokens and positions, of the output layer, and of the norm before it."""
     experts: int
 
     @property
@@ -40,14 +40,22 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     is_tied = model.share_embeddings_and_output_weights and has_embedding and has_output
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
-    return Parameters(outside, vocabulary + has_output * model.hidden_size, inside)
+    vocabulary += has_embedding * model.num_parameters_of_positions + has_output * model.num_parameters_of_final_norm
+    return Parameters(outside, vocabulary, inside)
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
     """Counts the rank's parameters that are trained: those of adapters alone, where there are adapters."""
+    layout = scenario.layout
     if scenario.state.lora is None:
-        return parameters_of_rank(scenario)
-    layout, weights = scenario.layout, [*scenario.weights_of_adapters()]
+        counts = parameters_of_rank(scenario)
+        routers = sum(
+            count * layout.elements_of(weight)
+            for weight, count in scenario.architecture.weights_of(scenario.layers_of_rank).items()
+            if weight.name == "mlp.router.weight" and scenario.state.freeze_moe_router
+        )
+        return counts._replace(layers=counts.layers - routers)
+    weights = [*scenario.weights_of_adapters()]
     inside, outside = (
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)

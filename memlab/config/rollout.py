@@ -65,7 +65,7 @@ class Rollout:
         """
         layout = scenario.layout
         # Frameworks pad rows to what the layout divides; a budget is then used up to the last such row.
-        unit = layout.tensor_model_parallel_size * layout.context_parallel_size
+        unit = layout.ranks_of_a_sequence
         unit *= 2 if layout.context_parallel_size > 1 else 1
         if scenario.packed_sequences is not None:
             tokens = self.seq_length * self.micro_batch_size

@@ -12,7 +12,7 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.option import check_options, option
+from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.part import Weight
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
@@ -22,6 +22,7 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
+_BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
     "layout": Layout,
@@ -47,18 +48,21 @@ class Scenario:
     """
 
     architecture: Architecture
-    num_layers: int = option(MISSING, "build only the first N layers of the model (default: all)", at_most=MOST_LAYERS)
+    num_layers: int = option(
+        MISSING, "build only the first N layers of the model (default: all)", at_most=MOST_LAYERS, **_BOTH
+    )
     seq_length: int = option(
         MISSING,
         "tokens in a sequence (default: depends on ARCH)",
         group="Workload",
         label="tokens",
         at_most=MOST_TOKENS_OF_A_SEQUENCE,
+        **_BOTH,
     )
     micro_batch_size: int = option(
-        1, "sequences in a micro-batch (default 1)", group="Workload", label="micro-batch", at_most=2**16
+        1, "sequences in a micro-batch (default 1)", group="Workload", label="micro-batch", at_most=2**16, **_BOTH
     )
-    num_microbatches: int = option(1, "micro-batches in a step (default 1)", at_most=2**14)
+    num_microbatches: int = option(1, "micro-batches in a step (default 1)", at_most=2**14, **_BOTH)
     """Passes whose gradients are accumulated before one optimizer step."""
     packed_sequences: int | None = option(
         None,
@@ -67,9 +71,15 @@ class Scenario:
         "must be a multiple of twice the context parallel size; memlab makes each sequence's length such a multiple",
     )
     """Megatron's ``PackedSeqParams``, format ``thd``."""
-    seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0)
+    seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0, **_BOTH)
     """Every step uses the same batch."""
-    dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)")
+    dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)", **_BOTH)
+    engine: EngineName = option(
+        "megatron",
+        "what trains: Megatron-Core, or fsdp2, which is torch's fully_shard over the model of Hugging Face's "
+        "transformers (default megatron)",
+        **_BOTH,
+    )
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
@@ -97,6 +107,7 @@ class Scenario:
                     f"{name} is {shortened(value)}, must be {kind.__name__}(...): name its fields{by_name}"
                 )
         check_options(self)
+        self._check_engine()
         tokens = self.seq_length * self.micro_batch_size
         if tokens > _MOST_TOKENS_OF_A_MICRO_BATCH:
             raise RuleError(
@@ -130,12 +141,48 @@ class Scenario:
                 f"{self.architecture.name} says which of so many layers have experts: give fewer layers",
                 "num_layers",
             )
+        self._check_architecture()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
         self._check_attention()
+        self._check_dropout()
         self._check_packing()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    def _check_architecture(self) -> None:
+        model = self.architecture
+        if model.max_position_embeddings is not None and self.seq_length > model.max_position_embeddings:
+            raise RuleError(
+                f"seq_length is {self.seq_length}, must be at most max_position_embeddings of {model.name}, "
+                f"{model.max_position_embeddings}, since its positions are learned: give shorter sequences",
+                "seq_length",
+            )
+        if not model.gated_linear_unit and not model.add_bias_linear and self.state.bias_activation_fusion:
+            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
+            raise RuleError(
+                f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
+                "rule of Megatron-Core: switch bias_activation_fusion off",
+                "bias_activation_fusion",
+            )
+
+    def _check_engine(self) -> None:
+        for settings in (self, self.layout, self.state):
+            check_engine(settings, self.engine)
+        if self.engine == "megatron":
+            return
+        if self.architecture.family == "gpt2":
+            raise RuleError(
+                f"engine is {self.engine!r}, and {self.architecture.name} is GPT as Megatron-LM trains it, which this "
+                "engine does not build: choose another model, or engine 'megatron'",
+                "engine",
+            )
+        if self.architecture.routes:
+            raise RuleError(
+                f"engine is {self.engine!r}, and {self.architecture.name} has experts, which this engine does not "
+                "build yet: choose a dense model, or engine 'megatron'",
+                "engine",
+            )
 
     def _check_attention(self) -> None:
         if self.architecture.multi_latent_attention:
@@ -155,19 +202,23 @@ class Scenario:
                 *("attention_backend", "dtype"),
             )
 
+    def _check_dropout(self) -> None:
+        cut = {"context_parallel_size": self.layout.context_parallel_size, "packed_sequences": self.packed_sequences}
+        for name, value in cut.items():
+            if self.state.attention_dropout and value not in (None, 1):
+                raise RuleError(
+                    f"attention_dropout is {self.state.attention_dropout:g} with {name} {value}, which memlab does not "
+                    "predict yet: choose 0, or leave the other out",
+                    *("attention_dropout", name),
+                )
+
     def _check_latent_attention(self) -> None:
-        model, backend = self.architecture, self.state.attention_backend
+        model = self.architecture
         if self.layout.context_parallel_size > 1:
             raise RuleError(
                 f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
                 f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
                 "context_parallel_size",
-            )
-        if backend == "flash" and model.qk_head_dim + model.qk_pos_emb_head_dim != model.v_head_dim:
-            raise RuleError(
-                f"attention_backend is 'flash', must be auto, fused or unfused for {model.name}, whose queries "
-                "have more channels than its values, because flash-attn 2 needs as many: choose one of them",
-                "attention_backend",
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
@@ -180,6 +231,12 @@ class Scenario:
         lora, layout = self.state.lora, self.layout
         if lora is None:
             return
+        if self.architecture.add_bias_linear:
+            raise RuleError(
+                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
+                "memlab does not predict adapters yet: leave lora_rank out",
+                "lora_rank",
+            )
         if not any(self.weights_of_adapters()):
             raise RuleError(
                 f"lora_target_modules is {shortened(list(lora.target_modules))}, which names no linear of "
@@ -389,9 +446,7 @@ class Scenario:
     @property
     def tokens_of_rank(self) -> int:
         """Tokens of one micro-batch that the rank holds outside its matrix products, where ranks share sequences."""
-        layout = self.layout
-        ranks_of_a_sequence = layout.context_parallel_size * layout.tensor_model_parallel_size
-        return self.seq_length * self.micro_batch_size // ranks_of_a_sequence
+        return self.seq_length * self.micro_batch_size // self.layout.ranks_of_a_sequence
 
     @property
     def ranks_of_every_kind(self) -> tuple[int, ...]:
@@ -418,8 +473,11 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        if "moe_router_dtype" in self.state.changed() and not self.architecture.routes:
-            reasons["moe_router_dtype"] = "the model has no experts"
+        of_experts = [name for name in self.state.changed() if name.startswith("moe_") and not self.architecture.routes]
+        reasons |= dict.fromkeys(of_experts, "the model has no experts")
+        is_balanced = "moe_router_load_balancing_type" in self.state.changed() and self.architecture.routes
+        if is_balanced and self.architecture.moe_aux_loss_coeff == 0:
+            reasons["moe_router_load_balancing_type"] = "moe_aux_loss_coeff of the model is 0"
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}
@@ -463,10 +521,11 @@ class Scenario:
         state = f", {self.state}" if self.state != TrainingState() else ""
         allocator = f", {self.allocator}" if self.allocator != AllocatorSettings() else ""
         buffers = " with expert buffers" if self.expert_buffers else ""
+        engine = f", {self.engine}" if self.engine != "megatron" else ""
         packed = f" in {self.packed_sequences} packed sequences" if self.packed_sequences is not None else ""
         return (
             f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
-            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens{packed}, {self.dtype}{ranks}{rank}"
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens{packed}, {self.dtype}{engine}{ranks}{rank}"
             f"{routing}{state}{allocator}"
         )
 

@@ -32,7 +32,11 @@ _NEWER_OFFLOAD = {
     "needs": "offload_modules",
     "megatron": "model",
 }
-_ON_HOST = {"group": "On host between steps", "words": {"device": False, "host": True}}
+_ON_HOST: dict[str, Any] = {
+    "group": "On host between steps",
+    "words": {"device": False, "host": True},
+    "engines": ("megatron", "fsdp2"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,7 @@ class MemorySettings:
         group="Recompute",
         label="granularity",
         megatron="model",
+        engines=("megatron", "fsdp2"),
     )
     """None recomputes nothing."""
     recompute_method: RecomputeMethod | None = option(
@@ -60,12 +65,14 @@ class MemorySettings:
         "checkpoint per layer",
         **_FULL,
         label="method",
+        engines=("megatron", "fsdp2"),
     )
     recompute_num_layers: int | None = option(
         None,
         "layers per checkpoint (uniform), or number of layers to recompute (block)",
         **_FULL,
         label="layers",
+        engines=("megatron", "fsdp2"),
         advice="give the number of layers",
     )
     recompute_modules: tuple[str, ...] | None = option(
@@ -152,6 +159,7 @@ class MemorySettings:
         "free the gradient buffers between steps (default: yes if `offload_optimizer` is given, otherwise no)",
         group="On host between steps",
         label="gradients",
+        engines=("megatron", "fsdp2"),
         words={"as optimizer": None, "device": False, "dropped": True},
     )
     """Nothing is copied; they come back as zeros. None takes the value of `offload_optimizer` when the settings are

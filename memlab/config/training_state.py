@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from memlab.config.from_json import build
 from memlab.config.lora import LoRA
-from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
+from memlab.config.option import EngineName, Option, Rebuilt, check_options, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -27,7 +27,10 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
+ReshardAfterForward = Literal["all_but_last", "all", "none"]
+AdamImplementation = Literal["foreach", "fused", "for_loop"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
@@ -39,7 +42,16 @@ _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimi
 _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_DROP = {
+    "group": "Attention and pipeline",
+    "rebuilds": "model",
+    "megatron": "model",
+    "at_most": 0.99,
+    "advice": "give a share from 0 to 0.99",
+}
+_ROUTER = {"group": "Router of experts"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
+_FSDP2: dict[str, tuple[EngineName, ...]] = {"engines": ("fsdp2",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +79,7 @@ class TrainingState:
         "accumulate and reduce gradients in bf16 (default: fp32)",
         **_GRADIENTS,
         megatron="ddp.grad_reduce_in_fp32",
+        engines=("megatron", "fsdp2"),
     )
     """Without the precision-aware optimizer Megatron copies them to fp32 for the update, and sets the copies to None
     only when the next step zeroes its gradients. So `StepRecord.static_bytes`, the bytes when a step begins, include 4
@@ -212,6 +225,46 @@ class TrainingState:
         **_FORWARD,
     )
     """Probabilities have this type too, up to the experts. Megatron's config has None for ``params_dtype``."""
+    # Layers read them when they are built (transformer/transformer_layer.py, extensions/transformer_engine.py,
+    # tensor_parallel/layers.py).
+    hidden_dropout: float = option(
+        0.0,
+        "share of elements that dropout sets to 0 in embeddings and before residuals (default 0)",
+        **_DROP,
+    )
+    """Megatron's own default is 0.1. Backward needs a mask of 1 byte per element. Each step of a model drops the same
+    elements."""
+    attention_dropout: float = option(
+        0.0, "share of the attention's probabilities that dropout sets to 0 (default 0)", **_DROP
+    )
+    """Megatron's own default is 0.1. Fused kernels keep the state of their random numbers; unfused attention keeps a
+    mask of 1 byte for each probability, and the probabilities before and after."""
+    # The router reads the first when it is built, and the second in each forward (transformer/moe/router.py).
+    moe_router_load_balancing_type: LoadBalancing = option(
+        "aux_loss",
+        "loss by which the router of experts is balanced; none has no such loss (default aux_loss)",
+        **_ROUTER,
+        rebuilds="model",
+        megatron="model",
+    )
+    """Of a model whose ``moe_aux_loss_coeff`` is 0, no type has one. Megatron's further type, ``sinkhorn``, is not
+    modelled."""
+    moe_z_loss_coeff: float | None = option(
+        None,
+        "coefficient of a loss that keeps the logits of the router small (default: no such loss)",
+        **_ROUTER,
+        rebuilds="nothing",
+        megatron="model",
+        shown_for_none=0,
+        at_most=10**6,
+        advice="give a number, or leave it out",
+    )
+    # NeMo-RL and SkyRL do it before DDP's buffers are made.
+    freeze_moe_router: bool = option(
+        False, "do not train the weight of the router of experts", **_ROUTER, rebuilds="model"
+    )
+    """It then has no gradient and no optimizer state. Its bias, of which the experts' load decides, moves all the
+    same."""
     # The schedule reads it from the config in each step (pipeline_parallel/schedules.py).
     deallocate_pipeline_outputs: bool = option(
         False,
@@ -219,6 +272,37 @@ class TrainingState:
         **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
+
+    # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
+    # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
+    fp32_sharded_params: bool = option(
+        False,
+        "keep each rank's parameters, their gradients and Adam's moments in fp32; layers compute in `dtype`",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """``torch_dtype: float32`` in an Automodel recipe; forward and backward gather the parameters in ``dtype``."""
+    reshard_after_forward: ReshardAfterForward = option(
+        "all_but_last",
+        "layers whose gathered parameters are freed after their forward and gathered again for backward (default "
+        "all_but_last)",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    defer_fsdp_grad_sync: bool = option(
+        False,
+        "reduce gradients only in the last micro-batch; until then each rank has those of whole layers",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """Automodel's own default is True. They have the type in which gradients are reduced."""
+    adam_implementation: AdamImplementation = option(
+        "foreach",
+        "how torch.optim.AdamW updates parameters: all at once with temporary tensors of their size (foreach, torch's "
+        "default), in one kernel without (fused), or one by one (for_loop)",
+        rebuilds="optimizer",
+        **_FSDP2,
+    )
 
     # Layers make their FP8 parameters, scales and paddings when they are built (extensions/transformer_engine.py).
     fp8_format: Fp8Format | None = option(
@@ -459,6 +543,11 @@ class TrainingState:
             ignored("optimizer_cpu_offload", reason + copies)
             for name in ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"):
                 ignored(name, reason)
+
+    @property
+    def trains_in_part(self) -> bool:
+        """Whether some parameters are frozen, which DDP's buffers do not take over."""
+        return self.lora is not None or self.freeze_moe_router
 
     @property
     def copies_logits_in_fp32(self) -> bool:

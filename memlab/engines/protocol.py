@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 
+from memlab.config.backend_kind import BackendKind
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -43,6 +44,14 @@ class Place(Protocol):
     @property
     def join(self) -> Callable[[Layout], None]:
         """Joins torch.distributed's process group: with the other ranks, or alone as one rank of the layout."""
+
+    @property
+    def kind(self) -> BackendKind:
+        """What follows from the place."""
+
+    @property
+    def sharding(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns the context in which FSDP2 shards the tensors that are there."""
 
     def provider_for(self, scenario: Scenario) -> type:
         """Returns the class that gives Megatron the layers that run there."""

@@ -41,8 +41,9 @@ def candidates(
 ) -> list[MemorySettings]:
     """Lists the settings themselves, and those that do more; none is refused or, by structure, without effect.
 
-    Left out are ``moe_act`` added to ``moe``, which contains it, and offload added where every layer is recomputed: it
-    would happen inside backward. Of a small model, offload starts at the smallest tensor (`smallest_offloaded`).
+    Left out are ``moe_act`` and ``shared_experts`` added to ``moe``, which contains them, and offload added where every
+    layer is recomputed: it would happen inside backward. Of a small model, offload starts at the smallest tensor
+    (`smallest_offloaded`).
 
     Args:
         settings: What each candidate does at least. Their remedy for checkpoints' inputs, which is not a setting of
@@ -110,7 +111,8 @@ def _recompute_choices(base: MemorySettings, scenario: Scenario, depth: int | No
     own = set(base.recompute_modules or ())
     if base.recompute_granularity != "full":
         for modules in _supersets(base.recompute_modules, RECOMPUTE_MODULES, depth):
-            if not {"moe", "moe_act"} <= set(modules) or {"moe", "moe_act"} <= own:
+            inside = {"moe_act", "shared_experts"} & set(modules) if "moe" in modules else set()
+            if inside <= own and ("moe" in own or not inside):
                 yield {"recompute_granularity": "selective", "recompute_modules": modules}
     if base.recompute_method == "uniform":
         return

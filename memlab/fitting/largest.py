@@ -147,13 +147,13 @@ def unit_of(what: What, scenario: Scenario) -> int:
     Layout and FP8 require such a number. For long sequences it is also a multiple of 64. Under context parallelism each
     rank has two chunks of a sequence, and under tensor parallelism it shares them.
     """
-    tensor, context = scenario.layout.tensor_model_parallel_size, scenario.layout.context_parallel_size
+    ranks, context = scenario.layout.ranks_of_a_sequence, scenario.layout.context_parallel_size
     of_rank = required_multiple_of_tokens(scenario.state, scenario.layout)
     if what == "micro-batch-size":
-        return of_rank // math.gcd(of_rank, scenario.seq_length // (tensor * context))
+        return of_rank // math.gcd(of_rank, scenario.seq_length // ranks)
     if what == "seq-length":
         of_rank //= math.gcd(of_rank, scenario.micro_batch_size)
-    required = math.lcm(tensor * context * of_rank, 2 * context if context > 1 else 1)
+    required = math.lcm(ranks * of_rank, 2 * context if context > 1 else 1)
     return math.lcm(required, _MULTIPLE) if scenario.seq_length >= _LONG else required
 
 

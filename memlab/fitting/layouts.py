@@ -145,7 +145,7 @@ def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
                 if num_gpus % split or (tensor > MOST_TENSOR_RANKS and SIZES[0] not in given):
                     continue
                 for expert in choices[3]:
-                    values = {SIZES[0]: tensor, SIZES[1]: context, SIZES[2]: pipeline, SIZES[3]: expert}
+                    values: dict[str, Any] = {SIZES[0]: tensor, SIZES[1]: context, SIZES[2]: pipeline, SIZES[3]: expert}
                     if job.architecture.is_divided_by("expert_tensor_parallel_size"):
                         values["expert_tensor_parallel_size"] = given.get("expert_tensor_parallel_size", 1)
                     try:

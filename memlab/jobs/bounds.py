@@ -206,12 +206,6 @@ def _routing_rows(scenario: Scenario) -> int:
     return scenario.tokens_of_rank * layers * scenario.most_passes_in_flight
 
 
-def _router_rows_bytes(scenario: Scenario) -> int:
-    """Returns one fp32 number per token and expert in each layer in flight, and one per weight of the routers."""
-    experts = scenario.architecture.num_moe_experts or 0
-    return 4 * (experts * _routing_rows(scenario) + _elements_of_routers(scenario))
-
-
 def _router_tensors_bytes(kept: float, at_once: float) -> Callable[[Scenario], int]:
     """Returns a bound: so many fp32 numbers per token and expert in each layer in flight, and more in one layer.
 
@@ -284,8 +278,6 @@ _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in 
 """What freezes them changes nothing of the language model, which memlab predicts alone."""
 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
-    "moe_router_load_balancing_type": _router_rows_bytes,
-    "moe_z_loss_coeff": _router_tensors_bytes(1, 3),
     "moe_router_topk_limited_devices": _router_tensors_bytes(0.25, 2.5),
     "moe_input_jitter_eps": _jitter_bytes,
     "reduce_scatter_with_fp32_accumulation": _exchanged_gradient_bytes,

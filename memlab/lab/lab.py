@@ -13,6 +13,7 @@ from memlab.backends import Backend, find_backend
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.option import EngineName
 from memlab.config.routing import Routing
 from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
@@ -58,6 +59,8 @@ class Lab(Residency, Probes):
         packed_sequences: How many sequences share the one row of a micro-batch; None gives each a row of its own.
         seed: Seed of the weights and the data; None is 1234.
         dtype: Type of the parameters and the activations, ``bf16`` or ``fp32``; None is ``bf16``.
+        engine: What trains: ``megatron``, or ``fsdp2``, which is torch's `fully_shard` over transformers' own model;
+            None is ``megatron``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         routing: Which experts the tokens go to on the simulated backend: a `memlab.config.routing.Routing`, or a text
             such as ``"skewed:2"``; None is ``"balanced"``.
@@ -97,6 +100,7 @@ class Lab(Residency, Probes):
         packed_sequences: int | None = None,
         seed: int | None = None,
         dtype: Dtype | None = None,
+        engine: EngineName | None = None,
         layout: Layout | None = None,
         routing: Routing | str | None = None,
         expert_buffers: bool | None = None,
@@ -117,6 +121,7 @@ class Lab(Residency, Probes):
             "packed_sequences": packed_sequences,
             "seed": seed,
             "dtype": dtype,
+            "engine": engine,
             "layout": layout,
             "routing": routing,
             "expert_buffers": expert_buffers,

@@ -17,7 +17,6 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.engines.megatron.engine import MegatronEngine
 from memlab.engines.process_group import agreed_with_rank_0
 from memlab.engines.protocol import Engine, Place
 from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
@@ -42,7 +41,7 @@ class OneProcess:
         scenario: What a step runs.
         backend: Where the model lives.
         replays: Whether a simulated step may repeat what is known (`Lab`).
-        engine: Makes what builds and steps the model.
+        engine: Makes what builds and steps the model; None is the scenario's.
     """
 
     def __init__(
@@ -51,9 +50,9 @@ class OneProcess:
         backend: Backend,
         *,
         replays: bool = False,
-        engine: Callable[[Scenario, Place], Engine] = MegatronEngine,
+        engine: Callable[[Scenario, Place], Engine] | None = None,
     ) -> None:
-        self.model = LabModel(engine(scenario, backend), backend, replays=replays)
+        self.model = LabModel((engine or _engine_of(scenario))(scenario, backend), backend, replays=replays)
         self.stepper = Stepper(self.model)
         self._states = StateChanges(self.model)
         self.worker = Worker(self.model.job_context, lambda: f"{self.model.scenario}, {self.model.settings}")
@@ -292,3 +291,14 @@ class OneProcess:
         record = judge(replace(record, is_steady=is_repeated), self.records)
         self.records.append(record)
         return record
+
+
+def _engine_of(scenario: Scenario) -> Callable[[Scenario, Place], Engine]:
+    """Returns the class of a scenario's engine; the other one is not imported."""
+    if scenario.engine == "fsdp2":
+        from memlab.engines.fsdp2.engine import Fsdp2Engine
+
+        return Fsdp2Engine
+    from memlab.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine

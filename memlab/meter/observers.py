@@ -58,6 +58,9 @@ class ObserveResults(EagerMode):
         self._report, self._answer = report, answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A wrapper, such as a DTensor, has no memory. What it does with its parts is seen if torch asks it next.
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
         results = self._answer(func, args, kwargs or {})
         self._report(results, args)
         return results

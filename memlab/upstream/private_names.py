@@ -188,6 +188,73 @@ _TORCH = (
         why="The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
     ),
     Internal(
+        owner="torch.distributed.fsdp._fully_shard._fully_shard",
+        names=("_get_device_from_mesh",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="A mesh has no device type for fake tensors.",
+    ),
+    *(
+        Internal(
+            owner=f"torch.distributed.fsdp._fully_shard.{module}",
+            names=("_get_device_handle",),
+            use="replaced",
+            where="backends/fully_sharded.py",
+            why="Streams and events of fake tensors are those of CUDA, so that the allocator has their pools.",
+        )
+        for module in ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
+    ),
+    Internal(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        names=("_validate_no_meta_params",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It refuses tensors without values.",
+    ),
+    Internal(
+        owner="torch.optim.adam",
+        names=("_device_dtype_check_for_fused",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It refuses fake tensors, which stand for a CUDA device's.",
+    ),
+    Internal(
+        owner="torch.nn.utils.clip_grad",
+        names=("_device_has_foreach_support",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It says that fake tensors have none, which stand for a CUDA device's.",
+    ),
+    Internal(
+        owner="torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule",
+        names=("_get_fsdp_state",),
+        use="used",
+        where="engines/fsdp2/sharded_model.py",
+        why="FSDP2's objects for the parameters, which alone know the padded shards.",
+    ),
+    Internal(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        names=("_fsdp_param_group",),
+        use="used",
+        where="engines/fsdp2/sharded_model.py",
+        why="The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
+    ),
+    Internal(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+        names=("_sharded_param_data", "_unsharded_param"),
+        use="used",
+        where="engines/fsdp2/sharded_model.py",
+        why="The shard with its padding, and the gathered parameter, whose gradient a step that failed leaves.",
+        on_instances=True,
+    ),
+    Internal(
+        owner="torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        names=("_propagate_tensor_meta_non_cached",),
+        use="replaced",
+        where="backends/fully_sharded.py",
+        why="It runs each operation once on torch's own fake tensors, which take no memory and the meter must not see.",
+    ),
+    Internal(
         owner="torch._C._distributed_c10d",
         names=("FakeWork",),
         use="used",

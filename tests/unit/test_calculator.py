@@ -51,7 +51,7 @@ def test_the_sum_is_within_a_hundredth_of_the_peak_of_a_predicted_step(settings:
     assert sum(parts.values()) == pytest.approx(peak, rel=0.01)
 
 
-PHI, QWEN = ARCHITECTURES["phi-4-tiny"], ARCHITECTURES["qwen3-moe-tiny"]
+PHI, QWEN, GPT = (ARCHITECTURES[name] for name in ("phi-4-tiny", "qwen3-moe-tiny", "gpt-tiny"))
 
 
 LATENT = replace(ARCHITECTURES["deepseek-tiny"], num_moe_experts=None, moe_layer_freq=None, v_head_dim=16)
@@ -62,8 +62,12 @@ LATENT = replace(ARCHITECTURES["deepseek-tiny"], num_moe_experts=None, moe_layer
     [
         *(PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False), LATENT),
         replace(LATENT, q_lora_rank=None, qk_layernorm=False, rope_type="rope"),
+        *(GPT, replace(GPT, qk_layernorm=True, gated_linear_unit=True), replace(QWEN, normalization="LayerNorm")),
     ],
-    ids=["phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's", "latent attention", "latent keys only"],
+    ids=[
+        *("phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's", "latent attention", "latent keys only"),
+        *("GPT's", "GPT's with a gate", "LayerNorm"),
+    ],
 )
 def test_the_parts_of_a_layer_keep_what_is_metered(model: Architecture) -> None:
     settings = {"none": MemorySettings(), "full": FULL, "mlp": recompute("mlp"), "core_attn": recompute("core_attn")}

@@ -31,7 +31,7 @@ from tests.unit.live import FULL, offload, recompute
 from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
 
-QWEN, PHI = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
+QWEN, PHI, GPT = map(find_architecture, ("qwen3-moe-tiny", "phi-4-tiny", "gpt-tiny"))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,9 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
     """Returns this rank's part of a weight of the whole model."""
     architecture, layout, path = scenario.architecture, scenario.layout, name.split(".")
     if "layernorm" in name or "layer_norm" in name:
-        return torch.ones_like(parameter)
+        return torch.zeros_like(parameter) if name.endswith("bias") else torch.ones_like(parameter)
+    if path[0] == "output_layer" and architecture.share_embeddings_and_output_weights:
+        path = ["embedding", "word_embeddings", "weight"]  # the last stage's copy
     if "layers" in path:
         path[2] = str(model.decoder.layers[int(path[2])].layer_number)
     ranks, rank = layout.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
@@ -181,16 +183,18 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
         local = architecture.num_moe_experts // layout.expert_model_parallel_size
         first = local * parallel_state.get_expert_model_parallel_rank()
         path[-1] = f"weight{first + int(path[-1].removeprefix('weight'))}"
-    rows, columns = parameter.shape
+    rows, *columns = parameter.shape
     is_row_parallel = path[-2] in ("linear_proj", "linear_fc2")
-    whole = (rows, columns * ranks) if is_row_parallel else (rows * ranks, columns)
-    if path[-2] == "router":
-        whole, ranks = (rows, columns), 1
+    if path[-2] in ("router", "position_embeddings") or (is_row_parallel and not columns):
+        ranks = 1
+    whole = (rows, columns[0] * ranks) if is_row_parallel and columns else (rows * ranks, *columns)
     generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
     weight = 0.02 * torch.randn(whole, generator=generator)
     if ranks == 1:
         return weight
-    if path[-2] == "linear_fc1":  # a gate and what it multiplies, one above the other
+    if (
+        path[-2] == "linear_fc1" and architecture.gated_linear_unit
+    ):  # a gate and what it multiplies, one above the other
         return torch.cat([half.chunk(ranks)[rank] for half in weight.chunk(2)])
     return weight.chunk(ranks, dim=1 if is_row_parallel else 0)[rank]
 
@@ -246,6 +250,9 @@ TWO = [
         (PLAIN, *OF_MOE, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
     ),
+    Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
+    Job({"tensor_model_parallel_size": 2}, architecture=GPT),
+    Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},

@@ -99,10 +99,7 @@ def test_keys_of_slime_s_engine_that_change_its_weights(flag: str, effect: str |
 def test_a_written_default_says_what_the_default_says(value: str, tmp_path: Path) -> None:
     key = "trainer.policy.megatron_config.moe_router_load_balancing_type"
     written, left_out = script(tmp_path, f"{SKYRL} {key}={value}"), script(tmp_path, SKYRL)
-    assert (effects(written)[key].effect, effects(written)[key].bound_bytes) == (
-        effects(left_out)[key].effect,
-        effects(left_out)[key].bound_bytes,
-    )
+    assert written.required()[0] == left_out.required()[0]
 
 
 @pytest.mark.parametrize("key", ["freeze_vit", "freeze_aligner", "freeze_llm"])
@@ -376,7 +373,7 @@ def test_adapters_in_the_language_model_say_that_other_parts_are_trained_whole(t
         ].reason
         for kind in ("lora", "lora_llm")
     }
-    assert reasons["lora"].endswith("so memlab's numbers are an upper bound")
+    assert "so memlab's numbers are an upper bound (memlab has no adapters of ms-swift under tensor" in reasons["lora"]
     assert reasons["lora_llm"].endswith("are trained whole, and come on top")
 
 

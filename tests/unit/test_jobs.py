@@ -239,6 +239,7 @@ FUSIONS = {
     "nemo-rl": (True, False),
 }
 """Whether the activation of a Qwen model, and the accumulation of gradients, are fused where the file does not say it."""
+WITHOUT_AUXILIARY_LOSS = ("nemo-rl", "skyrl", "verl")
 ROUTER_DTYPES = {"ms-swift": "fp32", "nemo-rl": "fp64", "skyrl": "fp32"}
 """In which the router computes where the file does not say it: Megatron-Core's default is the parameters' type."""
 
@@ -258,6 +259,9 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     default["bias_activation_fusion"], default["gradient_accumulation_fusion"] = FUSIONS[framework]
     if job.scenario.architecture.routes and "moe_router_dtype" not in text and "moe-router-dtype" not in text:
         default["moe_router_dtype"] = ROUTER_DTYPES.get(framework, "params_dtype")
+    if job.scenario.architecture.routes and framework in WITHOUT_AUXILIARY_LOSS:
+        default["moe_router_load_balancing_type"] = "none"
+        default["freeze_moe_router"] = framework == "nemo-rl"
     found = flat(job.scenario, job.settings)
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
     assert [one.key for one in job.not_modelled if one.effect == "unknown"] == []
@@ -550,25 +554,35 @@ def test_a_mapping_s_own_keys_count_more_than_merged_ones_as_for_pyyaml() -> Non
 
 
 def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> None:
-    text = NEMO + "    freeze_moe_router: true\n    tensor_model_parallel_size: 2\n  train_micro_batch_size: 1\n"
+    text = NEMO + "    tensor_model_parallel_size: 2\n  train_micro_batch_size: 1\n"
+    text += "  hf_config_overrides: {freeze_moe_router: true}\n"
     text += "  max_total_sequence_length: 4096\ncluster: {num_nodes: 1, gpus_per_node: 8}\n"
     path = write(tmp_path, "config.yaml", text)
     job = Job.read(path)
     bounds = {one.key.rpartition(".")[2]: (one.effect, one.bound_bytes) for one in job.not_modelled}
     assert bounds["freeze_moe_router"] == ("less", 48 * 2048 * 128 * 16)
     assert f"by at most {format_bytes(48 * 2048 * 128 * 16)}" in job_table(job)
-    uneven = "    pipeline_model_parallel_size: 2\n    num_layers_in_last_pipeline_stage: 40\n    freeze_moe_router"
-    path.write_text(text.replace("    freeze_moe_router", uneven))
+    uneven = "    pipeline_model_parallel_size: 2\n    num_layers_in_last_pipeline_stage: 40\n    tensor_model"
+    path.write_text(text.replace("    tensor_model", uneven))
     (router,) = [one for one in Job.read(path).not_modelled if one.key.endswith("freeze_moe_router")]
     assert router.bound_bytes == 40 * 2048 * 128 * 16, "of the stage with the most layers"
     known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
     known |= {".".join(name.name.split(".")[-2:]) for framework in FRAMEWORKS.values() for name in framework.missing}
-    noted = {"ref_model", "ref.megatron.param_offload", "create_attention_mask_in_dataloader", "padding_free"}
+    noted = {
+        "ref_model",
+        "freeze_moe_router",
+        "ref.megatron.param_offload",
+        "create_attention_mask_in_dataloader",
+        "padding_free",
+    }
+    noted |= {"lora.rank", "peft", "peft.enabled"}  # of adapters that memlab has none of
     assert BOUNDS.keys() - noted <= known, "a bound of a key that no framework has"
 
 
 def test_what_adapters_save_is_at_most_what_gradients_and_optimizer_state_take(tmp_path: Path) -> None:
-    flags = "--model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --tuner_type lora --max_length 4096"
+    flags = (
+        "--model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --tuner_type lora --lora_bias all --max_length 4096"
+    )
     job = Job.read(write(tmp_path, "run.sh", f"NPROC_PER_NODE=8 megatron sft {flags}\n"))
     (lora,) = [one for one in job.not_modelled if one.key == "tuner_type"]
     assert lora.effect == "less" and lora.bound_bytes is not None and job.scenario is not None
@@ -596,8 +610,8 @@ def test_written_lines_survive_a_shell_and_say_the_same_value(value: Any) -> Non
 
 
 def test_set_takes_a_key_that_is_known_by_a_pattern(tmp_path: Path) -> None:
-    job = Job.read(write(tmp_path, "config.yaml", NEMO), overrides=["policy.megatron_cfg.freeze_moe_router=true"])
-    assert ("policy.megatron_cfg.freeze_moe_router", "--set") in {(one.key, one.place) for one in job.not_modelled}
+    job = Job.read(write(tmp_path, "config.yaml", NEMO), overrides=["policy.megatron_cfg.mtp_num_layers=1"])
+    assert ("policy.megatron_cfg.mtp_num_layers", "--set") in {(one.key, one.place) for one in job.not_modelled}
 
 
 def test_modules_that_memlab_does_not_have_are_named_with_their_line(tmp_path: Path) -> None:
@@ -663,10 +677,10 @@ UNREAD = "the script has words that are known only when the job runs, and memlab
         ("--bf16 --save $FOLDER --swiglu ${EXTRA} --lr 1", [f"line 1: after --save, --swiglu {UNREAD}"]),
         ("--bf16 $A \\\n $B", [f"lines 1, 2: after --bf16 {UNREAD}"]),
         (
-            "--bf16 --micro-batch-size $SIZE --hidden-dropout $DROPOUT",
+            "--bf16 --micro-batch-size $SIZE --moe-input-jitter-eps $DROPOUT",
             [
                 "line 1: micro_batch_size is known only when the job runs, so memlab takes the default: give it with --set micro_batch_size=VALUE",
-                "line 1: hidden_dropout is known only when the job runs, so memlab takes it as not given: give it with --set hidden_dropout=VALUE",
+                "line 1: moe_input_jitter_eps is known only when the job runs, so memlab takes it as not given: give it with --set moe_input_jitter_eps=VALUE",
             ],
         ),
         ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes it as not given: give it with --set transformer_impl=VALUE"]),

@@ -24,7 +24,7 @@ QWEN, PHI = find_architecture("qwen3-30b-a3b"), find_architecture("phi-4")
 
 
 def test_a_rank_alone_is_the_default() -> None:
-    assert (Layout().world_size, Layout().sequence_parallel, str(Layout())) == (1, False, "one rank")
+    assert (Layout().world_size, Layout().sequence_parallel, str(Layout())) == (1, True, "one rank")
     assert Scenario.of(architecture=QWEN).layout == Layout()
 
 

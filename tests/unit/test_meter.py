@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import memlab.lab.one_process
 from memlab.config.settings import MemorySettings
-from memlab.engines.megatron.layers.torch_functions import RmsNorm
+from memlab.engines.megatron.layers.torch_functions import Norm
 from memlab.lab.lab_model import LabModel
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
 from memlab.meter.observe_program import ObserveProgram
@@ -185,7 +185,7 @@ def test_a_norm_s_own_numbers_stay_on_chip() -> None:
 
     def work(meter: StorageMeter) -> None:
         leaf = inputs.clone().requires_grad_()
-        output = RmsNorm.apply(leaf, weight, 1e-5)
+        output = Norm.apply(leaf, weight, None, 1e-5)
         torch.autograd.grad(output, leaf, torch.ones_like(output))
 
     timeline = metered(Labels(), work)

@@ -40,6 +40,7 @@ IN_PLACE = TrainingState(
     apply_rope_fusion=True,
     bias_activation_fusion=False,
     moe_router_dtype="fp64",
+    moe_z_loss_coeff=1e-3,
     loss="logprobs",
     logprobs_chunk_size=16,
 )

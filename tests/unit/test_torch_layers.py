@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memlab.engines.megatron.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.engines.megatron.layers.torch_functions import CausalAttention, GroupedLinear, Linear, Norm, NormLinear
 from memlab.engines.megatron.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -42,10 +42,24 @@ def assert_same_function(
 
 def test_the_norm_is_torch_s_rms_norm() -> None:
     assert_same_function(
-        lambda inputs, weight: RmsNorm.apply(inputs, weight, 1e-5),
+        lambda inputs, weight: Norm.apply(inputs, weight, None, 1e-5),
         lambda inputs, weight: F.rms_norm(inputs, (8,), weight, 1e-5),
         values(5, 3, 8),
         values(8, seed=1),
+    )
+
+
+def test_a_norm_with_a_bias_is_torch_s_layer_norm() -> None:
+    inputs, norm, bias, weight = values(5, 3, 8), values(8, seed=1), values(8, seed=2), values(6, 8, seed=3)
+    assert_same_function(
+        lambda inputs, norm, bias: Norm.apply(inputs, norm, bias, 1e-5),
+        lambda inputs, norm, bias: F.layer_norm(inputs, (8,), norm, bias, 1e-5),
+        *(inputs, norm, bias),
+    )
+    assert_same_function(
+        lambda inputs, norm, bias, weight: NormLinear.apply(inputs, norm, bias, weight, None, 1e-6),
+        lambda inputs, norm, bias, weight: F.linear(F.layer_norm(inputs, (8,), norm, bias, 1e-6), weight),
+        *(inputs, norm, bias, weight),
     )
 
 
@@ -53,14 +67,14 @@ def test_the_linears_are_torch_s_linear() -> None:
     inputs, norm, weight = values(5, 3, 8), values(8, seed=1), values(6, 8, seed=2)
     assert_same_function(Linear.apply, F.linear, inputs, weight)
     assert_same_function(
-        lambda inputs, norm, weight: NormLinear.apply(inputs, norm, weight, None, 1e-6),
+        lambda inputs, norm, weight: NormLinear.apply(inputs, norm, None, weight, None, 1e-6),
         lambda inputs, norm, weight: F.linear(F.rms_norm(inputs, (8,), norm, 1e-6), weight),
         inputs,
         norm,
         weight,
     )
     assert_same_function(
-        lambda inputs, norm, weight, bias: NormLinear.apply(inputs, norm, weight, bias, 1e-6),
+        lambda inputs, norm, weight, bias: NormLinear.apply(inputs, norm, None, weight, bias, 1e-6),
         lambda inputs, norm, weight, bias: F.linear(F.rms_norm(inputs, (8,), norm, 1e-6), weight, bias),
         *(inputs, norm, weight, values(6, seed=3)),
     )

@@ -82,6 +82,12 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "file of --job says, otherwise 1)",
     )
     group.add_argument(
+        "--data-parallel-size",
+        type=whole_number,
+        metavar="N",
+        help="number of copies of the model, or with `--engine fsdp2` of ranks that share it, instead of --world-size",
+    )
+    group.add_argument(
         "--routing",
         metavar="CHOICE",
         help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR (the first expert gets "

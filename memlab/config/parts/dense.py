@@ -1,4 +1,4 @@
-"""A dense feed-forward part: one gated MLP that every token passes through."""
+"""A dense feed-forward part: one MLP that every token passes through."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from memlab.config.config_json import ConfigJson, ModelType
-from memlab.config.parts.part import FeedForward, SharedSize, Weight
+from memlab.config.parts.part import FeedForward, Normalization, SharedSize, Weight, norm_kept_bytes, norm_weights
 
 _FUSED_NORM = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense(FeedForward):
-    """A SwiGLU MLP without biases (``megatron/core/transformer/mlp.py``, 0.16.1)."""
+    """An MLP, with SwiGLU or with GELU (``megatron/core/transformer/mlp.py``, 0.16.1)."""
 
     hidden_size: int
     ffn_hidden_size: int
+    normalization: Normalization
+    gated_linear_unit: bool
+    add_bias_linear: bool
 
     most: ClassVar = {"ffn_hidden_size": 2**22}
     formulas: ClassVar = ("none", "mlp", "core_attn", "full")
@@ -39,10 +42,16 @@ class Dense(FeedForward):
 
     def weights(self) -> tuple[Weight, ...]:
         """Returns the parameters of one layer."""
+        rows = (2 if self.gated_linear_unit else 1) * self.ffn_hidden_size
+        biases = (
+            Weight("mlp.linear_fc1.bias", (rows,), split=0),
+            Weight("mlp.linear_fc2.bias", (self.hidden_size,)),
+        )
         return (
-            Weight("mlp.linear_fc1.layer_norm_weight", (self.hidden_size,)),
-            Weight("mlp.linear_fc1.weight", (2 * self.ffn_hidden_size, self.hidden_size), split=0),
+            *norm_weights("mlp.linear_fc1.layer_norm_", self.hidden_size, self.normalization),
+            Weight("mlp.linear_fc1.weight", (rows, self.hidden_size), split=0),
             Weight("mlp.linear_fc2.weight", (self.hidden_size, self.ffn_hidden_size), split=1),
+            *(biases if self.add_bias_linear else ()),
         )
 
     def shared_sizes(self) -> tuple[SharedSize, ...]:
@@ -67,4 +76,5 @@ class Dense(FeedForward):
         of_residual = 2 * self.hidden_size
         if recompute == "mlp":
             return of_residual * tokens
-        return (of_residual + 2 * self.hidden_size + 4 + 6 * self.ffn_hidden_size) * tokens
+        of_activation = (6 if self.gated_linear_unit else 4) * self.ffn_hidden_size
+        return (of_residual + 2 * self.hidden_size + norm_kept_bytes(self.normalization) + of_activation) * tokens

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from memlab.config.config_json import ConfigJson, ModelType
-from memlab.config.parts.part import Part, SharedSize, Weight
+from memlab.config.parts.part import Normalization, Part, SharedSize, Weight, norm_kept_bytes, norm_weights
+
+PositionEmbeddingType = Literal["rope", "learned_absolute"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedQueryAttention(Part):
-    """Causal self-attention with rotary positions (``megatron/core/transformer/attention.py``, 0.16.1)."""
+    """Causal self-attention, with rotary positions or without (``megatron/core/transformer/attention.py``, 0.16.1)."""
 
     hidden_size: int
     num_attention_heads: int
@@ -21,6 +23,9 @@ class GroupedQueryAttention(Part):
     rotary_percent: float
     qk_layernorm: bool
     add_qkv_bias: bool
+    normalization: Normalization
+    add_bias_linear: bool
+    position_embedding_type: PositionEmbeddingType
 
     most: ClassVar = {
         "hidden_size": 2**20,
@@ -41,7 +46,7 @@ class GroupedQueryAttention(Part):
         """Checks the fields, and that heads divide into groups and channels into pairs."""
         Part.check(self, name)
         rotated = int(self.kv_channels * self.rotary_percent)
-        if rotated < 2 or rotated % 2:
+        if self.rotates and (rotated < 2 or rotated % 2):
             raise ValueError(
                 f"{name}: kv_channels {self.kv_channels} x rotary_percent {self.rotary_percent:g} is {rotated}, "
                 "must be an even number, since rotary embeddings rotate pairs: correct one of them"
@@ -66,6 +71,11 @@ class GroupedQueryAttention(Part):
         }
 
     @property
+    def rotates(self) -> bool:
+        """Whether it rotates queries and keys by their positions."""
+        return self.position_embedding_type == "rope"
+
+    @property
     def query_width(self) -> int:
         """Channels of all heads of queries together."""
         return self.num_attention_heads * self.kv_channels
@@ -77,14 +87,16 @@ class GroupedQueryAttention(Part):
 
     def weights(self) -> tuple[Weight, ...]:
         """Returns the parameters of one layer."""
-        biases = [Weight("self_attention.linear_qkv.bias", (self.qkv_width,), split=0)] if self.add_qkv_bias else []
-        norms = [f"self_attention.{name}_layernorm.weight" for name in ("q", "k") if self.qk_layernorm]
+        of_queries = Weight("self_attention.linear_qkv.bias", (self.qkv_width,), split=0)
+        of_output = Weight("self_attention.linear_proj.bias", (self.hidden_size,))
+        norms = [f"self_attention.{name}_layernorm." for name in ("q", "k") if self.qk_layernorm]
         return (
-            Weight("self_attention.linear_qkv.layer_norm_weight", (self.hidden_size,)),
+            *norm_weights("self_attention.linear_qkv.layer_norm_", self.hidden_size, self.normalization),
             Weight("self_attention.linear_qkv.weight", (self.qkv_width, self.hidden_size), split=0),
-            *biases,
-            *(Weight(name, (self.kv_channels,)) for name in norms),
+            *((of_queries,) if self.add_qkv_bias or self.add_bias_linear else ()),
+            *(weight for name in norms for weight in norm_weights(name, self.kv_channels, self.normalization)),
             Weight("self_attention.linear_proj.weight", (self.hidden_size, self.query_width), split=1),
+            *((of_output,) if self.add_bias_linear else ()),
         )
 
     def shared_sizes(self) -> tuple[SharedSize, ...]:
@@ -117,7 +129,11 @@ class GroupedQueryAttention(Part):
         if recompute == "full":
             return 2 * self.hidden_size * tokens
         heads, groups, channels = self.num_attention_heads, self.num_query_groups, self.kv_channels
-        norms = (2 * channels + 4) * (heads + groups) if self.qk_layernorm else 0
-        attended = 6 * (heads + groups) * channels if recompute == "core_attn" else 4 * (heads + groups) * channels
+        of_row = norm_kept_bytes(self.normalization)
+        norms = (2 * channels + of_row) * (heads + groups) if self.qk_layernorm else 0
+        # The checkpoint's inputs: values are a part of linear_qkv's output, and queries and keys too, unless changed.
+        has_copies = recompute == "core_attn" and (self.rotates or self.qk_layernorm)
+        attended = (6 if has_copies else 4) * (heads + groups) * channels
         log_sums = 0 if recompute == "core_attn" else 4 * heads
-        return (4 * self.hidden_size + 4 + norms + attended + log_sums + 8 * channels) * tokens
+        angles = 8 * channels if self.rotates else 0
+        return (4 * self.hidden_size + of_row + norms + attended + log_sums + angles) * tokens

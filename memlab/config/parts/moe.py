@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from memlab.config.config_json import ConfigJson, ModelType
-from memlab.config.parts.part import FeedForward, Part, SharedSize, Weight
+from memlab.config.parts.part import (
+    FeedForward,
+    Normalization,
+    Part,
+    SharedSize,
+    Weight,
+    norm_kept_bytes,
+    norm_weights,
+)
 from memlab.config.validation import MOST_LAYERS, check_number, check_whole_number, is_whole_number, shortened
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -28,6 +36,7 @@ class Experts(FeedForward):
     moe_ffn_hidden_size: int
     moe_aux_loss_coeff: float
     moe_router_pre_softmax: bool
+    normalization: Normalization
     moe_router_score_function: ScoreFunction
     moe_router_enable_expert_bias: bool
     moe_router_num_groups: int | None
@@ -39,7 +48,6 @@ class Experts(FeedForward):
     most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": _MOST_OF_ONE}
     ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6)}
     megatron: ClassVar = {
-        "moe_router_load_balancing_type": "aux_loss",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,
@@ -160,7 +168,7 @@ class Experts(FeedForward):
         """Returns the parameters of one layer."""
         hidden, width, count = self.hidden_size, self.moe_ffn_hidden_size, self.num_moe_experts
         return (
-            Weight("pre_mlp_layernorm.weight", (hidden,)),
+            *norm_weights("pre_mlp_layernorm.", hidden, self.normalization),
             Weight("mlp.router.weight", (count, hidden)),
             Weight("mlp.experts.linear_fc1.weight", (2 * width, hidden), split=0, num_experts=count),
             Weight("mlp.experts.linear_fc2.weight", (hidden, width), split=1, num_experts=count),
@@ -225,7 +233,8 @@ class Experts(FeedForward):
         if recompute == "full":
             return (13 * experts + 4) * tokens + 8 * experts
         of_rows = (2 * hidden + 6 * width + 24) * chosen
-        return (4 * hidden + 8 + of_rows + 17 * experts) * tokens + 16 * experts + 4
+        of_norm = norm_kept_bytes(self.normalization)
+        return (4 * hidden + 4 + of_norm + of_rows + 17 * experts) * tokens + 16 * experts + 4
 
 
 def _router_of_config(config: ConfigJson) -> dict[str, Any]:

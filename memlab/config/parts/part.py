@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.validation import check_number, check_whole_number
 
+Normalization = Literal["RMSNorm", "LayerNorm"]
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -34,6 +36,23 @@ class Weight:
     def num_elements(self) -> int:
         """Elements of the whole parameter; of all experts together."""
         return prod(self.shape) * (self.num_experts or 1)
+
+
+def norm_weights(name: str, size: int, normalization: Normalization) -> tuple[Weight, ...]:
+    """Returns the parameters of a norm: a weight, and of LayerNorm a bias.
+
+    Args:
+        name: Of the norm in the layer, up to the word ``weight``.
+        size: What it normalises.
+        normalization: The kind of norm.
+    """
+    words = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+    return tuple(Weight(f"{name}{word}", (size,)) for word in words)
+
+
+def norm_kept_bytes(normalization: Normalization) -> int:
+    """Returns what a norm keeps of each row beside tensors: a reciprocal in fp32, and of LayerNorm a mean."""
+    return 8 if normalization == "LayerNorm" else 4
 
 
 class SharedSize(NamedTuple):

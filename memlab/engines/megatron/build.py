@@ -139,7 +139,9 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 _spread_experts(model)
             if scenario.state.lora is not None:
                 add_adapters(model, scenario, number)
-            if not scenario.state.use_distributed_optimizer or scenario.state.lora is not None:
+            if scenario.state.freeze_moe_router:
+                _freeze_routers(model)
+            if not scenario.state.use_distributed_optimizer or scenario.state.trains_in_part:
                 # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
                 # buffers do, since they take every trained parameter over.
                 model.cuda()
@@ -193,6 +195,13 @@ def release_optimizer(live: LiveModel) -> None:
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):
             vars(parameter).pop(name, None)
+
+
+def _freeze_routers(model: GPTModel) -> None:
+    # As ``freeze_moe_router`` of nemo_rl/models/megatron/setup.py does, in a hook before DDP.
+    for layer in model.decoder.layers:
+        if layer.is_moe_layer:
+            layer.mlp.router.weight.requires_grad = False
 
 
 def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
@@ -251,12 +260,12 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     )
     # Latent attention asks by class which of its linears are whole on each rank.
     with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
-        return GPTModel(
+        model = GPTModel(
             config=config,
             transformer_layer_spec=block,
             vocab_size=architecture.vocab_size,
-            max_sequence_length=scenario.seq_length,
-            position_embedding_type="rope",
+            max_sequence_length=architecture.max_position_embeddings or scenario.seq_length,
+            position_embedding_type=architecture.position_embedding_type,
             rotary_base=int(architecture.rotary_base),
             rotary_percent=architecture.rotary_percent,
             share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
@@ -264,6 +273,10 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
             **place,
         )
+    if model.pre_process and model.embedding.add_position_embedding:
+        # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
+        model.embedding.position_embeddings.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+    return model
 
 
 def initialize_megatron(layout: Layout) -> None:

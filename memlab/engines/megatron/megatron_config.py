@@ -33,7 +33,10 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
     architecture = scenario.architecture
     dtype = _DTYPES[scenario.dtype]
-    of_parts: dict[str, Any] = {"ffn_hidden_size": architecture.ffn_hidden_size}
+    # Other defaults of Megatron's than memlab's, where no part has the field.
+    of_parts: dict[str, Any] = {
+        name: getattr(architecture, name) for name in ("ffn_hidden_size", "gated_linear_unit", "add_bias_linear")
+    }
     for part in architecture.parts:
         of_parts |= {**asdict(part), **part.megatron}
     if architecture.moe_layer_freq is not None:
@@ -52,14 +55,9 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
         expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
         expert_tensor_parallel_size=scenario.layout.expert_tensor_size,
-        sequence_parallel=scenario.layout.sequence_parallel,
-        normalization="RMSNorm",
+        sequence_parallel=scenario.layout.sequence_parallel and scenario.layout.tensor_model_parallel_size > 1,
         layernorm_epsilon=architecture.layernorm_epsilon,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        activation_func=torch.nn.functional.silu if architecture.gated_linear_unit else torch.nn.functional.gelu,
         bias_dropout_fusion=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,

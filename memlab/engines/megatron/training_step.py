@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import random
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
-from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.build import LiveModel, seed_megatron
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -78,6 +78,8 @@ def _set_training(live: LiveModel, mode: bool) -> None:
 def _run_schedule(live: LiveModel, microbatches: Microbatches, *, forward_only: bool = False) -> float | None:
     scenario = live.scenario
     live.config.memlab_routing.begin_step()
+    if scenario.state.hidden_dropout or scenario.state.attention_dropout:
+        seed_megatron(scenario.seed)  # the same elements are dropped in each step, whatever its settings
     with microbatches.counted():
         losses = live.forward_backward(
             forward_step_func=partial(_forward_step, live),
@@ -107,8 +109,8 @@ def _over_the_copies(loss: float) -> float:
 def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     tokens, lengths = next(batches).cuda(), live.scenario.sequence_lengths
     if lengths is None:
-        positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        positions = torch.arange(inputs.shape[1], device="cuda").expand_as(inputs)
     else:
         inputs, positions, labels = shifted(tokens, lengths)
     packed = {"packed_seq_params": packed_sequence_params(live.scenario)}

@@ -5,23 +5,47 @@ Names and defaults: ``src/megatron/bridge/models/gpt_provider.py`` and ``models/
 
 from __future__ import annotations
 
+from typing import Any
+
 from memlab.config.architectures import Architecture, Family
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
-from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, SIZES
+from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, SIZES
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True}
 """Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``)."""
-_SWITCHED_ON: dict[Family, tuple[str, ...]] = {"llama": ("bias_activation_fusion", "apply_rope_fusion")}
-"""What the provider of a family switches on (``models/llama/llama_bridge.py``); those of the other families do not."""
+_CORE = {key.field: key.default for key in COMPUTE}
+"""Megatron-Core's own defaults: a framework that has another one says it, and the provider does not replace it."""
+_OF_DEEPSEEK = {
+    "bias_activation_fusion": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_dtype": "fp32",
+}
+_SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
+    "llama": {"bias_activation_fusion": True, "apply_rope_fusion": True},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _OF_DEEPSEEK),
+}
+"""What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py`` and
+``models/deepseek/deepseek_v3_bridge.py``); those of the other families set nothing of it."""
+_NOT_MODELLED_OF_DEEPSEEK = {
+    "moe_shared_expert_overlap": "the provider of this family overlaps shared experts with the exchange of tokens",
+    "mtp_num_layers": "the provider of this family trains the layers of multi-token prediction that the model has",
+    "cross_entropy_loss_fusion": "the provider of this family fuses the cross entropy, where the model computes it",
+}
+_WITH_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2")
 
 
 def complete_provider(reading: Reading, architecture: Architecture) -> None:
     """Takes what the provider of a family sets otherwise than Megatron-Core, where no key says it."""
-    given = {one.field for one in reading.taken if one.place != "default"}
-    switched_on = set(_SWITCHED_ON.get(architecture.family, ())) - given
-    reading.values.update(dict.fromkeys(switched_on, True))
+    said = {one.field for one in reading.taken if one.place != "default" or one.memlab_value != _CORE.get(one.field)}
+    set_by_provider = _SET_BY_PROVIDER.get(architecture.family, {})
+    reading.values.update({name: value for name, value in set_by_provider.items() if name not in said})
+    if architecture.family in _WITH_EXTRA_LAYERS:
+        given = {key.rpartition(".")[2] for key in reading.entries.by_key} | said
+        for key, reason in _NOT_MODELLED_OF_DEEPSEEK.items():
+            if key not in given:
+                reading.miss(key, "less" if key.startswith("cross") else "more", reason)
 
 
 PROVIDER_MISSING = (

@@ -140,6 +140,15 @@ def _read_router_dtype(value: Any) -> str:
     return found
 
 
+def _read_load_balancing(value: Any) -> str:
+    # The router looks for the losses that it has: None is none of them (megatron/core/transformer/moe/router.py).
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    found = "none" if one is None else str(one)
+    if found not in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
+        raise ValueError("must be aux_loss, seq_aux_loss, global_aux_loss or none, since memlab has no other")
+    return found
+
+
 def _read_backend(value: Any) -> str:
     name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
     # The values of Megatron's enum `AttnBackend`.
@@ -160,6 +169,7 @@ WORDS = Conversion(_read_words, lambda value: None if value is None else list(va
 DTYPE = Conversion(_read_dtype, _same)
 LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
+LOAD_BALANCING = Conversion(_read_load_balancing, _same)
 BACKEND = Conversion(_read_backend, _same)
 CONVERSIONS: dict[Kind, Conversion] = {
     "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER,

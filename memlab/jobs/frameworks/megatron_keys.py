@@ -21,6 +21,7 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
     CONVERSIONS,
+    LOAD_BALANCING,
     LONG_DTYPE,
     NOT,
     NUMBER,
@@ -80,7 +81,11 @@ OFFLOAD = (
     *(key for key in _SETTINGS if not key.field.startswith("recompute_")),
 )
 PIPELINE = tuple(key for key in _STATE if key.field == "deallocate_pipeline_outputs")
-_CONVERSIONS = {"attention_backend": BACKEND, "moe_router_dtype": ROUTER_DTYPE}
+_CONVERSIONS = {
+    "attention_backend": BACKEND,
+    "moe_router_dtype": ROUTER_DTYPE,
+    "moe_router_load_balancing_type": LOAD_BALANCING,
+}
 COMPUTE = tuple(
     replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion)) for key in _STATE if key not in PIPELINE
 )
@@ -108,10 +113,14 @@ _OF_A_MODEL = {
     "ScoreFunction": TEXT,
     "RopeType": TEXT,
 }
+OF_CLASSIC_GPT = (
+    "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
+)  # fmt: skip
+"""What only Megatron-LM's flags give."""
 _OF_MODELS = tuple(
     Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
     for field in fields(Architecture)
-    if field.name not in ("name", "family", "moe_layer_freq", "default_seq_length")
+    if field.name not in ("name", "family", "moe_layer_freq", "default_seq_length", *OF_CLASSIC_GPT)
 )
 SAID_OF_LAYERS = (
     *("add_qkv_bias", "multi_latent_attention", "moe_aux_loss_coeff", "moe_router_pre_softmax"),
@@ -261,19 +270,6 @@ MISSING = (
         lambda value: value not in (None, 0, 1),
     ),
     Missing("fp8_output_proj", "either", "the output layer multiplies in FP8 too"),
-    Missing(
-        "moe_router_load_balancing_type",
-        "less",
-        "memlab's router has the loss aux_loss, which keeps one number per token and expert",
-        lambda value: value in (None, "none"),  # the router looks for the losses that it has
-    ),
-    Missing(
-        "moe_router_load_balancing_type",
-        "either",
-        "memlab's router has the loss aux_loss: others keep other tensors of one number per token and expert",
-        lambda value: value not in (None, "none", "aux_loss", ["aux_loss"]),
-    ),
-    Missing("moe_z_loss_coeff", "more", "the router keeps its logits for one more loss", is_given),
     Missing("moe_router_quantile_balancing_ema", "either", "the router balances experts by quantiles"),
     Missing("moe_router_topk_limited_devices", "either", "the router chooses devices first", is_given),
     Missing("moe_router_force_load_balancing", "either", "the router draws its logits at random"),

@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -513,7 +514,7 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     if layout.pipeline_model_parallel_size == 1:
         left_out.add("deallocate_pipeline_outputs")
     if not scenario.architecture.routes:
-        left_out.add("moe_router_dtype")
+        left_out |= {name for name in state if name.startswith("moe_")}
     model = scenario.architecture.with_layers(scenario.num_layers)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
@@ -579,6 +580,7 @@ def _check(reading: Reading) -> None:
 
 
 CANNOT_WRITE = {
+    "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
     "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",
     "offload_gradients": "Megatron-LM keeps its gradient buffers between steps",
@@ -622,7 +624,7 @@ MEGATRON_LM = Framework(
     switches=SWITCHES,
     leaves_out=leaves_out,
     without_own_key=frozenset(("dtype",)),
-    cannot_write=CANNOT_WRITE,
+    cannot_write=CANNOT_WRITE | no_adapters("Megatron-LM"),
     cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -17,6 +18,7 @@ from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
     BACKEND,
     COUNT,
+    LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
     ROUTER_DTYPE,
@@ -50,8 +52,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
-    FROZEN_ROUTER,
-    LORA,
     composed,
     drop_frozen_parts,
     is_packed,
@@ -65,6 +65,7 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "policy.megatron_cfg"
+_PEFT = f"{_MEGATRON}.peft"
 _GENERATION = "policy.generation"
 _QUANTIZED_ENGINE = "the engine's weights have fewer bytes than in bf16"
 _FILTERED_LOGITS = "the loss filters the logits of the whole vocabulary too, without chunks"
@@ -105,6 +106,9 @@ KEYS = (
     Key(f"{_MEGATRON}.apply_rope_fusion", "apply_rope_fusion", SWITCH, True),
     *under(_MEGATRON, FUSIONS, bias_activation_fusion=True),
     Key(f"{_MEGATRON}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp64"),
+    # ``examples/configs/grpo_math_1B.yaml``
+    Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
@@ -148,15 +152,16 @@ KEYS = (
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
+    Key(f"{_PEFT}.enabled", "has_adapters", SWITCH, False),
+    # As in ``examples/configs/grpo_math_1B.yaml``; the engine itself has no defaults (``setup.py``).
+    *adapter_keys(_PEFT, "dim", rank=8, alpha=32, dropout=0.0, dropout_position="post", target_modules=()),
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion",
-    "moe_router_load_balancing_type", "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
+    "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
-_DEFAULTS = {"moe_router_load_balancing_type": "none"}
-"""What ``examples/configs/grpo_math_1B.yaml`` sets, and memlab does not model."""
 _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 """What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
 FRAMEWORK_MISSING = (
@@ -165,7 +170,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
-    Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
@@ -175,7 +179,7 @@ FRAMEWORK_MISSING = (
             "distillation computes log-probabilities over the whole vocabulary, in chunks"),
     Missing("distillation.topk_logits_k", "more", "memlab's loss has 64 logits of each token",
             lambda value: isinstance(value, int) and value > 64),
-    *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS), **_DEFAULTS),
+    *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS)),
     *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
     Missing(
@@ -199,13 +203,14 @@ FRAMEWORK_MISSING = (
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
-    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER, default=True),
 )  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    if not values.pop("has_adapters"):
+        values["lora_rank"] = None
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
@@ -221,6 +226,7 @@ def complete(reading: Reading) -> None:
     _take_offload(reading, is_colocated=is_colocated, generates=generates)
     values["fp32_output"] = not values.pop("is_deferred")
     note_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
+    complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = values.pop("longest"), values.pop("sequences")
     if not generates and sections & _PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
@@ -491,6 +497,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_deferred": not scenario.state.fp32_output,
         "is_fused": is_row and scenario.state.loss == "logprobs_one_hot",
         "is_dynamic": False,
+        "has_adapters": scenario.state.lora is not None,
         "packed_tokens": scenario.seq_length if is_row else None,
         "longest": values["longest"] if is_row else scenario.seq_length,
         "is_colocated": is_away,
@@ -565,7 +572,8 @@ NEMO_RL = Framework(
     compose=compose,
     configurations=("grpo_math_1B",),
     packs=is_packed,
-    cannot_write={
+    cannot_write=OF_BRIDGE
+    | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
         "ddp_bucket_size": "NeMo-RL has no such key",

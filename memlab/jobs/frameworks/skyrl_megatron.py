@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.lora import LINEARS
+from memlab.jobs.frameworks.adapters import OF_BRIDGE, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
-from memlab.jobs.frameworks.keys import ROUTER_DTYPE, WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import (
+    LOAD_BALANCING,
+    ROUTER_DTYPE,
+    SWITCH,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    missing_under,
+    under,
+)
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
@@ -21,7 +34,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.reinforcement import FROZEN_ROUTER
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -31,6 +43,8 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     return (
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
+        Key(f"{prefix}.freeze_moe_router", "freeze_moe_router", SWITCH, False),
+        Key(f"{prefix}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
         *under(
             prefix,
             (key for key in LAYERS if key.field in ("moe_router_score_function", "moe_router_enable_expert_bias")),
@@ -50,8 +64,27 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     )
 
 
+ADAPTERS: dict[str, Any] = {"rank": None, "alpha": 16, "dropout": 0.0, "target_modules": LINEARS}
+"""SkyRL's defaults of adapters (``SkyRLLoraConfig`` in skyrl/train/config/config.py, 0.3.0)."""
+
+
+def complete_skyrl_adapters(reading: Reading, section: str, megatron: str) -> None:
+    """Names adapters that memlab has none of.
+
+    Args:
+        reading: Of the job.
+        section: The prefix of the adapters' keys.
+        megatron: That of the config of Megatron.
+    """
+    lacks = lacks_of_section(reading, section)
+    kind = reading.get(f"{megatron}.lora_config.lora_type")
+    if kind not in (None, "lora"):
+        lacks.append(f"adapters of the kind {kind}")
+    complete_adapters(reading, f"{section}.rank", lacks)
+
+
 _BESIDE = (
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type", "moe_grouped_gemm",
     "moe_enable_routing_replay", "mtp_num_layers",
 )  # fmt: skip
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
@@ -60,13 +93,12 @@ _BESIDE = (
 def megatron_missing(prefix: str) -> tuple[Missing, ...]:
     """Returns what of the config changes memory and is not modelled, below its prefix."""
     return (
-        Missing(f"{prefix}.freeze_moe_router", "less", FROZEN_ROUTER),
         *missing_under(
             f"{prefix}.transformer_config_kwargs",
             (*MISSING, *PROVIDER_MISSING, *REPLACED),
             overlap_p2p_comm=False,
         ),
-        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE), moe_router_load_balancing_type="none"),
+        *missing_under(prefix, (row for row in MISSING if row.name in _BESIDE)),
         *missing_under(f"{prefix}.optimizer_config_kwargs", MISSING_OPTIMIZER),
     )
 
@@ -105,7 +137,8 @@ def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}
-CANNOT_WRITE = {
+CANNOT_WRITE = OF_BRIDGE | {
+    "lora_dropout_position": "SkyRL's adapters drop their inputs",
     "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
     "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",

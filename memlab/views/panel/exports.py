@@ -56,7 +56,7 @@ def measure_command(run: Run) -> str:
             value = getattr(values, name)
             if value != getattr(usual, name):
                 text = _routing_text(value) if isinstance(value, Routing) else str(value)
-                words += [_flag(name)] if value is True else [_flag(name), text]
+                words += _flags({name: value if isinstance(value, bool) else text})
     words += _flags(scenario.state.changed() | scenario.allocator.changed() | run.settings.changed())
     if run.record is not None and run.record.forward_only:
         words.append("--forward-only")

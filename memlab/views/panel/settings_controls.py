@@ -35,7 +35,9 @@ _MODULES = {
     "expert_fc1": "the first linear layer of the experts of an MoE layer",
     "moe_act": "the activation function of the experts of an MoE layer",
     "layernorm": "the norms before attention and before the MLP",
+    "mla_up_proj": "the projections from the latent vectors of latent attention, and the rotation",
     "mlp": "the MLP of a dense layer",
+    "shared_experts": "the MLP beside the experts that all tokens pass through",
     "moe": "the whole MoE part of a layer (router and experts)",
 }
 """What each module is; the glossary has the terms."""

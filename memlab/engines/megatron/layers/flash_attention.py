@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.layers.torch_functions import attend, attend_backward, attend_each, attend_each_backward
+from memlab.engines.megatron.layers.torch_functions import (
+    Dropped,
+    attend,
+    attend_backward,
+    attend_each,
+    attend_each_backward,
+    new_random_state,
+)
 from memlab.engines.megatron.packed_sequences import lengths_of
 from memlab.meter.labels import one_kernel
 
@@ -22,7 +29,9 @@ _QUERIES_PER_BLOCK = 128
 _CHANNELS_PER_BLOCK = 32
 
 
-def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float = 0.0
+) -> torch.Tensor:
     """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
 
     Returns:
@@ -31,9 +40,29 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     # A value that is a slice of linear_qkv's output is copied (``get_qkv_layout`` in utils.py).
     copied = [tensor.contiguous() for tensor in (query, key, value)]
     # Sequences come first in flash-attn. One sequence needs no copy for that.
-    output = _FlashAttention.apply(*(tensor.transpose(0, 1).contiguous() for tensor in copied), scale)
+    output = _FlashAttention.apply(*(tensor.transpose(0, 1).contiguous() for tensor in copied), scale, drop)
     result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
     return result
+
+
+def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
+
+    It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
+    ``aten/src/ATen/native/transformers/cuda/attention.cu``).
+
+    Args:
+        query: Shape [batch, heads, tokens, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        scale: Of the scores.
+
+    Returns:
+        Shape [batch, tokens, heads, channels].
+    """
+    tensors = (each.transpose(1, 2) for each in (query, key, value))
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0)
+    return output
 
 
 def packed_flash_attention(
@@ -87,23 +116,26 @@ class _FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        output, log_sum_exp = _attend(query, key, value, scale)
-        random_state = query.new_empty(2, dtype=torch.int64)
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float
+    ) -> torch.Tensor:
+        random_state = new_random_state(query)
+        output, log_sum_exp = _attend(query, key, value, scale, Dropped.of(drop, random_state))
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
-        ctx.scale = scale
+        ctx.scale, ctx.drop = scale, drop
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        query, key, value, output, log_sum_exp, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
         results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
         rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
         buffers = _backward_buffers(query, key, rows)
-        _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale)
+        dropped = Dropped.of(ctx.drop, random_state)
+        _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale, dropped)
         del buffers
-        return *results, None
+        return *results, None, None
 
 
 def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
@@ -125,9 +157,9 @@ def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list
 
 @one_kernel()
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropped: Dropped | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale)
+    output, log_sum_exp = attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale, dropped)
     return output.transpose(0, 1).contiguous(), log_sum_exp
 
 
@@ -141,8 +173,9 @@ def _attend_backward(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,
     scale: float,
+    dropped: Dropped | None,
 ) -> None:
     grad, query, key, value, output = (tensor.transpose(0, 1) for tensor in (grad, query, key, value, output))
-    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale)
+    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale, dropped)
     for result, part in zip(results, parts, strict=True):
         result.copy_(part.transpose(0, 1))

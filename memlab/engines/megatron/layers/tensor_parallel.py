@@ -1,8 +1,9 @@
-"""How a linear is split over tensor-parallel ranks with sequence parallelism: what it gathers and what it scatters.
+"""How a linear is split over tensor-parallel ranks: what it gathers, scatters and sums.
 
 As Transformer Engine does it (``linear.py`` and ``layernorm_linear.py`` of ``transformer_engine/pytorch/module``): a
 column-parallel linear gathers its input along the sequence, again in backward, and scatters its input's gradient; a
-row-parallel one scatters its output, and gathers the output's gradient. On one rank nothing is transferred.
+row-parallel one scatters its output, and gathers the output's gradient. Without sequence parallelism each rank has the
+whole sequence: the input's gradient and the output are summed in place. On one rank nothing is transferred.
 """
 
 from __future__ import annotations
@@ -23,22 +24,29 @@ class Split:
     way: Literal["column", "row"] | None = None
     group: Any = None
     ranks: int = 1
+    splits_sequence: bool = True
 
     def enter(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the input of the matrix product."""
-        return _gather_along_first_dim(inputs, self.group) if self.way == "column" else inputs
+        return _gather_along_first_dim(inputs, self.group) if self.way == "column" and self.splits_sequence else inputs
 
     def enter_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of what `enter` took."""
-        return _reduce_scatter_along_first_dim(grad, self.group) if self.way == "column" else grad
+        return self._summed(grad) if self.way == "column" else grad
 
     def leave(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the linear's output."""
-        return _reduce_scatter_along_first_dim(outputs, self.group) if self.way == "row" else outputs
+        return self._summed(outputs) if self.way == "row" else outputs
 
     def leave_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of what `leave` took."""
-        return _gather_along_first_dim(grad, self.group) if self.way == "row" else grad
+        return _gather_along_first_dim(grad, self.group) if self.way == "row" and self.splits_sequence else grad
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.splits_sequence:
+            return _reduce_scatter_along_first_dim(tensor, self.group)
+        torch.distributed.all_reduce(tensor, group=self.group)
+        return tensor
 
 
 WHOLE = Split()
@@ -48,4 +56,5 @@ def split_of(way: Literal["column", "row"] | None, config: TransformerConfig) ->
     """Returns how a linear of the model is split under its layout."""
     if way is None or config.tensor_model_parallel_size == 1:
         return WHOLE
-    return Split(way, parallel_state.get_tensor_model_parallel_group(), config.tensor_model_parallel_size)
+    group, ranks = parallel_state.get_tensor_model_parallel_group(), config.tensor_model_parallel_size
+    return Split(way, group, ranks, config.sequence_parallel)

@@ -1,13 +1,13 @@
 """The autograd functions behind `torch_layers`: each computes in torch what one Transformer Engine module computes.
 
 Each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that TE's kernels make; what a kernel
-keeps on chip is made inside `one_kernel`. Norms are RMSNorm, computed in fp32. A linear whose weight is frozen saves no
-input for the weight's gradient (``backward_needs_input``, TE 2.12.0 and 2.16.1).
+keeps on chip is made inside `one_kernel`. Norms are computed in fp32: LayerNorm where they have a bias, else RMSNorm. A
+linear whose weight is frozen saves no input for the weight's gradient (``backward_needs_input``, TE 2.12.0 and 2.16.1).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,20 +17,24 @@ from memlab.engines.megatron.packed_sequences import lengths_of
 from memlab.meter.labels import one_kernel
 
 
-class RmsNorm(torch.autograd.Function):
-    """RMSNorm over the last dimension; saves its input and the reciprocal root mean square of each row (fp32)."""
+class Norm(torch.autograd.Function):
+    """A norm over the last dimension; saves its input and of each row in fp32 a reciprocal, and of LayerNorm the mean.
+
+    The reciprocal is that of the root mean square, or of the standard deviation.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        output, reciprocal = _normalise(inputs, weight, epsilon)
-        ctx.save_for_backward(inputs, reciprocal, weight)
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        output, of_rows = _normalise(inputs, weight, bias, epsilon)
+        ctx.save_for_backward(inputs, weight, *of_rows)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        inputs, reciprocal, weight = ctx.saved_tensors
-        grad_inputs, grad_weight = _normalise_backward(grads[0], inputs, reciprocal, weight)
-        return grad_inputs, grad_weight, None
+        inputs, weight, *of_rows = ctx.saved_tensors
+        return *_normalise_backward(grads[0], inputs, of_rows, weight), None
 
 
 class Linear(torch.autograd.Function):
@@ -54,10 +58,10 @@ class Linear(torch.autograd.Function):
 
 
 class NormLinear(torch.autograd.Function):
-    """RMSNorm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
+    """A norm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
 
-    Saves its input, the normalised output and the reciprocal root mean square: measured on an H200 with TE 2.12.0. With
-    a frozen weight it keeps the normalised output only where it returns it too, for an adapter.
+    Saves its input, the normalised output and what `Norm` keeps of rows: measured on an H200 with TE 2.12.0. With a
+    frozen weight it keeps the normalised output only where it returns it too, for an adapter.
     """
 
     @staticmethod
@@ -65,15 +69,16 @@ class NormLinear(torch.autograd.Function):
         ctx: Any,
         inputs: torch.Tensor,
         norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         epsilon: float,
         split: Split = WHOLE,
         returns_normalised: bool = False,
     ) -> Any:
-        normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
+        normalised, of_rows = _normalise(inputs, norm_weight, norm_bias, epsilon)
         keeps = weight.requires_grad or returns_normalised
-        ctx.save_for_backward(inputs, norm_weight, weight, normalised if keeps else None, reciprocal)
+        ctx.save_for_backward(inputs, norm_weight, weight, normalised if keeps else None, *of_rows)
         ctx.split, ctx.has_bias, ctx.parameter = split, bias is not None and bias.requires_grad, weight
         entered = split.enter(normalised)
         output = _matmul(entered, weight.T, bias)
@@ -81,9 +86,9 @@ class NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        inputs, norm_weight, weight, normalised, reciprocal = ctx.saved_tensors
+        inputs, norm_weight, weight, normalised, *of_rows = ctx.saved_tensors
         if not weight.requires_grad:
-            return _backward_of_frozen(ctx.split, (inputs, norm_weight, weight, reciprocal), *grads)
+            return _backward_of_frozen(ctx.split, (inputs, norm_weight, weight, *of_rows), *grads)
         entered = ctx.split.enter(normalised)
         grad_entered = _matmul(grads[0], weight)
         grad_normalised = ctx.split.enter_backward(grad_entered)
@@ -91,15 +96,15 @@ class NormLinear(torch.autograd.Function):
         grad_bias = _flat(grads[0]).sum(0) if ctx.has_bias else None  # cuBLAS adds it up beside the weight's gradient
         del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
-        grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
-        return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None, None
+        of_norm = _normalise_backward(grad_normalised, inputs, of_rows, norm_weight)
+        return *of_norm, grad_weight, grad_bias, None, None, None
 
 
 def _backward_of_frozen(
     split: Split, saved: tuple[torch.Tensor, ...], grad: torch.Tensor, grad_returned: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
     # As TE, it frees nothing of what it makes before its end; `NormLinear.backward` holds the normalised output.
-    inputs, norm_weight, weight, reciprocal = saved
+    inputs, norm_weight, weight, *of_rows = saved
     grad_entered = _matmul(grad, weight)
     if grad_returned is not None and split.way is not None:
         # TE returns the gathered input, and adds no gradient of it (2.12.0 and 2.16.1). Here it is the right one.
@@ -107,8 +112,8 @@ def _backward_of_frozen(
     grad_of_both = grad_normalised = split.enter_backward(grad_entered)
     if grad_returned is not None and split.way is None:
         grad_of_both = grad_normalised + grad_returned.view_as(grad_normalised)
-    grad_inputs, _ = _normalise_backward(grad_of_both, inputs, reciprocal, norm_weight)
-    return grad_inputs, *[None] * 6
+    grad_inputs, *_ = _normalise_backward(grad_of_both, inputs, of_rows, norm_weight)
+    return grad_inputs, *[None] * 7
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -151,23 +156,33 @@ class GroupedLinear(torch.autograd.Function):
 class CausalAttention(torch.autograd.Function):
     """Fused causal attention; saves query, key, value, its output and the log-sum-exp of each row (fp32).
 
+    With dropout it saves the state of the random numbers too, from which backward makes the same ones.
     Shapes are [sequence, batch, heads, channels]; key and value may have fewer heads (grouped queries). The output is
     [sequence, batch, heads * channels].
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        drop: float = 0.0,
+    ) -> torch.Tensor:
         # A value that is a slice of linear_qkv's output is copied, and the copy saved (TE's get_qkv_layout).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        output, log_sum_exp = attend(query, key, value, scale)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.scale = scale
+        random_states = [new_random_state(query)] if drop else []
+        output, log_sum_exp = attend(query, key, value, scale, Dropped.of(drop, *random_states))
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, *random_states)
+        ctx.scale, ctx.drop = scale, drop
         return output.view(*output.shape[:2], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, output, log_sum_exp = ctx.saved_tensors
-        return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
+        query, key, value, output, log_sum_exp, *random_states = ctx.saved_tensors
+        dropped = Dropped.of(ctx.drop, *random_states)
+        return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, dropped), None, None
 
 
 class PackedAttention(torch.autograd.Function):
@@ -264,29 +279,83 @@ def _heads_first(
 
 
 @one_kernel()
-def _normalise(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalise(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the norm, and of each row the reciprocal, before which LayerNorm has the mean."""
     exact = inputs.float()
+    means = [] if bias is None else [exact.mean(-1)]
+    for mean in means:
+        exact = exact - mean.unsqueeze(-1)
     reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)
-    return (exact * reciprocal.unsqueeze(-1) * weight.float()).to(inputs.dtype), reciprocal
+    output = exact * reciprocal.unsqueeze(-1) * weight.float()
+    return (output if bias is None else output + bias.float()).to(inputs.dtype), [*means, reciprocal]
 
 
 @one_kernel()
 def _normalise_backward(
-    grad: torch.Tensor, inputs: torch.Tensor, reciprocal: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    unit = inputs.float() * reciprocal.unsqueeze(-1)
-    exact = grad.view(inputs.shape).float()
+    grad: torch.Tensor, inputs: torch.Tensor, of_rows: list[torch.Tensor], weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns the gradients of input, weight and bias."""
+    *means, reciprocal = of_rows
+    exact, unit = grad.view(inputs.shape).float(), inputs.float()
+    for mean in means:
+        unit = unit - mean.unsqueeze(-1)
+    unit = unit * reciprocal.unsqueeze(-1)
     grad_weight = _flat(exact * unit).sum(0).to(weight.dtype)
+    grad_bias = _flat(exact).sum(0).to(weight.dtype) if means else None
     weighted = exact * weight.float()
-    projected = (weighted * unit).mean(-1, keepdim=True)
-    return ((weighted - unit * projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype), grad_weight
+    projected = unit * (weighted * unit).mean(-1, keepdim=True)
+    if means:
+        projected = projected + weighted.mean(-1, keepdim=True)
+    return ((weighted - projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype), grad_weight, grad_bias
+
+
+class Dropped(NamedTuple):
+    """Dropout of probabilities of attention, on tensors with values."""
+
+    share: float
+    random_state: torch.Tensor
+
+    @classmethod
+    def of(cls, share: float, *random_state: torch.Tensor) -> Dropped | None:
+        """Returns None without dropout, and for tensors without values, whose sizes do not depend on it."""
+        return cls(share, *random_state) if share and not random_state[0].is_meta else None
+
+    def factors(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns for each score 0, or what makes up for those that are 0."""
+        generator = torch.Generator().manual_seed(int(self.random_state[0]))
+        return (torch.rand(scores.shape, generator=generator, device=scores.device) >= self.share) / (1 - self.share)
+
+
+def new_random_state(query: torch.Tensor) -> torch.Tensor:
+    """Returns the state of the random numbers of one call of a kernel, int64 [2], drawn from the default generator."""
+    return query.new_empty(2, dtype=torch.int64).random_()
+
+
+def _probabilities(query: torch.Tensor, key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns causal probabilities [batch, heads, sequence, sequence] and their log-sum-exp, both in fp32."""
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    log_sum_exp = scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf).logsumexp(-1)
+    return (scores - log_sum_exp.unsqueeze(-1)).exp(), log_sum_exp
 
 
 @one_kernel()
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = True
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dropped: Dropped | None = None,
+    *,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence]."""
+    if dropped is not None:
+        query, key, value = _heads_first(query, key, value)
+        probabilities, log_sums = _probabilities(query, key, scale)
+        output = probabilities * dropped.factors(probabilities) @ value.float()
+        return output.to(query.dtype).permute(2, 0, 1, 3).contiguous(), log_sums
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(query, key, _padded(value, query)), 0.0, causal, scale=scale
     )
@@ -302,26 +371,44 @@ def attend_backward(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,
     scale: float,
+    dropped: Dropped | None = None,
     *,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value."""
     groups = query.shape[2] // key.shape[2]
-    grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _padded(grad.view(output.shape), query).permute(1, 2, 0, 3),
-        *_heads_first(query, key, _padded(value, query)),
-        _padded(output, query).permute(1, 2, 0, 3),
-        log_sum_exp,
-        0.0,
-        causal,
-        scale=scale,
-    )
+    of_heads = _heads_first(query, key, value if dropped is not None else _padded(value, query))
+    if dropped is not None:
+        grad_heads = grad.view(output.shape).permute(1, 2, 0, 3)
+        grad_query, *grads_of_groups = _backward_of_dropped(grad_heads, *of_heads, scale, dropped)
+    else:
+        grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _padded(grad.view(output.shape), query).permute(1, 2, 0, 3),
+            *of_heads,
+            _padded(output, query).permute(1, 2, 0, 3),
+            log_sum_exp,
+            0.0,
+            causal,
+            scale=scale,
+        )
     grad_key, grad_value = (
         part.unflatten(1, (-1, groups)).float().sum(2).to(part.dtype).permute(2, 0, 1, 3).contiguous()
         for part in grads_of_groups
     )
     grad_value = grad_value[..., : value.shape[-1]].contiguous()
     return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
+
+
+def _backward_of_dropped(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropped: Dropped
+) -> tuple[torch.Tensor, ...]:
+    probabilities, _ = _probabilities(query, key, scale)
+    factors = dropped.factors(probabilities)
+    grad_value = (probabilities * factors).transpose(2, 3) @ grad.float()
+    of_scores = probabilities * factors * (grad.float() @ value.float().transpose(2, 3))
+    of_scores -= probabilities * of_scores.sum(-1, keepdim=True)
+    grads = of_scores @ key.float() * scale, of_scores.transpose(2, 3) @ query.float() * scale, grad_value
+    return tuple(part.to(query.dtype) for part in grads)
 
 
 def _padded(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from memlab.engines.megatron.layers.torch_functions import (
     CausalAttention,
     GroupedLinear,
     Linear,
+    Norm,
     NormLinear,
     PackedAttention,
-    RmsNorm,
 )
 from memlab.engines.megatron.layers.unfused_attention import unfused_attention
 from memlab.engines.megatron.layers.weight_gradients import set_fusion
@@ -68,23 +68,23 @@ class TorchProvider(BackendSpecProvider):
 
 
 class TorchNorm(torch.nn.Module):
-    """RMSNorm."""
+    """RMSNorm or LayerNorm, as the config says."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.epsilon = eps
-        self.weight = _norm_weight(hidden_size, config=config)
+        self.weight, self.bias = _of_norm(hidden_size, config=config)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalises [..., hidden_size]."""
         # TE's norm takes a contiguous copy (transformer_engine/pytorch/ops/basic/rmsnorm.py): the query and key norms
         # then save their own input instead of linear_qkv's whole output.
-        result: torch.Tensor = RmsNorm.apply(inputs.contiguous(), self.weight, self.epsilon)
+        result: torch.Tensor = Norm.apply(inputs.contiguous(), self.weight, self.bias, self.epsilon)
         return result
 
 
 class TorchLinear(torch.nn.Module):
-    """A linear without bias. Returns (output, None): Megatron adds biases itself."""
+    """A linear. Returns its output and its bias, which Megatron adds itself."""
 
     way: ClassVar[Literal["column", "row"] | None] = None
 
@@ -100,19 +100,19 @@ class TorchLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias, "only queries, keys and values have biases"
         self.save_original_input = False
         self.split = split_of(self.way, config)
         ranks = config.tensor_model_parallel_size
         rows, columns = _part(self.way, output_size, input_size, ranks)
         self.weight = _weight(rows, columns, config=config, init_method=init_method, way=self.way)
+        self.bias = _bias(rows, config=config, way=self.way) if bias else None
         if parallel_mode == "duplicated":  # as of a norm's weight
             self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps [..., input_size] to [..., output_size]."""
         # TE's modules take a contiguous copy of what they save (`prepare_forward`, module/base.py).
-        return Linear.apply(inputs.contiguous(), self.weight, self.split), None
+        return Linear.apply(inputs.contiguous(), self.weight, self.split), self.bias
 
 
 class TorchColumnLinear(TorchLinear):
@@ -128,28 +128,41 @@ class TorchRowLinear(TorchLinear):
 
 
 class TorchNormLinear(torch.nn.Module):
-    """RMSNorm fused with the linear that follows it."""
+    """A norm fused with the linear that follows it.
+
+    Of queries, keys and values the linear adds the bias; that of an MLP is left to Megatron, and returned.
+    """
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        skip_bias_add: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.epsilon = config.layernorm_epsilon
         self.split = split_of("column", config)
-        self.layer_norm_weight = _norm_weight(input_size, config=config)
+        self.layer_norm_weight, self.layer_norm_bias = _of_norm(input_size, config=config)
         rows = output_size // config.tensor_model_parallel_size
         self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
-        self.bias = _bias(rows, config=config) if bias else None
+        self.bias = _bias(rows, config=config, way="column") if bias else None
+        self.skip_bias_add = skip_bias_add
         self.return_layernorm_output = False
 
-    def forward(self, inputs: torch.Tensor) -> tuple[Any, None]:
+    def forward(self, inputs: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
         """Maps [..., input_size] to [..., output_size]; returns the input of the linear too where an adapter reads it.
 
         That is gathered from all tensor parallel ranks.
         """
         inputs = inputs.contiguous()  # as above: the latent vector of keys and values is a slice
-        weights = self.layer_norm_weight, self.weight, self.bias
-        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, self.return_layernorm_output), None
+        added, left = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        weights = self.layer_norm_weight, self.layer_norm_bias, self.weight, added
+        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, self.return_layernorm_output), left
 
 
 class TorchGroupedLinear(torch.nn.Module):
@@ -172,7 +185,7 @@ class TorchGroupedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias, "only queries, keys and values have biases"
+        assert not bias, "experts have no biases"
         self.num_gemms = num_gemms
         self.save_original_input = False
         rows, columns = expert_part(self.way, output_size, input_size, config)
@@ -239,12 +252,13 @@ class TorchAttention(torch.nn.Module):
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
             return ring
+        drop = self.config.attention_dropout if self.training else 0.0
         # A change of the training state changes the config.
         if self.config.attention_backend is AttnBackend.unfused:
-            return unfused_attention(query, key, value, self.softmax_scale)
+            return unfused_attention(query, key, value, self.softmax_scale, drop)
         if self.config.attention_backend is AttnBackend.flash:
-            return flash_attention(query, key, value, self.softmax_scale)
-        result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
+            return flash_attention(query, key, value, self.softmax_scale, drop)
+        result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale, drop)
         return result
 
 
@@ -257,17 +271,24 @@ def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) ->
     return _part(way, rows, columns, config.expert_tensor_parallel_size)
 
 
-def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(device_empty(size, config=config).fill_(1.0))
-    # Each rank has a part of the sequence: Megatron sums these gradients (distributed/finalize_model_grads.py).
-    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return weight
+def _of_norm(size: int, *, config: TransformerConfig) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+    weight = _vector(size, 1.0, config=config, is_summed=True)
+    has_bias = config.normalization == "LayerNorm"
+    return weight, _vector(size, 0.0, config=config, is_summed=True) if has_bias else None
 
 
-def _bias(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
-    bias = torch.nn.Parameter(device_empty(size, config=config).fill_(0.0))
-    set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
+def _bias(size: int, *, config: TransformerConfig, way: str | None) -> torch.nn.Parameter:
+    bias = _vector(size, 0.0, config=config, is_summed=way == "row")
+    if way == "column":
+        set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
     return bias
+
+
+def _vector(size: int, value: float, *, config: TransformerConfig, is_summed: bool) -> torch.nn.Parameter:
+    vector = torch.nn.Parameter(device_empty(size, config=config).fill_(value))
+    # Each rank has a part of the sequence: Megatron sums these gradients (distributed/finalize_model_grads.py).
+    vector.sequence_parallel = config.sequence_parallel and is_summed  # type: ignore[attr-defined]
+    return vector
 
 
 _MODEL_PARALLEL = "model-parallel-rng"

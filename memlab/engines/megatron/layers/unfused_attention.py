@@ -1,7 +1,7 @@
 """Attention that keeps its scores: Transformer Engine's ``UnfusedDotProductAttention``, step by step.
 
 After ``backends.py`` and ``softmax.py`` of ``transformer_engine/pytorch/attention/dot_product_attention`` (2.12.0) as
-they go for a causal mask, tensors [sequence, batch, heads, channels] and no dropout. It is made of torch's own
+they go for a causal mask, tensors [sequence, batch, heads, channels]. It is made of torch's own
 operations there too, so autograd saves here what it saves there: for each head the probabilities of every pair of
 tokens, and the keys and values repeated for each head. Only the softmax is TE's own kernel.
 """
@@ -18,7 +18,9 @@ from memlab.meter.labels import one_kernel
 _MASKED = -10000.0
 
 
-def unfused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def unfused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float = 0.0
+) -> torch.Tensor:
     """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
 
     The scores and the probabilities have sequence x sequence elements for each head and sequence. Variables keep
@@ -41,7 +43,7 @@ def unfused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     scores = torch.baddbmm(
         scores, query.transpose(0, 1), key.transpose(0, 1).transpose(1, 2), beta=0.0, alpha=scale
     ).view(batch, heads, tokens, tokens)
-    probabilities = _softmax(scores, mask)
+    probabilities = torch.nn.functional.dropout(_softmax(scores, mask), drop)
     value = value.reshape(tokens, batch * heads, -1)
     probabilities = probabilities.view(batch * heads, tokens, tokens)
     context = torch.bmm(probabilities, value.transpose(0, 1)).view(batch, heads, tokens, -1)

@@ -65,6 +65,11 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
 
 
+def forget_fake_workspaces() -> None:
+    """Frees what `hold_fake_workspaces` holds."""
+    _simulated_workspaces.clear()
+
+
 def forget_causal_masks() -> None:
     """Frees the masks of unfused attention, which the other attention backends do not read."""
     _empty("causal masks")
@@ -105,14 +110,15 @@ def fill_cublas_workspaces() -> None:
         torch.mm(weight, weight).sum().backward()
 
 
-def hold_fake_workspaces(*, grouped: bool) -> None:
+def hold_fake_workspaces(*, linears: bool = True, grouped: bool = False) -> None:
     """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
 
     Args:
-        grouped: Whether the model has grouped linears.
+        linears: Whether the model has linears of Transformer Engine.
+        grouped: Whether it has grouped linears.
     """
-    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS + [TE_WORKSPACE_BYTES]
-    sizes += [TE_WORKSPACE_BYTES] * TE_GROUPED_GEMM_STREAMS if grouped else []
+    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS
+    sizes += [TE_WORKSPACE_BYTES] * (linears + TE_GROUPED_GEMM_STREAMS * grouped)
     device = torch.cuda.current_device()
     _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
 

@@ -1,0 +1,319 @@
+"""Steps of transformers' models under torch's FSDP2, measured without memlab; and how near memlab's predictions come.
+
+    python -m benchmarks.plain_fsdp2 measure FOLDER [--seconds 480]    a machine with 1 or 2 GPUs
+    python -m benchmarks.plain_fsdp2 measure FOLDER                    without GPUs: a rehearsal at tiny sizes
+    python -m benchmarks.plain_fsdp2 predict FOLDER/steps.jsonl        anywhere
+
+Each job has new processes, one for each GPU, which are forked from one that has imported transformers and never uses a
+GPU. FOLDER gets ``steps.jsonl``, a line after each job. A job that fails has a line with the error, and the others are
+taken all the same. The same command takes the jobs that the file does not have yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+JOB_SECONDS = 90
+GIB = 2**30
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi-4": ("phi3", {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40,
+                       "num_key_value_heads": 10, "vocab_size": 100352, "rope_theta": 250000.0, "rms_norm_eps": 1e-5}),
+    "llama-3.1-8b": ("llama", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                               "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0,
+                               "rms_norm_eps": 1e-5}),
+    "qwen3-8b": ("qwen3", {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+                           "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+                           "head_dim": 128}),
+    "qwen2.5-7b": ("qwen2", {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+                             "num_key_value_heads": 4, "vocab_size": 152064, "rope_theta": 1e6, "rms_norm_eps": 1e-6}),
+    "mistral-7b-v0.3": ("mistral", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                                    "num_key_value_heads": 8, "vocab_size": 32768, "rope_theta": 1e6,
+                                    "rms_norm_eps": 1e-5, "sliding_window": None}),
+}  # fmt: skip
+"""From the models' config.json."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A step; the last six fields are memlab's options of the same names."""
+
+    model: str
+    num_layers: int
+    seq_length: int = 2048
+    micro_batch_size: int = 1
+    num_microbatches: int = 1
+    num_ranks: int = 1
+    checkpointing: bool = False
+    fp32: bool = False
+    """Whether layers compute in fp32."""
+    grad_reduce_in_bf16: bool = False
+    fp32_sharded_params: bool = False
+    reshard_after_forward: str = "all_but_last"
+    defer_fsdp_grad_sync: bool = False
+    adam_implementation: str = "foreach"
+
+    @property
+    def name(self) -> str:
+        """Its fields that are not the default."""
+        default = Job(model="", num_layers=0)
+        values = asdict(self)
+        changed = {key: value for key, value in values.items() if value != getattr(default, key)}
+        return " ".join(key if value is True else f"{key}={value}" for key, value in changed.items())
+
+
+def jobs() -> list[Job]:
+    """Returns the jobs, the most telling first."""
+    found = []
+    for num_ranks in (1, 2):
+        phi = Job(model="phi-4", num_layers=8, num_ranks=num_ranks)
+        qwen = Job(model="qwen3-8b", num_layers=8, num_ranks=num_ranks)
+        llama = Job(model="llama-3.1-8b", num_layers=8, num_ranks=num_ranks)
+        found += [
+            phi,
+            replace(phi, checkpointing=True),
+            replace(qwen, seq_length=4096),
+            replace(llama, seq_length=4096, checkpointing=True),
+            replace(phi, fp32_sharded_params=True),
+            replace(phi, adam_implementation="fused"),
+            replace(phi, grad_reduce_in_bf16=True),
+            replace(phi, reshard_after_forward="none"),
+            replace(qwen, num_microbatches=3),
+            replace(qwen, num_microbatches=3, defer_fsdp_grad_sync=True),
+            replace(llama, seq_length=8192, checkpointing=True, adam_implementation="fused"),
+            replace(llama, micro_batch_size=2, reshard_after_forward="all"),
+            replace(qwen, checkpointing=True, fp32_sharded_params=True, adam_implementation="fused"),
+            replace(llama, adam_implementation="for_loop"),
+            replace(phi, seq_length=4096, checkpointing=True, reshard_after_forward="none"),
+            replace(llama, fp32=True, num_layers=4),
+            replace(qwen, model="qwen2.5-7b"),
+            replace(llama, model="mistral-7b-v0.3", seq_length=4096),
+        ]
+        if num_ranks == 2:
+            found += [replace(phi, num_layers=40), replace(phi, num_layers=40, checkpointing=True)]
+    return found
+
+
+def measure(folder: Path, only: str, seconds: float) -> int:
+    """Takes the jobs of as many ranks as there are GPUs, and appends a line for each; returns how many failed."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself could not be used after a fork
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    import torch
+    import torch.distributed.fsdp
+    from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
+    from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.phi3 import modeling_phi3  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+
+    num_gpus = torch.cuda.device_count()
+    file, context, failed = folder / "steps.jsonl", multiprocessing.get_context("fork"), 0
+    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
+    wanted = [job for job in jobs() if only in job.name and job.num_ranks in ({num_gpus} if num_gpus else {1, 2})]
+    for job in wanted if num_gpus else [replace(each, num_layers=2, seq_length=64) for each in wanted]:
+        if job.name in done or time.monotonic() - started > seconds:
+            continue
+        with tempfile.TemporaryDirectory() as shared:
+            ranks = [
+                context.Process(target=run_rank, args=(job, rank, shared, bool(num_gpus)))
+                for rank in range(job.num_ranks)
+            ]
+            for process in ranks:
+                process.start()
+            deadline = time.monotonic() + JOB_SECONDS
+            for process in ranks:
+                process.join(max(0, deadline - time.monotonic()))
+                process.kill()
+            rows = [
+                json.loads(path.read_text()) if (path := Path(shared) / f"rank-{rank}").exists() else {"error": "ended"}
+                for rank in range(job.num_ranks)
+            ]
+        errors = [row["error"] for row in rows if "error" in row]
+        failed += bool(errors)
+        row = {"error": errors[0]} if errors else {"ranks": rows}
+        with file.open("a") as lines:
+            lines.write(json.dumps({"name": job.name, "job": asdict(job), **row}) + "\n")
+        figures = errors or {key: round(rows[0][key] / GIB, 3) for key in ("start", "peak", "reserved")}
+        print(f"{time.monotonic() - started:.0f} s: {job.name}: {figures}", flush=True)
+    return failed
+
+
+def run_rank(job: Job, rank: int, shared: str, on_gpu: bool) -> None:
+    """Takes the steps of a job on one rank, and writes the last one's row."""
+    try:
+        row = take_steps(job, rank, shared, on_gpu=on_gpu)
+    except BaseException as error:  # noqa: BLE001 - the other jobs go on
+        row = {"error": f"{traceback.format_exc().splitlines()[-1]} ({type(error).__name__})"}
+    written = Path(shared) / f"writing-{rank}"
+    written.write_text(json.dumps(row))
+    written.rename(Path(shared) / f"rank-{rank}")
+    os._exit(0)
+
+
+def build(job: Job, *, on_gpu: bool) -> Any:
+    """Builds and shards a model as NeMo Automodel does."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.utils.checkpoint import checkpoint
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = "cuda" if on_gpu else "cpu"
+    family, values = MODELS[job.model]
+    if not on_gpu:
+        values = values | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+                           "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32}  # fmt: skip
+    without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(family, num_hidden_layers=job.num_layers, use_cache=False, **without, **values)
+    dtype = torch.float32 if job.fp32 else torch.bfloat16
+    with torch.device("meta"):
+        stored = torch.float32 if job.fp32_sharded_params else dtype
+        model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation="sdpa").train()
+    reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
+    mesh, layers = init_device_mesh(kind, (job.num_ranks,)), model.model.layers
+    for layer in layers:
+        resharded = {"all": True, "none": False}.get(job.reshard_after_forward, layer is not layers[-1])
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+        layer.gradient_checkpointing = job.checkpointing
+        layer._gradient_checkpointing_func = lambda function, *inputs: checkpoint(
+            function, *inputs, use_reentrant=False
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if not on_gpu:
+        model.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=kind)
+    for parameter in model.parameters():
+        parameter.to_local().detach().normal_(0, 0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(kind)  # its angles have been on meta
+    return model
+
+
+def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
+    """Takes three steps, and returns what the last one needed."""
+    import torch
+
+    memory = torch.cuda if on_gpu else _NoMemory()
+    memory.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=job.num_ranks
+    )
+    model = build(job, on_gpu=on_gpu)
+    built = memory.memory_allocated()
+    how = {"foreach": job.adam_implementation == "foreach", "fused": job.adam_implementation == "fused"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **how)
+    shape = (job.micro_batch_size, job.seq_length)
+    tokens = torch.randint(model.config.vocab_size, shape, device=model.device)
+    row: dict[str, Any] = {}
+    for _ in range(3):
+        gc.collect()
+        memory.empty_cache() if not row else None  # as the first step of a lab; the last one reuses what is cached
+        memory.synchronize()
+        memory.reset_peak_memory_stats()
+        row = {"built": built, "start": memory.memory_allocated(), "phases": {}}
+
+        def ends(phase: str, row: dict[str, Any] = row) -> None:
+            memory.synchronize()
+            row["phases"][phase] = max(row["phases"].get(phase, 0), memory.max_memory_allocated())
+            memory.reset_peak_memory_stats()
+
+        for number in range(1, job.num_microbatches + 1):
+            if job.defer_fsdp_grad_sync:
+                model.set_requires_gradient_sync(number == job.num_microbatches)
+            output = model(input_ids=tokens, labels=tokens)
+            ends("forward")
+            (output.loss / job.num_microbatches).backward()
+            ends("backward")
+            loss = output.loss.item()
+            del output
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        ends("optimizer")
+        optimizer.zero_grad()
+        row |= {"peak": max(row["phases"].values()), "reserved": memory.max_memory_reserved(), "loss": loss}
+    if on_gpu:
+        row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        free, total = torch.cuda.mem_get_info()
+        row["outside_torch"] = total - free - memory.memory_reserved()
+    return row
+
+
+class _NoMemory:
+    """Stands for `torch.cuda` in a rehearsal."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+def predict(file: Path) -> int:
+    """Prints the errors of memlab's predictions; returns how many peaks are more than 1 % off."""
+    from memlab import Lab, Layout, MemorySettings, TrainingState
+
+    full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
+    for row in map(json.loads, file.read_text().splitlines()):
+        if "error" in row:
+            print(f"{row['name']}: not measured: {row['error']}")
+            continue
+        job = Job(**row["job"])
+        options = ("grad_reduce_in_bf16", "fp32_sharded_params", "reshard_after_forward", "defer_fsdp_grad_sync")
+        state = TrainingState(**{name: getattr(job, name) for name in (*options, "adam_implementation")})
+        sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size")}
+        with Lab(
+            job.model,
+            **sizes,
+            num_microbatches=job.num_microbatches,
+            dtype="fp32" if job.fp32 else "bf16",
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=job.num_ranks),
+            state=state,
+            backend="simulated",
+        ) as lab:
+            record = lab.step(full if job.checkpointing else None)
+        predicted = {
+            "start": record.static_bytes,
+            "peak": record.peak_allocated_bytes,
+            "reserved": record.peak_reserved_bytes or 0,
+        }
+        measured = row["ranks"][0]
+        off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured[name]}
+        for name, percent in off.items():
+            errors[name].append(percent)
+        words = ", ".join(f"{name} {measured[name] / GIB:.3f} GiB {percent:+.3f} %" for name, percent in off.items())
+        print(f"{job.name}: {words or predicted}", flush=True)
+    for name, percents in errors.items():
+        if percents:
+            median = statistics.median(map(abs, percents))
+            print(f"{name}: median {median:.3f} %, worst {max(percents, key=abs):+.3f} % of {len(percents)}")
+    return sum(abs(percent) > 1 for percent in errors["peak"])
+
+
+def main() -> int:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("folder", type=Path)
+    measuring.add_argument("--only", default="")
+    measuring.add_argument("--seconds", type=float, default=480)
+    commands.add_parser("predict").add_argument("file", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "predict":
+        return predict(arguments.file)
+    return measure(arguments.folder, arguments.only, arguments.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

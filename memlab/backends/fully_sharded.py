@@ -1,0 +1,48 @@
+"""FSDP2 without CUDA: what of `torch.distributed.fsdp` and of DTensor asks for a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memlab.backends.fake_cuda import FAKE
+from memlab.meter.observers import unobserved
+from memlab.upstream.patching import patched
+
+_PROPAGATION = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+@contextmanager
+def sharding_on_cpu() -> Iterator[None]:
+    """Lets FSDP2 shard tensors of the CPU, for the block."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_unobserved(*args: Any, **kwargs: Any) -> Any:
+        with unobserved(), torch._C.DisableTorchFunction():
+            return propagate(*args, **kwargs)
+
+    with patched({_PROPAGATION: propagate_unobserved}):
+        yield
+
+
+@contextmanager
+def sharding_on_fake_tensors() -> Iterator[None]:
+    """Lets FSDP2 shard fake tensors, with the streams of a CUDA device, for the block."""
+    replacements = {
+        f"{_FSDP}._fully_shard._get_device_from_mesh": lambda mesh: FAKE,
+        f"{_FSDP}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params": lambda group: None,
+        "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
+        "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
+        **{
+            f"{_FSDP}.{module}._get_device_handle": lambda kind: torch.cuda
+            for module in ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
+        },
+    }
+    with sharding_on_cpu(), patched(replacements):
+        yield

@@ -1,0 +1,60 @@
+"""What FSDP2 keeps from step to step: the rank's shards, their gradients, and Adam's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memlab.engines.fsdp2.sharded_model import ShardedModel
+from memlab.engines.protocol import HeldTensor
+
+
+def whole_storage(tensor: Any) -> torch.Tensor:
+    """Returns all of a shard's storage: the gradients of a layer are views of what its reduce-scatter has written."""
+    local = tensor.to_local().detach()
+    return torch.as_strided(local, (local.untyped_storage().nbytes() // local.element_size(),), (1,), 0)
+
+
+class ShardedGroups:
+    """Implements `memlab.engines.protocol.Groups`.
+
+    Args:
+        live: The model.
+    """
+
+    def __init__(self, live: ShardedModel) -> None:
+        self._live = live
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the rank's shards."""
+        return [whole_storage(each) for each in self._live.parameters]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients of the shards, which are there from backward to the next step's `zero_grad`."""
+        return [whole_storage(each.grad) for each in self._live.parameters if each.grad is not None]
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Returns Adam's moments; FSDP2 has no main parameters."""
+        states = self._live.optimizer.state.values() if self._live.optimizer is not None else ()
+        return [whole_storage(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
+
+    def drop_copied_gradients(self) -> int:
+        """Drops nothing: no gradient is copied."""
+        return 0
+
+    def gather(self) -> None:
+        """Does nothing: each rank updates all of its own shard."""
+
+
+def holdings(live: ShardedModel) -> Iterator[HeldTensor]:
+    """Yields what FSDP2's own objects and the optimizer refer to."""
+    for each in live.sharded():
+        yield HeldTensor("parameters", "shards", each._sharded_param_data)
+        if each.sharded_param.grad is not None:
+            yield HeldTensor("gradients", "the shards' .grad", whole_storage(each.sharded_param.grad))
+    for state in live.optimizer.state.values() if live.optimizer is not None else ():
+        for name, value in state.items():
+            if value.dim():
+                yield HeldTensor("optimizer state", name, value.to_local())

@@ -1,0 +1,95 @@
+"""The model of transformers that an architecture describes: its config, its class, and the attention of each place."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from memlab.config.architectures import Architecture
+from memlab.config.scenario import Scenario
+from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch
+
+ATTENTION = "memlab_causal"
+"""The name under which transformers finds `_attention`. It has no mask function there, so that no mask is made."""
+
+
+def check_installed() -> None:
+    """Checks that transformers is there.
+
+    Raises:
+        ValueError: If not.
+    """
+    if find_spec("transformers") is None:
+        raise ValueError(
+            "engine is 'fsdp2', which needs the package transformers, and it is not installed here: pip install "
+            "'memlab[fsdp2]', or choose engine 'megatron'"
+        )
+
+
+def config_of(architecture: Architecture, num_layers: int, longest_sequence: int) -> Any:
+    """Returns transformers' config of an architecture's first layers.
+
+    Args:
+        architecture: A dense one.
+        num_layers: How many layers are built.
+        longest_sequence: Tokens of the longest sequence.
+    """
+    from transformers import AutoConfig
+
+    sizes = architecture
+    channels = {"head_dim": sizes.kv_channels} if sizes.family not in ("phi3", "qwen2") else {}
+    window = {"sliding_window": None} if sizes.family in ("mistral", "phi3") else {}
+    rope = {"rope_type": "default", "rope_theta": sizes.rotary_base, "partial_rotary_factor": sizes.rotary_percent}
+    return AutoConfig.for_model(
+        sizes.family,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn_hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_query_groups,
+        max_position_embeddings=longest_sequence,
+        rms_norm_eps=sizes.layernorm_epsilon,
+        tie_word_embeddings=sizes.share_embeddings_and_output_weights,
+        rope_parameters=rope,
+        attention_dropout=0.0,
+        use_cache=False,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **channels,
+        **window,
+    )
+
+
+def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> Any:
+    """Returns transformers' own model of a scenario, in training mode, on torch's default device.
+
+    Args:
+        scenario: What to build.
+        dtype: Of the parameters.
+        attention: A name of transformers' attention functions.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION, _attention)
+    config = config_of(scenario.architecture, scenario.num_layers, scenario.seq_length)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.train()
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends as ``scaled_dot_product_attention`` does with its flash kernel, where there is no such kernel.
+
+    Args:
+        module: transformers' attention.
+        query: Shape [batch, heads, tokens, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        mask: None, since the attention is causal.
+        **options: ``scaling`` of the scores; the dropout is 0.
+    """
+    assert mask is None and not options.get("dropout"), "causal attention without dropout"
+    return flash_attention_of_torch(query, key, value, options["scaling"]), None

@@ -1,0 +1,119 @@
+"""A model that `fully_shard` has sharded as NeMo Automodel does it, with its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from memlab.config.scenario import Scenario
+from memlab.config.training_state import ReshardAfterForward, TrainingState
+from memlab.engines.fsdp2.hugging_face import ATTENTION, build_model
+from memlab.meter.labels import keeping, on_host
+from memlab.meter.observers import unobserved
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LEARNING_RATE = 0.0
+"""A step changes no weights, as with `memlab.engines.megatron`: every step of a lab has the same loss."""
+
+
+class ShardedModel:
+    """A rank's part of a model.
+
+    Args:
+        scenario: What to build.
+        mesh_device: What the ranks' collectives run on, ``cpu`` or ``cuda``.
+        is_fake: Whether the tensors are to have no values.
+    """
+
+    def __init__(self, scenario: Scenario, mesh_device: str, *, is_fake: bool) -> None:
+        sharded = torch.float32 if scenario.state.fp32_sharded_params else _DTYPES[scenario.dtype]
+        torch.manual_seed(scenario.seed)
+        # The whole model has no part in a step, and is made under another default type than the meter expects.
+        with on_host(), unobserved():
+            with torch.device("meta" if is_fake else "cpu"):
+                attention = "sdpa" if mesh_device == "cuda" else ATTENTION
+                self.module = build_model(scenario, sharded, attention=attention)
+            mesh = init_device_mesh(mesh_device, (scenario.layout.data_parallel_size,))
+            policy = _policy(scenario)
+            for layer in self.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            if mesh_device == "cpu":  # gloo has no average
+                self.module.set_force_sum_reduction_for_comms(True)
+        # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
+        self.parameters: list[Any] = list(self.module.parameters())
+        self._to_device()
+        self.set_resharding(scenario.state.reshard_after_forward)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.build_optimizer(scenario.state)
+
+    def build_optimizer(self, state: TrainingState) -> None:
+        """Gives the model an optimizer, which makes its moments in its first step."""
+        kind = state.adam_implementation
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=LEARNING_RATE, foreach=kind == "foreach", fused=kind == "fused"
+        )
+
+    def set_resharding(self, which: ReshardAfterForward) -> None:
+        """Says which layers free their gathered parameters after forward."""
+        for layer in self.layers:
+            resharded = which == "all" or (which == "all_but_last" and layer is not self.layers[-1])
+            layer.set_reshard_after_forward(resharded, recurse=False)
+
+    def set_gradient_sync(self, is_last: bool) -> None:
+        """Says whether the next backward reduces gradients."""
+        self.module.set_requires_gradient_sync(is_last)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The transformer layers."""
+        return list(self.module.model.layers)
+
+    def sharded(self) -> Iterator[Any]:
+        """Yields FSDP2's own object for each parameter."""
+        for module in self.module.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                state = module._get_fsdp_state()
+                # torch 2.11 has one group, 2.13 several.
+                groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+                yield from (each for group in groups if group is not None for each in group.fsdp_params)
+
+    def reset(self) -> None:
+        """Ends what a step has left that did not reach its end: gathered parameters, and gradients."""
+        for each in self.sharded():
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+        if hasattr(self.module, "reset_iter_state"):
+            self.module.reset_iter_state()
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        for state in [state for state in self.optimizer.state.values() if "exp_avg_sq" not in state]:
+            state.clear()  # Adam would take it for a complete one
+
+    def _to_device(self) -> None:
+        """Allocates the rank's shards and the buffers on the device, each in a storage of its own."""
+        with keeping("parameters"):
+            for each in self.sharded():
+                padded = _on_device(each._sharded_param_data)
+                each._sharded_param_data = padded
+                size, stride = each.sharded_size, each.contiguous_sharded_stride
+                each.sharded_param._local_tensor = torch.as_strided(padded, size, stride)
+        with keeping("workspace"):
+            for module in self.module.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, _on_device(buffer))
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda").copy_(tensor)
+
+
+def _policy(scenario: Scenario) -> MixedPrecisionPolicy:
+    """Returns what NeMo Automodel gives FSDP2: layers compute in ``dtype``, and gradients are reduced in fp32."""
+    reduced = torch.bfloat16 if scenario.state.grad_reduce_in_bf16 else torch.float32
+    return MixedPrecisionPolicy(param_dtype=_DTYPES[scenario.dtype], reduce_dtype=reduced)

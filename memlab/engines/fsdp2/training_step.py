@@ -1,0 +1,98 @@
+"""One step of a sharded model, training or forward alone, as a loop over transformers' own model and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.sharded_model import ShardedModel
+from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
+from memlab.meter.labels import Labels
+
+_MAX_NORM = 1.0
+"""NeMo Automodel's ``max_grad_norm``."""
+
+
+def train_step(
+    live: ShardedModel,
+    scenario: Scenario,
+    labels: Labels,
+    load_for_update: Callable[[], None] = lambda: None,
+    microbatches: Microbatches = ALL_MICROBATCHES,
+    update: Callable[[], None] | None = None,
+) -> float:
+    """Takes a training step, as `memlab.engines.protocol.Engine.train_step` documents it."""
+    losses = []
+    with microbatches.counted():
+        for number, tokens in enumerate(_batches(scenario), start=1):
+            if scenario.state.defer_fsdp_grad_sync:
+                live.set_gradient_sync(number == scenario.num_microbatches)
+            microbatches.before_forward()
+            labels.enter_phase("forward")
+            labels.passes_in_flight += 1
+            output = _forward(live, tokens)
+            labels.enter_phase("backward")
+            # The output has the logits, and refers to them until backward has ended, as in the loops of NeMo Automodel.
+            torch.autograd.backward(output.loss / scenario.num_microbatches)
+            labels.passes_in_flight -= 1
+            losses.append(output.loss.detach())
+            del output
+    load_for_update()
+    labels.enter_phase("optimizer")
+    if update is None:
+        update_parameters(live)
+    else:
+        update()
+    assert live.optimizer is not None
+    live.optimizer.zero_grad()  # here, so that no gradient is there between two steps, as with NeMo Automodel
+    return _over_the_ranks(losses)
+
+
+def update_parameters(live: ShardedModel) -> None:
+    """Clips the gradients, and runs the optimizer."""
+    assert live.optimizer is not None
+    torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
+    live.optimizer.step()
+
+
+def forward_only_step(
+    live: ShardedModel, scenario: Scenario, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES
+) -> float:
+    """Takes a step of forward passes alone, as `memlab.engines.protocol.Engine.forward_only_step` documents it."""
+    live.module.eval()
+    losses = []
+    try:
+        with microbatches.counted(), torch.no_grad():
+            for tokens in _batches(scenario):
+                microbatches.before_forward()
+                labels.enter_phase("forward")
+                losses.append(_forward(live, tokens).loss)
+    finally:
+        live.module.train()
+    return _over_the_ranks(losses)
+
+
+def _forward(live: ShardedModel, tokens: torch.Tensor) -> Any:
+    tokens = tokens.cuda()
+    return live.module(input_ids=tokens, labels=tokens)
+
+
+def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+    """Yields random tokens int64 [micro_batch_size, seq_length] on the host, the same in every step."""
+    generator = torch.Generator().manual_seed(scenario.seed + scenario.layout.rank)
+    shape = (scenario.micro_batch_size, scenario.seq_length)
+    for _ in range(scenario.num_microbatches):
+        yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+
+
+def _over_the_ranks(losses: list[torch.Tensor]) -> float:
+    total = sum(loss.item() for loss in losses) / len(losses)
+    num_ranks = torch.distributed.get_world_size()
+    if num_ranks == 1:
+        return total
+    summed = torch.tensor(total, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(summed)
+    return summed.item() / num_ranks
