@@ -168,7 +168,7 @@ def largest_difference(model: Architecture) -> tuple[float, float]:
     weights = megatron_weights(theirs.state_dict(), model)
     with Lab(model, backend="cpu", dtype="fp32", seq_length=TOKENS) as lab, torch.no_grad():
         one = inside(lab).model
-        ours = one.live.chunk.module
+        ours = one.engine.live.chunk.module
         for name, parameter in ours.named_parameters():
             parameter.copy_(weights[name])
         with one.backend.active():
