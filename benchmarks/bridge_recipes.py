@@ -69,6 +69,9 @@ class Package:
         for statement in function.body:
             if isinstance(statement, ast.If) and "peft" in ast.unparse(statement):
                 values["peft"] = "lora"
+                for one in statement.body:  # peft_cfg.dim = 8
+                    if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute):
+                        values[f"peft.{one.targets[0].attr}"] = ast.literal_eval(one.value)
             elif isinstance(statement, ast.Expr) and "apply_flex_dispatcher_backend(cfg" in ast.unparse(statement):
                 values |= {"model.moe_token_dispatcher_type": "flex"}
             elif isinstance(statement, ast.Assign):

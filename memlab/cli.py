@@ -27,6 +27,7 @@ _COMMANDS = {
     "results": "Write a Markdown page from measured records: the effect of each setting and the errors of predictions.",
     "doctor": "List packages, hardware and backends, and say how to install missing packages.",
     "lab": "Open the labs in JupyterLab.",
+    "course": "Write a course for a teacher: notebooks without answers, solutions, slides, and lecture plans.",
 }
 """Each command's summary. The command itself is the module of `memlab.commands` of that name."""
 _READ_SCRIPTS = ("measure", "predict", "search", "job")

@@ -24,7 +24,15 @@ extensions = [
     "executed_labs",
     "site_checks",
 ]
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "labs/*.md", "labs/*.ipynb", "labs/book/*.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "labs/*.md",
+    "labs/*.ipynb",
+    "labs/book/*.md",
+    "labs/teaching/*.md",
+]
 exclude_patterns = ["build", ".venv", ".git", "memlab", "tests", "papermill_runs", "labs/book/contents.md"]
 highlight_language = "text"  # commands, tables and trees; Python is marked as such
 default_role = "literal"  # docstrings write code between single backticks

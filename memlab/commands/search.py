@@ -236,6 +236,11 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
     alone = argparse.Namespace(**vars(arguments) | dict.fromkeys(names) | {"world_size": arguments.gpus})
     asked = asked_step(alone)
     job = asked.scenario
+    if job.engine != "megatron":
+        raise ValueError(
+            f"--engine is {job.engine!r} with --gpus, but memlab searches only layouts of engine 'megatron': leave "
+            "--gpus out, or predict each number of ranks (memlab predict --data-parallel-size N)"
+        )
     limit_for_torch(arguments.gpu_memory, job.layout)
     if not layouts_of(job, given):
         sizes = ", ".join(f"{name} {size}" for name, size in given.items()) or "any sizes"

@@ -420,7 +420,7 @@ ARCHITECTURES: dict[str, Architecture] = {
              moe_shared_expert_intermediate_size=64, moe_layer_freq=_after(1, 4),
              **(_DEEPSEEK_V3 | _TINY | {"num_query_groups": 4, "kv_channels": 32, "q_lora_rank": 64,
                                         "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
-                                        "v_head_dim": 32, "moe_router_topk": 2, "moe_router_num_groups": 4,
+                                        "v_head_dim": 32, "moe_router_topk": 4, "moe_router_num_groups": 4,
                                         "moe_router_group_topk": 2})),
         _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )

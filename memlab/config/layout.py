@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from memlab.config.architectures import Architecture
@@ -162,6 +162,20 @@ class Layout:
             return last
         rest, stages = self._even(num_layers)
         return rest // stages
+
+    def with_shorter_last_stage(self, num_layers: int) -> Layout:
+        """Returns the layout whose last stage has what the others leave, if that makes one layer at least.
+
+        Example: 61 layers on 16 stages are 15 x 4 and 1, as in Megatron-Bridge's recipe of DeepSeek-V3
+        (``recipes/deepseek/deepseek_v3.py``). Layers that divide, and stages with chunks or with sizes of their own,
+        stay as they are.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        last = num_layers - (stages - 1) * -(-num_layers // stages)
+        has_ends = any(getattr(self, name) is not None for name in _ENDS)
+        if num_layers % stages == 0 or chunks > 1 or has_ends or last < 1:
+            return self
+        return replace(self, num_layers_in_last_pipeline_stage=last)
 
     def most_passes_in_flight(self, num_microbatches: int) -> int:
         """Returns the maximum number of chunk forward passes in flight at once, including the current one.

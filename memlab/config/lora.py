@@ -56,6 +56,11 @@ class LoRA:
         True, "give the experts of a rank one adapter for each of their linears, not one each", **_ADAPTERS
     )
 
+    enable_input_require_grads: bool = option(
+        False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_ADAPTERS
+    )
+    """Otherwise it does only under full recompute, whose backward would not run without it."""
+
     def __post_init__(self) -> None:
         check_options(self, prefix="lora_")
         if not 0 <= self.dropout < 1:

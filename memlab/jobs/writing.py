@@ -140,6 +140,20 @@ def writable(framework_name: str | None, scenario: Scenario, base: MemorySetting
     return lambda settings: unsaid(framework, scenario, settings).keys() <= before
 
 
+def check_engine_of(framework_name: str | None, scenario: Scenario) -> None:
+    """Checks that a framework has the engine of a scenario.
+
+    Raises:
+        ValueError: If it has another one, or there is no such framework.
+    """
+    framework = None if framework_name is None else framework_named(framework_name)
+    if framework is not None and framework.engine != scenario.engine:
+        raise ValueError(
+            f"--as is {framework.name!r}, whose jobs memlab writes for engine {framework.engine!r}, and engine is "
+            f"{scenario.engine!r}: leave one of the two out"
+        )
+
+
 def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what a framework cannot express of a job, each with the reason."""
     changed = _changed(framework, scenario, settings)

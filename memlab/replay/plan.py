@@ -39,6 +39,8 @@ class Plan:
     """Whether replayed passes have to tell Megatron's offload manager."""
     recomputes_moe: bool = False
     """Whether MoE layers are recomputed as a whole."""
+    forward_only_passes: bool = False
+    """Passes through layers in a step without backward, after the first one of each layer."""
     communicates: bool = False
     """Whether passes of the first and the last micro-batch begin data-parallel communication, and are stepped."""
 
@@ -78,7 +80,9 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         is_mixed_stage = has_stages and scenario.architecture.moe_layer_freq is not None
         passes &= not (follows_full_recompute or has_limit or is_mixed_stage or (recomputes_moe and has_chunks))
     if offloads:
-        passes &= not (has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
+        # Frozen layers before the first adapter save nothing: what is offloaded in them differs from the others'.
+        has_adapters = scenario.state.lora is not None
+        passes &= not (has_adapters or has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
     return Plan(
         passes=passes,
         microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
@@ -86,5 +90,6 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         whole_step=are_equal and not overlaps and not offloads,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,
+        forward_only_passes=repeats and step.forward_only and not offloads and not has_limit,
         communicates=passes and overlaps,
     )

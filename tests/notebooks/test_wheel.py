@@ -52,7 +52,7 @@ def test_the_labs_are_copied_and_opened(site: Path, tmp_path: Path) -> None:
     opened = memlab(site, tmp_path, "lab --copy-to x -- --version")
     assert opened.returncode == 0, opened.stderr
     assert opened.stdout.startswith("the labs are in x: begin with 00_quickstart.ipynb\n4.")
-    tracked = ["*.ipynb", "*.md", "book/*.md", "pictures/*", "results/*", "slurm_profile/*"]
+    tracked = ["*.ipynb", "*.md", "book/*.md", "pictures/*", "results/*", "slurm_profile/*", "teaching/*.md"]
     files = {str(path.relative_to(tmp_path / "x")) for path in (tmp_path / "x").rglob("*") if path.is_file()}
     assert files == {str(path.relative_to(ROOT / "labs")) for each in tracked for path in (ROOT / "labs").glob(each)}
     again = memlab(site, tmp_path, "lab --copy-to x")

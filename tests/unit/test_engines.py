@@ -17,7 +17,7 @@ from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
-from memlab.lab.request import StepRequest
+from memlab.lab.request import PassRequest, StepRequest
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -64,6 +64,14 @@ class TestLive:
             assert session.state_changes[-1].rebuilt == rebuilt
             assert session.take(StepRequest()).loss == plain.loss
         assert session.take(StepRequest()).peak_allocated_bytes == plain.peak_allocated_bytes
+
+    def test_a_forward_only_pass_leaves_what_is_not_resharded_gathered(self, session: OneProcess) -> None:
+        before = session.take(StepRequest())
+        session.take(PassRequest(scenario=session.scenario))
+        architecture = session.scenario.architecture
+        outside = architecture.with_layers(1).num_parameters  # and the last layer
+        assert session.model.meter.live_bytes() - before.static_bytes == 4 * outside
+        assert session.take(StepRequest()).loss == before.loss
 
     def test_shards_are_transferred_and_audited(self, session: OneProcess) -> None:
         before = session.take(StepRequest())
@@ -139,6 +147,12 @@ def test_settings_that_an_engine_lacks_are_refused_by_name(settings: dict[str, A
     check_on_model(replace(FULL, recompute_method="block", recompute_num_layers=2), scenario)
 
 
-def test_a_model_with_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="qwen3-moe-tiny has experts, which this engine does not build yet"):
+def test_a_model_that_transformers_would_build_otherwise_is_refused() -> None:
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    biased = replace(find_architecture("llama-3-tiny"), add_qkv_bias=True)
+    with pytest.raises(ValueError, match="so it is another model"), torch.device("meta"):
+        build_model(Scenario.of(biased, **SIZES), torch.bfloat16, attention="sdpa")
+
+    with pytest.raises(ValueError, match="qwen3-moe-tiny is of the family qwen3_moe, which this engine does not build"):
         Scenario.of(find_architecture("qwen3-moe-tiny"), **SIZES)

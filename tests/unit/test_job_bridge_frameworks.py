@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.lora import LoRA
 from memlab.jobs.job import Job
 
 ACTOR = "actor_rollout_ref.actor"
@@ -375,7 +376,9 @@ def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:
     command = "torchrun --nproc_per_node=4 run_recipe.py --model qwen3_30b_a3b --mode lora --dataset mock"
     job = sft(tmp_path, command)
     assert job.required()[0].layout.expert_model_parallel_size == 4
-    assert "peft" in {one.key for one in job.not_modelled}
+    assert "peft" not in {one.key for one in job.not_modelled}
+    lora = job.required()[0].state.lora  # as the recipe has it in recipes/qwen/h100/qwen3_moe.py, 0.6.2
+    assert lora == LoRA(rank=8, alpha=16, target_modules=("linear_qkv", "linear_proj"))
 
 
 def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:

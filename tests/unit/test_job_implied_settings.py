@@ -137,9 +137,9 @@ def test_parts_of_multimodal_models_are_without_effect_on_text_models(tmp_path: 
     [
         ("--freeze_parameters embedding", "freeze_parameters", "less"),
         ("--freeze_parameters_ratio 0.5", "freeze_parameters_ratio", "less"),
-        ("--adapters out/checkpoint-10", "tuner_type", "less"),
-        ("--mcore_adapter out/checkpoint-10 --tuner_type full", "tuner_type", "less"),
-        ("--tuner_type lora", "tuner_type", "less"),
+        ("--adapters out/checkpoint-10 --lora_bias all", "tuner_type", "less"),
+        ("--mcore_adapter out/checkpoint-10 --tuner_type full --lora_bias all", "tuner_type", "less"),
+        ("--tuner_type lora --lora_bias all", "tuner_type", "less"),
         ("--padding_free false", "padding_free", "more"),
         ("--rlhf_type gkd --teacher_model Qwen/Qwen3-235B-A22B", "teacher_model", "more"),
     ],

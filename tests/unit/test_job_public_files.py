@@ -373,7 +373,7 @@ def test_adapters_in_the_language_model_say_that_other_parts_are_trained_whole(t
         ].reason
         for kind in ("lora", "lora_llm")
     }
-    assert reasons["lora"].endswith("so memlab's numbers are an upper bound")
+    assert "so memlab's numbers are an upper bound (memlab has no adapters of ms-swift under tensor" in reasons["lora"]
     assert reasons["lora_llm"].endswith("are trained whole, and come on top")
 
 

@@ -576,11 +576,14 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "create_attention_mask_in_dataloader",
         "padding_free",
     }
+    noted |= {"lora.rank", "peft", "peft.enabled"}  # of adapters that memlab has none of
     assert BOUNDS.keys() - noted <= known, "a bound of a key that no framework has"
 
 
 def test_what_adapters_save_is_at_most_what_gradients_and_optimizer_state_take(tmp_path: Path) -> None:
-    flags = "--model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --tuner_type lora --max_length 4096"
+    flags = (
+        "--model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --tuner_type lora --lora_bias all --max_length 4096"
+    )
     job = Job.read(write(tmp_path, "run.sh", f"NPROC_PER_NODE=8 megatron sft {flags}\n"))
     (lora,) = [one for one in job.not_modelled if one.key == "tuner_type"]
     assert lora.effect == "less" and lora.bound_bytes is not None and job.scenario is not None

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from memlab.backends.simulated import of_the_cpu_backend
+from memlab.cli import build_parser
+from memlab.commands.shared.asked_step import asked_step
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
@@ -121,3 +123,20 @@ def test_modules_that_a_model_does_not_have_are_named() -> None:
             lab.step(recompute("mla_up_proj"))
         record = lab.step(recompute("shared_experts"), warm_up=False)
     assert record.without_effect == {"recompute_modules:shared_experts": "the model has no shared experts"}
+
+
+def test_stages_that_do_not_divide_a_model_of_61_layers_are_those_of_the_published_recipe() -> None:
+    """Megatron-Bridge, ``recipes/deepseek/deepseek_v3.py``: 16, 8 and 4 stages."""
+    for stages, last in ((16, 1), (8, 5), (4, 13)):
+        layout = Layout(pipeline_model_parallel_size=stages).with_shorter_last_stage(61)
+        assert layout == Layout(pipeline_model_parallel_size=stages, num_layers_in_last_pipeline_stage=last)
+    for unchanged in (Layout(pipeline_model_parallel_size=60), Layout(), Layout(pipeline_model_parallel_size=61)):
+        assert unchanged.with_shorter_last_stage(61) == unchanged
+
+
+def test_a_rank_of_the_whole_model_is_asked_for_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict deepseek-ai/DeepSeek-V3 --pipeline-model-parallel-size 16 --expert-model-parallel-size 64"
+    asked = asked_step(build_parser().parse_args(f"{words} --world-size 1024".split()))
+    assert asked.scenario.layers_of_rank == (0, 1, 2, 3)
+    assert asked.scenario.on_rank(1023).layers_of_rank == (60,)
+    assert "16 stages do not divide its 61 layers, so the last stage has 1" in capsys.readouterr().err

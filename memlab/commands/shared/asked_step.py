@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from memlab.commands.shared.job_flags import job_of_flags
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.architectures import Architecture, Family, find_architecture
 from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.option import options_of
@@ -18,10 +19,13 @@ from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import check_whole_number
 from memlab.config.versions import Versions
 from memlab.jobs.job import Job
+from memlab.jobs.writing import check_engine_of
 
 _Options = TypeVar("_Options", MemorySettings, TrainingState, AllocatorSettings)
 _MANY_PASSES = 4
 """Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
+_WITH_SHORTER_LAST_STAGE: tuple[Family, ...] = ("deepseek_v3", "kimi_k2")
+"""Models of 61 layers; their last stage is shorter in Megatron-Bridge's recipes."""
 _TOGETHER = ("recompute_", "offload_modules", "logprobs_chunk_size", "fp8_", "cross_entropy_")
 """Beginnings of names: a flag of such a group replaces all of the job's settings of the group."""
 
@@ -75,9 +79,12 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
     given["versions"] = replace(versions, **_given(arguments, Versions))
     given["versions"].require_known()
     settings = _overlaid(settings, arguments)
+    if job is None and source is not None:
+        given["layout"] = _as_published(given["layout"], find_architecture(source), given.get("num_layers"))
     scenario = Scenario.of(source, **given)
     on_ranks = scenario.on_ranks(rank)
     check_on_model(settings, scenario)
+    check_engine_of(getattr(arguments, "as_framework", None), scenario)
     return AskedStep(scenario, on_ranks, settings, job)
 
 
@@ -128,6 +135,20 @@ def _laid_over(of_job: Layout, arguments: argparse.Namespace, world_size: int, r
             "--world-size), or change a size"
         )
     return Layout(**sizes | {"data_parallel_size": world_size // max(1, per_copy), "rank": rank})
+
+
+def _as_published(layout: Layout, model: Architecture, num_layers: int | None) -> Layout:
+    """Returns the layout with which a whole model is trained whose number of layers hardly any number divides."""
+    whole = num_layers in (None, model.num_layers) and model.family in _WITH_SHORTER_LAST_STAGE
+    split = layout.with_shorter_last_stage(model.num_layers) if whole else layout
+    if split != layout:
+        last, stages = split.num_layers_in_last_pipeline_stage, layout.pipeline_model_parallel_size
+        print(
+            f"{model.name}: {stages} stages do not divide its {model.num_layers} layers, so the last stage has {last}, "
+            "as in Megatron-Bridge's recipe (--num-layers-in-last-pipeline-stage)",
+            file=sys.stderr,
+        )
+    return split
 
 
 def _packed_sequences(arguments: argparse.Namespace, of_job: Scenario) -> int | None:

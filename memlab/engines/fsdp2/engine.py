@@ -26,6 +26,7 @@ from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.megatron.retention import transformer_engine_caches
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
+from memlab.engines.residency.own_gradient_moves import Move
 from memlab.engines.residency.residency import Residency
 from memlab.engines.step_errors import release_tensors
 from memlab.meter.labels import Labels
@@ -210,6 +211,9 @@ class Fsdp2Engine:
     def residency_faults(self) -> Mapping[str, Callable[[], Residency]]:
         return {}
 
+    def own_gradient_moves(self, release: Move, load: Move) -> Residency:
+        raise ValueError(_NO_BUFFERS)
+
     def repair(self) -> None:
         """Does nothing: there are no faults to repair."""
 
@@ -219,4 +223,5 @@ class Fsdp2Engine:
         return nullcontext(), self._labels.recompute()
 
 
+_NO_BUFFERS = "engine is 'fsdp2', which has no buffers of gradients as Megatron's DDP has: choose engine 'megatron'"
 _NO_OFFLOAD = "engine is 'fsdp2', which offloads no activations, so there is nothing to audit: choose engine 'megatron'"

@@ -29,11 +29,11 @@ class ShardedGroups:
 
     def parameters(self) -> list[torch.Tensor]:
         """Returns the rank's shards."""
-        return [whole_storage(each) for each in self._live.parameters()]
+        return [whole_storage(each) for each in self._live.parameters]
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of the shards, which are there from backward to the next step's `zero_grad`."""
-        return [whole_storage(each.grad) for each in self._live.parameters() if each.grad is not None]
+        return [whole_storage(each.grad) for each in self._live.parameters if each.grad is not None]
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Returns Adam's moments; FSDP2 has no main parameters."""

@@ -44,6 +44,8 @@ class ShardedModel:
             fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
             if mesh_device == "cpu":  # gloo has no average
                 self.module.set_force_sum_reduction_for_comms(True)
+        # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
+        self.parameters: list[Any] = list(self.module.parameters())
         self._to_device()
         self.set_resharding(scenario.state.reshard_after_forward)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -53,7 +55,7 @@ class ShardedModel:
         """Gives the model an optimizer, which makes its moments in its first step."""
         kind = state.adam_implementation
         self.optimizer = torch.optim.AdamW(
-            self.parameters(), lr=LEARNING_RATE, foreach=kind == "foreach", fused=kind == "fused"
+            self.parameters, lr=LEARNING_RATE, foreach=kind == "foreach", fused=kind == "fused"
         )
 
     def set_resharding(self, which: ReshardAfterForward) -> None:
@@ -70,10 +72,6 @@ class ShardedModel:
     def layers(self) -> list[Any]:
         """The transformer layers."""
         return list(self.module.model.layers)
-
-    def parameters(self) -> list[Any]:
-        """Returns the sharded parameters, which are DTensors."""
-        return list(self.module.parameters())
 
     def sharded(self) -> Iterator[Any]:
         """Yields FSDP2's own object for each parameter."""

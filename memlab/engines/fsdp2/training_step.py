@@ -54,7 +54,7 @@ def train_step(
 def update_parameters(live: ShardedModel) -> None:
     """Clips the gradients, and runs the optimizer."""
     assert live.optimizer is not None
-    torch.nn.utils.clip_grad_norm_(live.parameters(), _MAX_NORM, foreach=True)
+    torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
     live.optimizer.step()
 
 

@@ -43,14 +43,14 @@ def add_adapters(model: GPTModel, scenario: Scenario, chunk: int) -> None:
                 path, _, name = weight.name.removesuffix(".weight").rpartition(".")
                 owner = model.decoder.layers[number].get_submodule(path)
                 setattr(owner, name, AdaptedLinear(getattr(owner, name), weight, lora, model.config))
-    model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config), with_kwargs=True)
+    model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
 
 
-def _require_gradient(config: TransformerConfig, _block: Any, args: Any, kwargs: Any) -> Any:
+def _require_gradient(config: TransformerConfig, lora: LoRA, _block: Any, args: Any, kwargs: Any) -> Any:
     # Megatron's checkpoint runs backward only if one of its inputs requires a gradient, and the output of a frozen
     # embedding does not (`maybe_enable_recompute_inputs_grad` in peft/recompute.py).
-    given = kwargs.get("hidden_states")
-    if config.recompute_method is None or given is None or given.requires_grad or not torch.is_grad_enabled():
+    given, wanted = kwargs.get("hidden_states"), config.recompute_method is not None or lora.enable_input_require_grads
+    if not wanted or given is None or given.requires_grad or not torch.is_grad_enabled():
         return None
     return args, kwargs | {"hidden_states": given.detach().requires_grad_(True)}
 

@@ -12,6 +12,7 @@ from memlab.config.architectures import published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -51,7 +52,6 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
 )
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
-from memlab.jobs.frameworks.reinforcement import LORA
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -84,6 +84,10 @@ KEYS = (
     Key("mixed_precision.fp8_param_gather", "fp8_param_gather", SWITCH),
     Key("mixed_precision.bf16", "is_bf16", SWITCH),
     Key("mixed_precision", "mixed_precision", TEXT),
+    Key("peft._target_", "class_of_adapters", TEXT),
+    *adapter_keys(
+        "peft", "dim", rank=ABSENT, alpha=ABSENT, dropout=ABSENT, dropout_position=ABSENT, target_modules=ABSENT
+    ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
 )
@@ -95,10 +99,7 @@ _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
     "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
 )  # fmt: skip
-_OTHER_MODELS = (
-    Missing("peft", "less", LORA, is_given),
-    Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),
-)
+_OTHER_MODELS = (Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),)
 """Sections whose presence says that another model, or a part of the model, is trained or present."""
 _DATASET = (
     *(
@@ -213,10 +214,33 @@ def complete(reading: Reading) -> None:
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
     note_sequence_parallel(reading, "model.sequence_parallel")
     _note_other_models(reading)
+    _complete_adapters(reading, knows_recipe=recipe is None or recipe in RECIPES)
+
+
+def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
+    """Takes the adapters of the section ``peft``, with the defaults of Megatron-Bridge's ``LoRA``.
+
+    Args:
+        reading: Of the job.
+        knows_recipe: Whether memlab knows what the recipe says of them: most recipes have other values than the class.
+    """
+    kind, values = reading.get("peft"), reading.values
+    target = values.pop("class_of_adapters", None)
+    if not any(is_given(reading.get(key)) for key in list(reading.entries.by_key) if key.startswith("peft")):
+        values["lora_rank"] = None
+        return
+    if values.get("lora_rank") is None:
+        values["lora_rank"] = 32
+        if not knows_recipe:
+            reading.miss("peft", "less", f"{LORA} (their rank is the recipe's)")
+            values["lora_rank"] = None
+    kinds = [str(each).rpartition(".")[2].lower() for each in (kind, target) if is_given(each)]
+    lacks = [f"adapters of the kind {each}" for each in kinds if each not in ("lora", "true")]
+    complete_adapters(reading, "peft", [*lacks, *lacks_of_section(reading, "peft")])
 
 
 def _note_other_models(reading: Reading) -> None:
-    """Notes adapters and a teacher, whichever of their keys the file has."""
+    """Notes a teacher, whichever of its keys the file has."""
     for row in _OTHER_MODELS:
         keys = [key for key in reading.entries.by_key if key.startswith(f"{row.name}.")]
         given = [key for key in keys if is_given(reading.get(key))]
@@ -306,6 +330,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "num_layers": scenario.num_layers,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
+            "class_of_adapters": None if scenario.state.lora is None else "megatron.bridge.peft.lora.LoRA",
             "make_vocab_size_divisible_by": 128,
         }
     )
@@ -335,7 +360,8 @@ BRIDGE = Framework(
     fixed={"loss": "cross_entropy"},
     writes_sizes=True,
     without_own_key=frozenset(("dtype",)),
-    cannot_write={
+    cannot_write=OF_BRIDGE
+    | {
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

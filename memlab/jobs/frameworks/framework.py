@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from memlab.config.architectures import Architecture
 from memlab.config.hugging_face import model_name
-from memlab.config.option import options_of
+from memlab.config.option import EngineName, options_of
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -159,6 +159,8 @@ class Framework:
     """The release of Transformer Engine that the framework's own images or requirements install with that version; the
     usual one where they name none."""
     signs: Signs
+    engine: EngineName = "megatron"
+    """The training engine of its jobs."""
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]

@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -653,7 +654,7 @@ MEGATRON_LM = Framework(
     switches=SWITCHES,
     leaves_out=leaves_out,
     without_own_key=frozenset(("dtype",)),
-    cannot_write=CANNOT_WRITE,
+    cannot_write=CANNOT_WRITE | no_adapters("Megatron-LM"),
     cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
 )

@@ -10,10 +10,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import Architecture
 from memlab.config.from_json import parse_json
+from memlab.config.lora import LINEARS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
+from memlab.jobs.frameworks.adapters import RANK, TARGETS, complete_adapters, lacks_of_model
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -61,7 +64,6 @@ from memlab.jobs.frameworks.megatron_lm import (
     note_sequence_parallel,
 )
 from memlab.jobs.frameworks.reinforcement import (
-    LORA,
     drop_frozen_parts,
     longest_sequence,
     pack_micro_batch,
@@ -110,6 +112,12 @@ KEYS = (
     Key("num_layers_per_virtual_pipeline_stage", "num_layers_per_virtual_pipeline_stage", WHOLE),
     Key("num_virtual_stages_per_pipeline_rank", CHUNKS.field, WHOLE),
     Key("num_layers", "num_layers", WHOLE),
+    Key("tuner_type", "tuner_type", TEXT, "full"),
+    Key("train_type", "tuner_type", TEXT),  # before ms-swift 4
+    Key("lora_rank", "lora_rank", RANK, 8),
+    Key("lora_alpha", "lora_alpha", NUMBER, 32),
+    Key("lora_dropout", "lora_dropout", NUMBER, 0.05),
+    Key("target_modules", "lora_target_modules", TARGETS, LINEARS),
     Key("max_length", "max_length", COUNT, None),
     Key("seq_length", "given_seq_length", COUNT, None),
     Key("packing_length", "packing_length", WHOLE, None),
@@ -176,7 +184,6 @@ FRAMEWORK_MISSING = (
         row
         for name in ("tuner_type", "train_type")
         for row in (
-            Missing(name, "less", LORA, lambda value: value not in (None, "full", "lora_llm")),
             # ``_prepare_full_vit`` in swift/megatron/utils/utils.py.
             Missing(
                 name,
@@ -262,11 +269,37 @@ def _tuner(reading: Reading) -> Any:
     return "lora" if given == "full" and has_adapters else given
 
 
+def _complete_adapters(reading: Reading) -> None:
+    """Takes ms-swift's own adapters: one for each expert, and one for each linear outside them."""
+    values, tuner = reading.values, _tuner(reading)
+    del values["tuner_type"]
+    if tuner != "lora":
+        values["lora_rank"] = None
+        return
+    values |= {"lora_share_expert_adapters": False, "lora_enable_input_require_grads": True}
+    lacks = []
+    if (values.get("tensor_model_parallel_size") or 1) > 1 or (values.get("expert_tensor_parallel_size") or 1) > 1:
+        lacks.append("adapters of ms-swift under tensor parallelism")
+    for name, what in (("target_regex", "pattern of ms-swift"), ("modules_to_save", "modules that are trained whole")):
+        if is_given(reading.get(name)):
+            lacks.append(what)
+    if reading.get("lora_bias") not in (None, "none"):
+        lacks.append("biases that are trained")
+    if reading.get("lora_dtype") not in (None, "bfloat16"):
+        lacks.append("adapters of another type than the model's")
+    complete_adapters(reading, "tuner_type", lacks)
+
+
+def _complete_model(reading: Reading, architecture: Architecture) -> None:
+    """Drops frozen parts that the model does not have, and names adapters that memlab does not have."""
+    drop_frozen_parts(reading, architecture)
+    if reading.values.get("lora_target_modules") == LINEARS:
+        complete_adapters(reading, "tuner_type", lacks_of_model(architecture))
+
+
 def _complete_trained(reading: Reading) -> None:
-    """Notes which parameters are trained, and what the optimizer's name decides."""
-    adapters = [key for key in _ADAPTERS if is_given(reading.get(key))]
-    if adapters and _tuner(reading) != reading.entries.get("tuner_type", reading.entries.get("train_type")):
-        reading.miss("tuner_type", "less", f"{adapters[0]} sets it to lora: {LORA}")
+    """Takes which parameters are trained, and what the optimizer's name decides."""
+    _complete_adapters(reading)
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
     if not reading.values.pop("removes_padding") and not reading.get("packing"):
@@ -609,6 +642,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "max_length": length // 2 if is_likelihood else length,
             "max_completion_length": length - length // 2 if is_likelihood else 512,
             "rlhf_type": "grpo" if is_likelihood else None,
+            "tuner_type": "full" if scenario.state.lora is None else "lora",
             "bf16": scenario.dtype == "bf16",
             "recompute_modules": settings.recompute_modules or ("core_attn",),
         }
@@ -625,6 +659,14 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons |= dict.fromkeys(offloaded, "ms-swift offloads only around the generation of answers")
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
+    lora = scenario.state.lora
+    if lora is not None:
+        if lora.share_expert_adapters and scenario.architecture.routes:
+            reasons["lora_share_expert_adapters"] = "ms-swift gives each expert its own adapters"
+        if not lora.enable_input_require_grads:
+            reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
+        if lora.dropout_position != "pre":
+            reasons["lora_dropout_position"] = "ms-swift drops the inputs of adapters"
     if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax of logits in fp32"
     return reasons
@@ -671,7 +713,7 @@ MS_SWIFT = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("ms_swift") | model_without_effect(_EXTRA),
     complete=complete,
-    complete_of_model=drop_frozen_parts,
+    complete_of_model=_complete_model,
     compose=compose,
     cannot_write=_NEVER
     | {
@@ -682,7 +724,10 @@ MS_SWIFT = Framework(
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",
     },
-    without_own_key=frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output")),
+    without_own_key=frozenset(
+        ("lora_share_expert_adapters", "lora_enable_input_require_grads", "lora_dropout_position")
+    )
+    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output")),
     cannot_write_of=cannot_write,
     packs=_packs,
     check=lambda reading: check_backend(reading, "flash"),

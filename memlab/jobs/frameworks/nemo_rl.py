@@ -10,6 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -51,7 +52,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
-    LORA,
     composed,
     drop_frozen_parts,
     is_packed,
@@ -65,6 +65,7 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "policy.megatron_cfg"
+_PEFT = f"{_MEGATRON}.peft"
 _GENERATION = "policy.generation"
 _QUANTIZED_ENGINE = "the engine's weights have fewer bytes than in bf16"
 _FILTERED_LOGITS = "the loss filters the logits of the whole vocabulary too, without chunks"
@@ -151,6 +152,9 @@ KEYS = (
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
+    Key(f"{_PEFT}.enabled", "has_adapters", SWITCH, False),
+    # As in ``examples/configs/grpo_math_1B.yaml``; the engine itself has no defaults (``setup.py``).
+    *adapter_keys(_PEFT, "dim", rank=8, alpha=32, dropout=0.0, dropout_position="post", target_modules=()),
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion",
@@ -166,7 +170,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
-    Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
@@ -206,6 +209,8 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    if not values.pop("has_adapters"):
+        values["lora_rank"] = None
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
@@ -221,6 +226,7 @@ def complete(reading: Reading) -> None:
     _take_offload(reading, is_colocated=is_colocated, generates=generates)
     values["fp32_output"] = not values.pop("is_deferred")
     note_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
+    complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = values.pop("longest"), values.pop("sequences")
     if not generates and sections & _PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
@@ -491,6 +497,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_deferred": not scenario.state.fp32_output,
         "is_fused": is_row and scenario.state.loss == "logprobs_one_hot",
         "is_dynamic": False,
+        "has_adapters": scenario.state.lora is not None,
         "packed_tokens": scenario.seq_length if is_row else None,
         "longest": values["longest"] if is_row else scenario.seq_length,
         "is_colocated": is_away,
@@ -565,7 +572,8 @@ NEMO_RL = Framework(
     compose=compose,
     configurations=("grpo_math_1B",),
     packs=is_packed,
-    cannot_write={
+    cannot_write=OF_BRIDGE
+    | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
         "ddp_bucket_size": "NeMo-RL has no such key",

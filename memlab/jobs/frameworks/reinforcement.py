@@ -16,7 +16,6 @@ from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.model import is_quantized
 
-LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
 
 

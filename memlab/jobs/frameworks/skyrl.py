@@ -9,12 +9,12 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
-    LORA,
     composed,
     is_packed,
     note_padded_rows,
@@ -26,8 +26,10 @@ from memlab.jobs.frameworks.reinforcement import (
     vllm_arguments,
 )
 from memlab.jobs.frameworks.skyrl_megatron import (
+    ADAPTERS,
     CANNOT_WRITE,
     FIXED,
+    complete_skyrl_adapters,
     drop_single_chunk,
     megatron_keys,
     megatron_missing,
@@ -68,9 +70,9 @@ KEYS = (
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
+    *adapter_keys("trainer.policy.model.lora", **ADAPTERS),
 )
 FRAMEWORK_MISSING = (
-    Missing("trainer.policy.model.lora.rank", "less", LORA),
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
@@ -89,6 +91,7 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
+    complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
         reading.blocked.append(f"trainer.strategy {strategy}: memlab predicts Megatron's jobs only")

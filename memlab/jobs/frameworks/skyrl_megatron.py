@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.lora import LINEARS
+from memlab.jobs.frameworks.adapters import OF_BRIDGE, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
+from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import (
     LOAD_BALANCING,
     ROUTER_DTYPE,
@@ -59,6 +62,25 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
         *under(f"{prefix}.optimizer_config_kwargs", OPTIMIZER),
         *under(f"{prefix}.ddp_config", BUCKETS[:3], grad_reduce_in_bf16=False),
     )
+
+
+ADAPTERS: dict[str, Any] = {"rank": None, "alpha": 16, "dropout": 0.0, "target_modules": LINEARS}
+"""SkyRL's defaults of adapters (``SkyRLLoraConfig`` in skyrl/train/config/config.py, 0.3.0)."""
+
+
+def complete_skyrl_adapters(reading: Reading, section: str, megatron: str) -> None:
+    """Names adapters that memlab has none of.
+
+    Args:
+        reading: Of the job.
+        section: The prefix of the adapters' keys.
+        megatron: That of the config of Megatron.
+    """
+    lacks = lacks_of_section(reading, section)
+    kind = reading.get(f"{megatron}.lora_config.lora_type")
+    if kind not in (None, "lora"):
+        lacks.append(f"adapters of the kind {kind}")
+    complete_adapters(reading, f"{section}.rank", lacks)
 
 
 _BESIDE = (
@@ -115,7 +137,8 @@ def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}
-CANNOT_WRITE = {
+CANNOT_WRITE = OF_BRIDGE | {
+    "lora_dropout_position": "SkyRL's adapters drop their inputs",
     "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
     "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",

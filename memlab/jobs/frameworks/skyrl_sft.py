@@ -9,12 +9,12 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
-    LORA,
     composed,
     is_packed,
     note_padded_rows,
@@ -24,8 +24,10 @@ from memlab.jobs.frameworks.reinforcement import (
     take_sequences,
 )
 from memlab.jobs.frameworks.skyrl_megatron import (
+    ADAPTERS,
     CANNOT_WRITE,
     FIXED,
+    complete_skyrl_adapters,
     drop_single_chunk,
     megatron_keys,
     megatron_missing,
@@ -50,9 +52,9 @@ KEYS = (
     Key("use_sample_packing", "removes_padding", SWITCH),
     Key("use_sequence_packing", "is_packed", SWITCH, False),
     Key("max_tokens_per_microbatch", "tokens", COUNT, None),
+    *adapter_keys("model.lora", **ADAPTERS),
 )
 FRAMEWORK_MISSING = (
-    Missing("model.lora.rank", "less", LORA),
     Missing("model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
     *megatron_missing(_MEGATRON),
     *padding_missing(),
@@ -62,6 +64,7 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and attention, as ``build_skyrl_config_for_sft`` does."""
     values = reading.values
+    complete_skyrl_adapters(reading, "model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
         reading.blocked.append(f"strategy {strategy}: memlab predicts Megatron's jobs only")

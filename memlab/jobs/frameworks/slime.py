@@ -12,6 +12,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import LORA, no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, with_defaults
 from memlab.jobs.frameworks.megatron_lm import (
@@ -30,7 +31,6 @@ from memlab.jobs.frameworks.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
 from memlab.jobs.frameworks.megatron_lm import render as render_flags
 from memlab.jobs.frameworks.reinforcement import (
-    LORA,
     composed,
     is_packed,
     note_padded_rows,
@@ -363,6 +363,7 @@ SLIME = Framework(
     writes_sizes=True,
     packs=is_packed,
     cannot_write=_NEVER
+    | no_adapters("slime")
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",
         "use_distributed_optimizer": "slime always uses the distributed optimizer",

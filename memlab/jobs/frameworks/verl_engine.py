@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.lora import LINEARS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -41,7 +43,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.reinforcement import LORA, note_replaced_values
+from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 RELEASE, FP32_SINCE, BEFORE = "0.9.1", "2026-08-20", "before-2026-08-20"
@@ -77,6 +79,9 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
         Key(f"{engine}.param_offload", "offload_parameters", SWITCH, False),
         Key(f"{engine}.optimizer_offload", "offload_optimizer", SWITCH, False),
         *(Key(f"{engine}.offload.{part}.target", f"{part}_target", TEXT, None) for part in ("param", "optimizer")),
+        *adapter_keys(
+            f"{model}.lora", rank=None, alpha=32, dropout=0.0, dropout_position="pre", target_modules=LINEARS
+        ),
     )
 
 
@@ -97,7 +102,6 @@ _ENGINE_MISSING = (
     ),
 )  # fmt: skip
 _MODEL_MISSING = (
-    Missing("lora.rank", "less", LORA),
     Missing("lora_rank", "less", LORA),
     Missing("use_fused_kernels", "less",
             "a fused linear cross entropy computes log-probabilities without whole logits, which saves at most the "
@@ -144,6 +148,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> No
     _complete_gradients(reading, engine, optim)
     _complete_offload(reading, engine)
     _take_defaults_of_mbridge(reading, engine)
+    complete_adapters(reading, f"{model}.lora.rank", lacks_of_section(reading, f"{model}.lora"))
 
 
 def _complete_optimizer(reading: Reading, optim: str) -> None:
@@ -214,7 +219,7 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
 FIXED: dict[str, Any] = {
     "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "checkpoint_input_remedy": "release_storage",
 }  # fmt: skip
-CANNOT_WRITE = {
+CANNOT_WRITE = OF_BRIDGE | {
     "freeze_moe_router": "verl has no such key",
     "checkpoint_input_remedy": "verl always applies release_storage",
     "offload_optimizer_except_update": "verl loads the optimizer state before the step",

@@ -60,7 +60,8 @@ def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torc
     Returns:
         Shape [batch, tokens, heads, channels].
     """
-    output: torch.Tensor = _FlashAttention.apply(*(each.transpose(1, 2) for each in (query, key, value)), scale)
+    tensors = (each.transpose(1, 2) for each in (query, key, value))
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0)
     return output
 
 

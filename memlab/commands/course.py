@@ -1,0 +1,96 @@
+"""Writes a course for a teacher into a new folder."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from memlab._version import __version__
+from memlab.commands.shared.output import check_new_folder, out_path
+from memlab.commands.shared.process import terminate_on_signal
+from memlab.lab_files import labs_folder
+
+_LINKED = ("*.md", "results", "book", "pictures")
+"""What the labs link to and read."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.add_argument("folder", type=out_path, metavar="FOLDER", help="the new folder of the course")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="first run each lab, so that its slides have figures; without it, slides have text only",
+    )
+    parser.add_argument(
+        "--install",
+        default=f"memlab[cpu]=={__version__}",
+        metavar="REQUIREMENT",
+        help="what pip installs on Binder and on Colab: a version, or the address of a wheel or a repository of yours "
+        "(default: %(default)s)",
+    )
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks the folder and finds the labs.
+
+    Raises:
+        ValueError: If the folder is not empty, or there are no labs.
+    """
+    check_new_folder("FOLDER", arguments.folder)
+    source = labs_folder()
+    return lambda: _write(source, arguments.folder, arguments.install, runs=arguments.run)
+
+
+def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
+    import nbformat
+
+    from memlab.course.notebooks import solved_notebook, student_notebook
+    from memlab.course.slides import slides_of
+    from memlab.regression.suite.notebooks import read_notebook
+
+    for name in ("student", "solutions", "slides", "binder"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for plan in sorted((source / "teaching").glob("*.md")):
+        shutil.copy(plan, folder)
+    num_failed = 0
+    for path in sorted(source.glob("*.ipynb")):
+        lab = read_notebook(path)
+        nbformat.write(student_notebook(lab, requirement), folder / "student" / path.name)
+        nbformat.write(solved_notebook(lab), folder / "solutions" / path.name)
+        executed = _executed(path, folder) if runs else path
+        num_failed += executed is None
+        page = slides_of(read_notebook(executed or path))
+        (folder / "slides" / f"{path.stem}.slides.html").write_text(page, encoding="utf-8")
+        print(f"wrote {path.stem}", flush=True)
+    for linked in sorted(path for pattern in _LINKED for path in source.glob(pattern)):
+        for of in ("student", "solutions"):
+            _copy(linked, folder / of / linked.name)
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu\n"
+    (folder / "binder" / "requirements.txt").write_text(f"{index}{requirement}\n", encoding="utf-8")
+    (folder / "binder" / "runtime.txt").write_text("python-3.11\n", encoding="utf-8")
+    print(f"the course is in {folder}: begin with README.md")
+    return 1 if num_failed else 0
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.py", "static"))
+    else:
+        shutil.copy(source, target)
+
+
+def _executed(path: Path, folder: Path) -> Path | None:
+    """Runs a lab; returns its notebook with outputs, or None if it failed."""
+    from memlab.regression.run.runner import LabFailedError, prepare_lab
+
+    try:
+        with terminate_on_signal():
+            run = prepare_lab(path, {}, folder / "runs" / path.stem, 1800.0).run(lambda _: None)
+    except LabFailedError as failure:
+        print(f"{failure}, so its slides have text only", file=sys.stderr)
+        return None
+    return run.folder / "notebook.ipynb"

@@ -1,0 +1,64 @@
+"""The labs as students get them: without the answers to the exercises, and with points for nbgrader."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+
+import nbformat
+
+from memlab.regression.suite.notebooks import EXERCISE_TAG, has_tag
+
+_ANSWERS = re.compile(r"<details><summary><strong>Answers?</strong> to the exercises?.*?</details>\n*", re.DOTALL)
+_INSTALL = """\
+import sys
+
+if "google.colab" in sys.modules:
+    %pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu '{requirement}'"""
+
+
+def student_notebook(lab: nbformat.NotebookNode, requirement: str) -> nbformat.NotebookNode:
+    """Returns a lab without the answers to its exercises, each of which nbgrader can grade.
+
+    An exercise becomes two cells: the answer, which a student changes, and the check, which fails if a goal is missed
+    and gives a point per exercise. Quizzes keep their answers, because they explain each choice when it is clicked.
+
+    Args:
+        lab: A lab; it is not changed.
+        requirement: What pip installs on Colab, such as ``memlab[cpu]==0.3.0``.
+    """
+    notebook = copy.deepcopy(lab)
+    cells = [nbformat.v4.new_code_cell(_INSTALL.format(requirement=requirement), id="install")]
+    for cell in notebook.cells:
+        cell.source = _ANSWERS.sub("", cell.source)
+        cells += _graded(cell) if has_tag(cell, EXERCISE_TAG) else [cell] if cell.source.strip() else []
+    notebook.cells = cells
+    return notebook
+
+
+def solved_notebook(lab: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Returns a lab whose answers to the exercises are open."""
+    notebook = copy.deepcopy(lab)
+    for cell in notebook.cells:
+        cell.source = re.sub(
+            r"<details>(<summary><strong>Answers?</strong> to the ex)", r"<details open>\1", cell.source
+        )
+    return notebook
+
+
+def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Splits an exercise into the answer and the check, with the metadata of nbgrader's schema 3."""
+    last = ast.parse(cell.source).body[-1]
+    lines = cell.source.splitlines()
+    answer, goals = lines[: last.lineno - 1], lines[last.lineno - 1 :]
+    check = copy.deepcopy(cell)
+    cell.source = "\n".join(answer).rstrip()
+    check.source = "assert bool(\n" + "\n".join(f"    {line}" for line in goals) + "\n)"
+    check.id = f"{cell.id}-check"
+    for each, is_answer in ((cell, True), (check, False)):
+        name = f"{each.id}"
+        kind = {"solution": is_answer, "grade": not is_answer, "locked": not is_answer, "task": False}
+        points = {} if is_answer else {"points": 1}
+        each.metadata["nbgrader"] = {"schema_version": 3, "grade_id": name, "cell_type": "code", **kind, **points}
+    return [cell, check]

@@ -1,0 +1,50 @@
+"""Slides from the cells of a lab: one per section, with its first paragraphs, its figures, and what to look at."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import nbformat
+from nbconvert import SlidesExporter
+
+from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, has_tag
+
+_LONGEST_PARAGRAPHS = 2
+_LEFT_OUT = re.compile(r"<details>.*?</details>|^\|.*\|$", re.DOTALL | re.MULTILINE)
+
+
+def slides_of(executed: nbformat.NotebookNode) -> str:
+    """Returns reveal.js slides as one HTML page; it loads reveal.js from the network when it is opened.
+
+    Args:
+        executed: A lab with its outputs; without outputs, slides have text only. It is not changed.
+    """
+    notebook = copy.deepcopy(executed)
+    kept: list[nbformat.NotebookNode] = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            kept += _slides_of_text(cell)
+        elif cell.get("outputs") and not has_tag(cell, HIDE_INPUT_TAG):
+            cell.metadata["slideshow"] = {"slide_type": "subslide"}
+            kept.append(cell)
+    notebook.cells = kept
+    exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
+    page, _ = exporter.from_notebook_node(notebook)
+    return str(page)
+
+
+def _slides_of_text(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Returns a slide for each section that begins in a text, and one for what to look at in the figure before it."""
+    slides = []
+    text = _LEFT_OUT.sub("", cell.source).strip()
+    for section in re.split(r"(?m)^(?=#{1,2} )", text):
+        paragraphs = [paragraph for paragraph in section.split("\n\n") if paragraph.strip()]
+        is_heading = section.startswith("#")
+        shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith("**Look at**")]
+        if shown:
+            kind = "slide" if is_heading else "subslide"
+            slide = nbformat.v4.new_markdown_cell("\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading]))
+            slide.metadata["slideshow"] = {"slide_type": kind}
+            slides.append(slide)
+    return slides

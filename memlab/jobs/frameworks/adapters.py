@@ -1,0 +1,111 @@
+"""Low-rank adapters in job files: the keys of Megatron-Bridge's ``LoRA``, and what memlab has none of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.config.lora import LINEARS
+from memlab.config.option import options_of
+from memlab.config.training_state import TrainingState
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import NUMBER, TEXT, WHOLE, WORDS, Conversion, Key, is_given
+
+LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
+_ALL = "all-linear"
+OF_BRIDGE = {
+    "lora_share_expert_adapters": "an adapter of Megatron-Bridge for each expert is another one than memlab's",
+    "lora_enable_input_require_grads": "Megatron-Bridge lets the embedding's output require a gradient only under full "
+    "recompute",
+}
+"""What Megatron-Bridge's adapters never are, each with the reason."""
+_OPTIONS = [name for name in options_of(TrainingState) if name.startswith("lora_")]
+
+
+def no_adapters(title: str) -> dict[str, str]:
+    """Returns why a framework without adapters cannot express them, by option."""
+    return dict.fromkeys(_OPTIONS, f"{title} trains no adapters")
+
+
+def _read_targets(value: Any) -> Any:
+    names = WORDS.read(value)
+    if names is None or _ALL not in names:
+        return names
+    return tuple(dict.fromkeys((*LINEARS, *(name for name in names if name != _ALL))))
+
+
+RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
+"""Frameworks train no adapters of rank 0."""
+TARGETS = Conversion(_read_targets, WORDS.write)
+"""SkyRL and ms-swift have a word for all linears."""
+
+
+def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[Key, ...]:
+    """Returns the keys of a section of adapters.
+
+    Args:
+        prefix: Of the section.
+        rank_key: The key of the rank in it.
+        **defaults: The framework's own, by the fields of `LoRA`; a key without one does not exist there.
+    """
+    rows = {
+        "rank": (rank_key, RANK),
+        "alpha": ("alpha", NUMBER),
+        "dropout": ("dropout", NUMBER),
+        "dropout_position": ("dropout_position", TEXT),
+        "target_modules": ("target_modules", TARGETS),
+    }
+    return tuple(
+        Key(f"{prefix}.{name}", f"lora_{field}", conversion, defaults[field])
+        for field, (name, conversion) in rows.items()
+        if field in defaults
+    )
+
+
+def lacks_of_model(architecture: Architecture) -> list[str]:
+    """Returns what memlab lacks where all linears of a model have adapters, in phrases."""
+    weights = (weight.name.rpartition(".")[0] for part in architecture.parts for weight in part.weights())
+    names = {name.rpartition(".")[2] for name in weights if "linear_" in name}
+    return [f"adapters of {name}" for name in sorted(names - {*LINEARS})]
+
+
+def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> None:
+    """Names adapters that memlab has none of, and trains the model then: its numbers are an upper bound.
+
+    Args:
+        reading: Of the job; its values have the adapters' fields.
+        key: By which they are named: the rank's, or the section's.
+        lacks: What memlab lacks of these, in phrases.
+    """
+    values = reading.values
+    if values.get("lora_rank") is None:
+        return
+    reasons, targets = [*lacks], values.get("lora_target_modules")
+    if targets is not None and (not targets or not all(str(name).endswith(("*", *LINEARS)) for name in targets)):
+        reasons.append("adapters of other linears")
+    for name, what in (("fp8_format", "adapters beside FP8"), ("optimizer_cpu_offload", "the host's optimizer")):
+        if values.get(name):
+            reasons.append(what)
+    if reasons:
+        reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} here)")
+        values["lora_rank"] = None
+
+
+def lacks_of_section(reading: Reading, prefix: str, kind: str = "type") -> list[str]:
+    """Returns what memlab lacks of a section with Megatron-Bridge's own names, in phrases."""
+    lacks, given = [], reading.get(f"{prefix}.{kind}")
+    if given not in (None, "lora"):
+        lacks.append(f"adapters of the kind {given}")
+    for name, what in (
+        ("exclude_modules", "list of linears without adapters"),
+        ("normalize_moe_lora", "other rank of the experts"),
+        ("experts_shared_outer_loras", "half of an adapter that experts share"),
+        ("sequence_parallel_input_regather", "input that is gathered twice"),
+        ("a2a_experimental", "exchange of all with all"),
+    ):
+        if is_given(reading.get(f"{prefix}.{name}")):
+            lacks.append(what)
+    if reading.get(f"{prefix}.share_expert_adapters") is False:
+        lacks.append("adapter of Megatron-Bridge for each expert")
+    return lacks

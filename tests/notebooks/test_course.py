@@ -1,0 +1,105 @@
+"""`memlab course`: students get no answers, a check that grades, slides of every section, and plans that name what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from memlab.cli import main
+from memlab.course.notebooks import solved_notebook, student_notebook
+from memlab.course.slides import slides_of
+from memlab.regression.suite.notebooks import read_notebook
+from tests.notebooks.in_process import cells_in_this_process
+from tests.notebooks.small_labs import write_lab
+
+ROOT = Path(__file__).parents[2]
+LABS = sorted((ROOT / "labs").glob("*.ipynb"))
+every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
+
+
+@every_lab
+def test_students_get_the_exercises_without_their_answers(path: Path) -> None:
+    lab = read_notebook(path)
+    exercises = [cell for cell in lab.cells if "exercise" in cell.metadata.get("tags", [])]
+    student, solved = student_notebook(lab, "memlab"), solved_notebook(lab)
+    nbformat.validate(student)
+    text = "\n".join(cell.source for cell in student.cells)
+    assert not re.search(r"Answers?</strong> to the exercise", text)
+    assert bool(exercises) == ("<details open>" in "\n".join(cell.source for cell in solved.cells))
+    graded = [cell.metadata.nbgrader for cell in student.cells if "nbgrader" in cell.metadata]
+    assert [(each.solution, each.grade) for each in graded] == [(True, False), (False, True)] * len(exercises)
+    assert sum(each.get("points", 0) for each in graded) == len(exercises)
+    assert len({each.grade_id for each in graded}) == len(graded)
+    answers = [cell.source for cell in student.cells if cell.metadata.get("nbgrader", {}).get("solution")]
+    assert all(source.count("# change me") == 1 and "check(" not in source for source in answers)
+    assert "nbgrader" not in str(lab), "the lab itself is as it was"
+
+
+@pytest.mark.parametrize(("answer", "passes"), [("mine = 3", True), ("mine = 2", False)])
+def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: bool) -> None:
+    source = "mine = 0  # change me\n# the number of bytes\ncheck(mine).is_exactly(\n    3, 'count them'\n)"
+    exercise = nbformat.v4.new_code_cell(source, metadata={"tags": ["interactive-only", "exercise"]})
+    _, cell, check = student_notebook(nbformat.v4.new_notebook(cells=[exercise]), "memlab").cells
+    assert cell.source == "mine = 0  # change me\n# the number of bytes"
+    lines = f"from memlab import check\n{answer}\n{check.source}"
+    if passes:
+        exec(lines)  # noqa: S102  # the cells above
+    else:
+        with pytest.raises(AssertionError):
+            exec(lines)  # noqa: S102
+
+
+def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
+    lab = read_notebook(ROOT / "labs" / "01_recompute.ipynb")
+    (step,) = [cell for cell in lab.cells if cell.source.startswith("lab = Lab(")][:1] or [lab.cells[6]]
+    step.outputs = [nbformat.v4.new_output("display_data", data={"text/plain": "a figure"})]
+    page = slides_of(lab)
+    headings = re.findall(
+        r"(?m)^## (.*)$", "\n".join(cell.source for cell in lab.cells if cell.cell_type == "markdown")
+    )
+    assert [name for name in headings if name.replace("`", "") not in re.sub("<[^>]*>", "", page)] == []
+    assert "a figure" in page
+    assert "to the exercises" not in page and "lab.step(" not in page
+
+
+@cells_in_this_process()
+def test_the_course_of_a_small_folder_of_labs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    labs = tmp_path / "labs"
+    (labs / "teaching").mkdir(parents=True)
+    for name in ("results", "book"):
+        (labs / name).mkdir()
+    for name in ("GLOSSARY", "teaching/README"):
+        (labs / f"{name}.md").write_text(name)
+    write_lab(labs, "print(1)", name="01_small")
+    write_lab(labs, "1 / 0", name="02_broken")
+    monkeypatch.setattr("memlab.commands.course.labs_folder", lambda: labs)
+    course = tmp_path / "course"
+    assert main(["course", str(course), "--run", "--install", "https://example.org/memlab.whl"]) == 1
+    said, complaint = capfd.readouterr()
+    assert said.endswith(f"the course is in {course}: begin with README.md\n")
+    assert complaint.startswith("02_broken.ipynb failed ") and complaint.endswith("so its slides have text only\n")
+    assert (course / "runs" / "01_small" / "notebook.ipynb").is_file()
+    assert "Part 1" in (course / "slides" / "02_broken.slides.html").read_text()
+    assert {path.name for path in course.iterdir()} == {"README.md", "student", "solutions", "slides", "binder", "runs"}
+    wanted = "--extra-index-url https://download.pytorch.org/whl/cpu\nhttps://example.org/memlab.whl\n"
+    assert (course / "binder" / "requirements.txt").read_text() == wanted
+    assert "https://example.org/memlab.whl" in read_notebook(course / "student" / "01_small.ipynb").cells[0].source
+    assert main(["course", str(course)]) == 2
+    assert "which is not empty, must be a new or an empty folder" in capfd.readouterr().err
+
+
+def test_the_plans_name_exercises_that_there_are() -> None:
+    for plan in sorted((ROOT / "labs" / "teaching").glob("lecture_*.md")):
+        for row in re.findall(r"(?m)^\| \d.*$", plan.read_text()):
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            for number in re.findall(r"\blabs? (\d\d)|^(\d\d)$", cells[1] if len(cells) == 4 else cells[2]):
+                assert [path for path in LABS if path.stem.startswith("".join(number))]
+            if len(cells) == 4 and re.fullmatch(r"\d\d", cells[1]):
+                (lab,) = (path for path in LABS if path.stem.startswith(cells[1]))
+                count = sum("exercise" in cell.metadata.get("tags", []) for cell in read_notebook(lab).cells)
+                assert all(int(number) <= count for number in re.findall(r"\d", cells[3])), row

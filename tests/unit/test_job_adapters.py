@@ -1,0 +1,120 @@
+"""Adapters in job files: each framework's own keys and defaults, what memlab has none of, and what ``--as`` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.config.lora import LINEARS, LoRA
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+
+PPO = "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+ACTOR = "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=true "
+GRPO = "python examples/run_grpo.py policy.model_name=Qwen/Qwen3-8B policy.megatron_cfg.enabled=true "
+SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-8B "
+RECIPE = "torchrun --nproc_per_node=1 run_recipe.py --recipe qwen3_8b_peft_1gpu_h100_bf16_config "
+SWIFT = "NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-8B --max_length 2048 --tuner_type lora "
+PEFT, LORA = "policy.megatron_cfg.peft", "trainer.policy.model.lora"
+
+
+def read(tmp_path: Path, command: str) -> Job:
+    path = tmp_path / "run.sh"
+    path.write_text(command + "\n")
+    return Job.read(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "lora"),
+    [
+        (PPO + ACTOR, None),
+        (f"{PPO}{ACTOR}actor_rollout_ref.model.lora.rank=16", LoRA(rank=16)),
+        (
+            PPO
+            + ACTOR
+            + " ".join(
+                f"actor_rollout_ref.model.lora.{each}"
+                for each in ("rank=64", "alpha=128", "target_modules='[linear_qkv]'")
+            ),
+            LoRA(rank=64, alpha=128, target_modules=("linear_qkv",)),
+        ),
+        (f"{GRPO}{PEFT}.dim=8 {PEFT}.target_modules='[linear_qkv]'", None),
+        (
+            f"{GRPO}{PEFT}.enabled=true {PEFT}.dim=128 {PEFT}.alpha=256 {PEFT}.target_modules='[linear_proj]'",
+            LoRA(rank=128, alpha=256, dropout_position="post", target_modules=("linear_proj",)),
+        ),
+        (f"{SKYRL}{LORA}.rank=32", LoRA(rank=32, alpha=16)),
+        (f"{SKYRL}{LORA}.rank=0", None),
+        (RECIPE, LoRA(rank=8, alpha=16, target_modules=("linear_qkv", "linear_proj"))),
+        (
+            f"{RECIPE}peft.dim=64 peft.dropout=0.1",
+            LoRA(rank=64, alpha=16, dropout=0.1, target_modules=("linear_qkv", "linear_proj")),
+        ),
+        (SWIFT, LoRA(rank=8, dropout=0.05, share_expert_adapters=False, enable_input_require_grads=True)),
+        (
+            f"{SWIFT}--lora_rank 16 --lora_dropout 0 --target_modules linear_qkv linear_proj",
+            LoRA(rank=16, target_modules=LINEARS[:2], share_expert_adapters=False, enable_input_require_grads=True),
+        ),
+        (SWIFT.replace("lora", "full"), None),
+    ],
+)
+def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoRA | None, tmp_path: Path) -> None:
+    job = read(tmp_path, command)
+    assert job.scenario is not None and job.scenario.state.lora == lora
+    assert not [one for one in job.not_modelled if "adapters" in one.reason]
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "what"),
+    [
+        (
+            f"{PPO}{ACTOR}actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.type=dora",
+            "actor_rollout_ref.model.lora.rank",
+            "no adapters of the kind dora",
+        ),
+        (f"{GRPO}{PEFT}.enabled=true", f"{PEFT}.enabled", "no adapters of other linears"),
+        (f"{GRPO}{PEFT}.enabled=true {PEFT}.target_modules='[router]'", f"{PEFT}.enabled", "of other linears"),
+        (
+            f"{SKYRL}{LORA}.rank=8 trainer.policy.megatron_config.lora_config.lora_type=canonical_lora",
+            f"{LORA}.rank",
+            "no adapters of the kind canonical_lora",
+        ),
+        (f"{RECIPE}peft.share_expert_adapters=false", "peft", "no adapter of Megatron-Bridge for each expert"),
+        (f"{SWIFT}--tensor_model_parallel_size 2", "tuner_type", "no adapters of ms-swift under tensor parallelism"),
+        (f"{SWIFT}--target_modules all-linear all-router", "tuner_type", "no adapters of other linears"),
+    ],
+)
+def test_adapters_that_memlab_has_none_of_are_named_and_bounded(
+    command: str, key: str, what: str, tmp_path: Path
+) -> None:
+    job = read(tmp_path, command)
+    (row,) = [one for one in job.not_modelled if one.key == key]
+    assert job.scenario is not None and job.scenario.state.lora is None
+    assert row.effect == "less" and what in row.reason and row.bound_bytes
+
+
+@pytest.mark.parametrize(
+    ("framework", "others", "lines"),
+    [
+        ("bridge", {}, ("  _target_: megatron.bridge.peft.lora.LoRA", "  dim: 16")),
+        ("verl", {}, ("actor_rollout_ref.model.lora.rank=16",)),
+        ("nemo-rl", {}, ("      enabled: true", "      dim: 16")),
+        ("skyrl", {}, (f"{LORA}.rank=16",)),
+        (
+            "ms-swift",
+            {"share_expert_adapters": False, "enable_input_require_grads": True},
+            ("--tuner_type lora", "--lora_rank 16"),
+        ),
+        ("megatron-lm", {}, ()),
+    ],
+)
+def test_adapters_are_written_or_named(framework: str, others: dict[str, Any], lines: tuple[str, ...]) -> None:
+    scenario = Scenario.of("qwen3-8b", state=TrainingState(lora=LoRA(rank=16, **others)))
+    text = written(framework, scenario, MemorySettings())
+    assert all(any(line in one for one in text.lines) for line in lines), text.lines
+    assert ("lora_rank" in text.unsaid) == (framework == "megatron-lm")
