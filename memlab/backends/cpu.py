@@ -69,15 +69,12 @@ def check(scenario: Scenario) -> None:
             f"fp8_format is {scenario.state.fp8_format!r}, which needs a GPU: leave it out, or predict the step "
             "(memlab predict, backend 'simulated')"
         )
-    cuts = {
-        "context_parallel_size": scenario.layout.context_parallel_size,
-        "packed_sequences": scenario.packed_sequences,
-    }
-    for name, value in cuts.items():
-        if scenario.state.attention_dropout and value not in (None, 1):
+    drop, ranks = scenario.state.attention_dropout, scenario.layout.context_parallel_size
+    for name, value in (("context_parallel_size", ranks), ("packed_sequences", scenario.packed_sequences)):
+        if drop and value not in (None, 1):
             raise ValueError(
-                f"attention_dropout is {scenario.state.attention_dropout:g} with {name} {value}, which needs a GPU: choose "
-                "0, or predict the step (memlab predict, backend 'simulated')"
+                f"attention_dropout is {drop:g} with {name} {value}, which needs a GPU: choose 0, or predict the step "
+                "(memlab predict, backend 'simulated')"
             )
     require_host_memory(scenario)
 
