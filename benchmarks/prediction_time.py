@@ -40,6 +40,32 @@ with Lab({lab}, backend="simulated") as lab:
     print("seconds", time.process_time() - started)
 """
 """Prints the processor seconds of a step: the first one of a lab, or one under a changed setting."""
+JOB = """
+import tempfile, time
+from pathlib import Path
+from memlab.cli import main
+text = '''
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  train_global_batch_size: 512
+  train_micro_batch_size: 1
+  logprob_batch_size: 1
+  max_total_sequence_length: 4096
+  megatron_cfg:
+    enabled: true
+    activation_checkpointing: true
+    expert_model_parallel_size: 8
+    distributed_data_parallel_config: {overlap_grad_reduce: true, overlap_param_gather: true}
+  generation: {vllm_cfg: {gpu_memory_utilization: 0.6, tensor_parallel_size: 4}}
+cluster: {gpus_per_node: 8, num_nodes: 4}
+'''
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "config.yaml"
+    path.write_text(text)
+    main(["predict", "--job", str(path), "--json"])
+print("seconds", time.process_time())
+"""
+"""Predicts a job of NeMo-RL: 16 micro-batches under full recompute, and its pass for log-probabilities."""
 SEARCH = ("-m", "memlab", "search", "--gpu-memory", "79GiB", "--json", "--engines", "1")
 """In this process alone: `os.wait4` does not count what the processes of a search use, which another one forks."""
 CASES: dict[str, tuple[str, ...]] = {
@@ -55,6 +81,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "layers: Qwen3-235B-A22B, 12 layers, changed": ("-c", SETTING.format(lab=f"{LARGE}, num_layers=12", first=False)),
     "layers: Qwen3-235B-A22B, 94 layers, changed": ("-c", SETTING.format(lab=f"{LARGE}, num_layers=94", first=False)),
+    "job: NeMo-RL, Qwen3-30B-A3B EP8, 16 micro-batches": ("-c", JOB),
     "command: predict phi-4": ("-m", "memlab", "predict", "phi-4", "--seq-length", "4096"),
     "command: predict Qwen3-30B-A3B": ("-m", "memlab", "predict", "qwen3-30b-a3b", "--seq-length", "4096"),
     "search: phi-4 TP2": (*SEARCH, "phi-4", "--tensor-model-parallel-size", "2", "--world-size", "8"),

@@ -13,16 +13,7 @@ from memlab.commands.shared.output import check_new_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
 from memlab.lab_files import labs_folder
 
-_BESIDE_NOTEBOOKS = (
-    "GLOSSARY.md",
-    "CHEATSHEET.md",
-    "README.md",
-    "RESULTS.md",
-    "SCALING_UP.md",
-    "LOG.md",
-    "results",
-    "book",
-)
+_LINKED = ("*.md", "results", "book", "pictures")
 """What the labs link to and read."""
 
 
@@ -75,9 +66,9 @@ def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
         page = slides_of(read_notebook(executed or path))
         (folder / "slides" / f"{path.stem}.slides.html").write_text(page, encoding="utf-8")
         print(f"wrote {path.stem}", flush=True)
-    for name in _BESIDE_NOTEBOOKS:
+    for linked in sorted(path for pattern in _LINKED for path in source.glob(pattern)):
         for of in ("student", "solutions"):
-            _copy(source / name, folder / of / name)
+            _copy(linked, folder / of / linked.name)
     index = "--extra-index-url https://download.pytorch.org/whl/cpu\n"
     (folder / "binder" / "requirements.txt").write_text(f"{index}{requirement}\n", encoding="utf-8")
     (folder / "binder" / "runtime.txt").write_text("python-3.11\n", encoding="utf-8")

@@ -125,7 +125,7 @@ def options_of(cls: type) -> dict[str, Option]:
     hints, found = get_type_hints(cls), {}
     for one in fields(cls):
         inner = next((kind for kind in get_args(hints[one.name]) if is_dataclass(kind)), None)
-        if inner is not None:
+        if inner is not None and options_of(inner):  # type: ignore[arg-type]
             first, *others = (
                 replace(each, name=f"{one.name}_{each.name}")
                 for each in options_of(inner).values()  # type: ignore[arg-type]

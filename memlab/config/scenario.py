@@ -23,6 +23,8 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
+FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+"""The families that the engine fsdp2 builds, all dense."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -178,10 +180,11 @@ class Scenario:
                 "engine does not build: choose another model, or engine 'megatron'",
                 "engine",
             )
-        if self.architecture.routes:
+        if self.architecture.family not in FAMILIES_OF_FSDP2:
             raise RuleError(
-                f"engine is {self.engine!r}, and {self.architecture.name} has experts, which this engine does not "
-                "build yet: choose a dense model, or engine 'megatron'",
+                f"engine is {self.engine!r}, and {self.architecture.name} is of the family "
+                f"{self.architecture.family}, which this engine does not build yet: choose a model of "
+                f"{', '.join(FAMILIES_OF_FSDP2)}, or engine 'megatron'",
                 "engine",
             )
 

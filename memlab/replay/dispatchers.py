@@ -38,7 +38,8 @@ class Dispatchers:
         managed = [each for one in found for each in (one, getattr(one, "_comm_manager", None))]
         return [each for each in managed if each is not None]
 
-    def _tensors(self, unit: Unit) -> Iterator[tuple[Reference, torch.Tensor]]:
+    def tensors(self, unit: Unit) -> Iterator[tuple[Reference, torch.Tensor]]:
+        """Yields the tensors that a unit's dispatchers refer to."""
         for number, dispatcher in enumerate(self._of(unit)):
             for name, value in list(vars(dispatcher).items()):
                 if isinstance(value, torch.Tensor):
@@ -46,38 +47,46 @@ class Dispatchers:
 
     def keeps_states(self, unit: Unit, given: torch.Tensor) -> bool:
         """Whether a unit's dispatchers refer to a graph in which one of its checkpoints keeps random states."""
-        return have_checkpoint([tensor for _, tensor in self._tensors(unit)], given)
+        return have_checkpoint([tensor for _, tensor in self.tensors(unit)], given)
 
     def detach(self, unit: Unit) -> None:
         """Drops the graph of an earlier pass, as a forward pass does that is not replayed."""
         unit.keeps_states = False
         dispatchers = self._of(unit)
         with unobserved():
-            for reference, tensor in self._tensors(unit):
+            for reference, tensor in self.tensors(unit):
                 if tensor.grad_fn is not None:
                     setattr(dispatchers[reference.number], reference.name, tensor.detach())
 
     def let_go_of_stand_ins(self, unit: Unit) -> None:
         """Drops what is kept of a replayed pass, as the unit's next forward pass does."""
-        for _, tensor in self._tensors(unit):
+        for _, tensor in self.tensors(unit):
             vars(tensor).pop(_KEPT, None)
 
     def references_to(self, previous: Pass) -> list[Reference]:
         """Returns what refers to a stepped pass whose backward has not ended."""
         roles = {id(allocation) for allocation in previous.roles}
-        tensors = self._tensors(previous.unit)
+        tensors = self.tensors(previous.unit)
         return [each for each, tensor in tensors if id(self.meter.storages.allocation_of(tensor)) in roles]
 
     def replace(self, unit: Unit, references: Iterable[Reference]) -> None:
         """Refers to other stand-ins, as a forward pass does."""
+        for each in references:
+            self.refer(unit, each, self.meter.stand_in(*each.spec))
+
+    def refer(self, unit: Unit, reference: Reference, tensor: torch.Tensor) -> None:
+        """Refers to another tensor."""
+        setattr(self._of(unit)[reference.number], reference.name, tensor)
+
+    def refer_to_all(self, unit: Unit, references: Iterable[Reference]) -> bool:
+        """Whether the attributes of references are tensors."""
         dispatchers = self._of(unit)
-        for number, name, spec in references:
-            setattr(dispatchers[number], name, self.meter.stand_in(*spec))
+        return all(isinstance(getattr(dispatchers[number], name), torch.Tensor) for number, name, _ in references)
 
     def read_what_refers(self, one: Pass) -> None:
         """Notes which tensors refer to what a stepped backward pass has left."""
         left, places = one.left, _places_of(one.left)
-        for reference, tensor in self._tensors(one.unit):
+        for reference, tensor in self.tensors(one.unit):
             place = places.get(id(self.meter.storages.allocation_of(tensor)))
             if place is not None:
                 left.referred.append((place, reference))
@@ -95,7 +104,7 @@ class Dispatchers:
         if left.result is not None:
             places[id(left.result)] = len(left.others)
         found = []
-        for reference, tensor in self._tensors(one.unit):
+        for reference, tensor in self.tensors(one.unit):
             own = places.get(id(self.meter.storages.allocation_of(tensor)), -1)
             leaves = _tensors_of_leaves(tensor.grad_fn)
             kept = {own} | {places.get(id(self.meter.storages.allocation_of(each)), -1) for each in leaves}
@@ -163,7 +172,7 @@ class Dispatchers:
             one = unit.last_pass
             if one is None or one.source is None:
                 continue
-            if any(_KEPT in vars(tensor) for _, tensor in self._tensors(unit)):
+            if any(_KEPT in vars(tensor) for _, tensor in self.tensors(unit)):
                 for place, each in one.left.in_graphs:
                     found.setdefault(unit.layers[place], []).append(each)
         return found

@@ -35,6 +35,7 @@ from memlab.engines.megatron.build import LiveModel
 from memlab.meter.labels import Labels
 from memlab.meter.repeater import Repeater
 from memlab.replay.dispatchers import Dispatchers
+from memlab.replay.forward_only import ForwardOnlyPasses
 from memlab.replay.knowledge import Knowledge
 from memlab.replay.offload_calls import RepeatedCalls
 from memlab.replay.passes import NotReplayableError, Pass, PassesOfStep
@@ -63,13 +64,15 @@ class LayerReplay:
         self._knowledge = Knowledge(self.step, self.retention)
         parts = labels, meter, self.step, self._calls, self.retention, self.dispatchers, self._knowledge
         self._recorder, self._replayer = Recorder(*parts), Replayer(*parts)
+        self._forward_only = ForwardOnlyPasses(labels, meter, self._units, self.dispatchers)
+        self._replays_forward_only = False
         self._in_checkpoint = False
         """Whether the forward pass of an opened checkpoint runs."""
 
     @property
     def num_replayed(self) -> int:
         """Forward passes through layers that the last step replayed, those of a recompute included."""
-        return self._replayer.num_replayed
+        return self._replayer.num_replayed + self._forward_only.num_replayed
 
     @contextmanager
     def during_step(self, plan: Plan) -> Iterator[None]:
@@ -85,6 +88,8 @@ class LayerReplay:
         self._units.divide(self._live, opens=opens)
         self._knowledge.begin_step()
         self._in_checkpoint, self._replayer.num_replayed = False, 0
+        self._replays_forward_only = plan.forward_only_passes
+        self._forward_only.begin()
         for unit in self._units:
             unit.last_pass = unit.last_backward = None
             unit.is_replayed = False
@@ -126,16 +131,24 @@ class LayerReplay:
 
     def _layer_forward(self, layer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            def step() -> torch.Tensor:
+                output: torch.Tensor = original(*args, **kwargs)[0]
+                return output
+
             unit = self._units.of_layer(layer)
             hidden_states: Any = kwargs.get("hidden_states", args[0] if args else None)
-            if self._recorder.is_stepping or unit is None or kwargs.get("context") is not None:
+            if self._recorder.is_stepping or kwargs.get("context") is not None:
                 return original(*args, **kwargs)
+            if self._replays_forward_only and not self._forward_only.is_first(layer):
+                return self._forward_only.take(layer, hidden_states, lambda: self._recorder.stepped(step)), None
             take = self._pass
+            if unit is None:
+                return original(*args, **kwargs)
             if self._in_checkpoint and unit.is_in_checkpoint:
                 take = self._pass_without_graph
             elif self._labels.recomputing != unit.is_in_checkpoint:
                 return original(*args, **kwargs)
-            return take(unit, hidden_states, lambda: original(*args, **kwargs)[0]), None
+            return take(unit, hidden_states, step), None
 
         return forward
 

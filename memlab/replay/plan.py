@@ -39,6 +39,8 @@ class Plan:
     """Whether replayed passes have to tell Megatron's offload manager."""
     recomputes_moe: bool = False
     """Whether MoE layers are recomputed as a whole."""
+    forward_only_passes: bool = False
+    """Passes through layers in a step without backward, after the first one of each layer."""
     communicates: bool = False
     """Whether passes of the first and the last micro-batch begin data-parallel communication, and are stepped."""
 
@@ -88,5 +90,6 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         whole_step=are_equal and not overlaps and not offloads,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,
+        forward_only_passes=repeats and step.forward_only and not offloads and not has_limit,
         communicates=passes and overlaps,
     )

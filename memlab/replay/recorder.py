@@ -67,7 +67,7 @@ class Recorder:
         reference = knowledge.freed_lately(key) if reference is None else reference
         meter.log.after_event = self.retention.letting_go(unit, reference, of_previous)
         try:
-            result = self._stepped(step)
+            result = self.stepped(step)
         finally:
             if meter.log.after_event is not None:
                 meter.log.after_event = None
@@ -100,7 +100,7 @@ class Recorder:
     def forward_without_graph(self, one: Pass, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Steps a layer in the forward pass of its checkpoint, which leaves nothing but its output."""
         mark = self._mark()
-        result = self._stepped(step)
+        result = self.stepped(step)
         recorded = self._record(one, mark, {} if one.input is None else {id(one.input): Role(INPUT, 0)})
         if recorded is not None:
             recording, allocations = recorded
@@ -109,7 +109,8 @@ class Recorder:
                 self.knowledge.learn(key, self._known(one, mark, recording, recording.live[0], result, Calls((), ())))
         return result
 
-    def _stepped(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def stepped(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the output of a pass that is stepped, so that nothing that it calls is taken for a pass."""
         self.is_stepping = True
         try:
             return step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,7 @@ from memlab.replay.knowledge import Key, Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls
 from memlab.replay.passes import Known, NotReplayableError, Pass, PassesOfStep
 from memlab.replay.retention import Retention
-from memlab.replay.units import Unit
+from memlab.replay.units import Unit, enter_layers
 from memlab.vocabulary import POOLS
 
 _HOST = POOLS.index("host")
@@ -89,7 +88,7 @@ class Replayer:
         """Replays a forward pass, and returns its output: the result of a node that replays its backward."""
         one.unit.is_replayed = True
         self.num_replayed += len(one.unit.layers)
-        self._enter(one.unit.layers)
+        enter_layers(self.labels, one.unit.layers)
         one.output = known.result
         source = known.source
         # An input that is copied to the host is freed as soon as the next layer has its own.
@@ -102,7 +101,7 @@ class Replayer:
     def forward_without_graph(self, one: Pass, known: Known) -> torch.Tensor:
         """Replays a layer in the forward pass of its checkpoint, and returns its output."""
         self.num_replayed += 1
-        self._enter(one.unit.layers)
+        enter_layers(self.labels, one.unit.layers)
         replay = self._run(one, known.recording, None)
         replay.is_over = True
         collectives.send_again(known.sent)
@@ -128,7 +127,7 @@ class Replayer:
         """Has the events of a backward pass, and returns the gradient of the input."""
         unit, meter, forward = one.unit, self.meter, one.replay
         assert forward is not None, "only a replayed pass has this node"
-        self._enter(reversed(unit.layers))
+        enter_layers(self.labels, reversed(unit.layers))
         one.gradient = meter.storages.allocation_of(gradient)
         self.retention.take_result(unit)
         key = self.knowledge.backward(one, is_latest=self.step.is_latest(one))
@@ -247,13 +246,6 @@ class Replayer:
         allocation = self.meter.separate(replay, known.result, replay.recording.totals[Role(OWN, known.result)])
         self.meter.storages.follow(tensor.untyped_storage(), allocation)
         return tensor
-
-    def _enter(self, layers: Iterable[int]) -> None:
-        """Reports the layers to whoever follows the step."""
-        labels, outer = self.labels, self.labels.module
-        for layer in layers:
-            labels.enter_module(labels.code(f"decoder.layers.{layer}"))
-        labels.module = outer
 
 
 class _StandIn(torch.autograd.Function):

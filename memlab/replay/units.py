@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,12 @@ class Units:
         """Returns the unit that is one layer; None if the layer is in a larger one."""
         return self._units.get((self._numbers[id(layer)],))
 
+    def alone(self, layer: Any) -> Unit:
+        """Returns a unit of one layer, whatever checkpoint it is in: without gradients, nothing is checkpointed."""
+        unit = self._new((self._numbers[id(layer)],))
+        unit.kind = self.kinds_of_layers[unit.layers[0]]
+        return unit
+
     def of_checkpoint(self, function: Any) -> Unit | None:
         """Returns the unit that ``TransformerBlock._checkpointed_forward`` checkpoints; None for another checkpoint."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -162,17 +168,17 @@ class Units:
             unit.num_equal_after = num_equal[unit.before, unit.kind, unit.after] - unit.num_equal_before - 1
 
     def _unit(self, layers: tuple[int, ...], former: dict[tuple[int, ...], Unit]) -> Unit:
-        unit = former.get(layers)
-        if unit is None:
-            width, places = len(self._names), {}
-            modules = np.zeros(width * len(layers), dtype=np.int64)
-            for number, layer in enumerate(layers):
-                for code, place in self._places[layer].items():
-                    places[code] = number * width + place
-                    modules[places[code]] = code
-            unit = Unit(layers, modules, places)
-        self._units[layers] = unit
+        unit = self._units[layers] = former.get(layers) or self._new(layers)
         return unit
+
+    def _new(self, layers: tuple[int, ...]) -> Unit:
+        width, places = len(self._names), {}
+        modules = np.zeros(width * len(layers), dtype=np.int64)
+        for number, layer in enumerate(layers):
+            for code, place in self._places[layer].items():
+                places[code] = number * width + place
+                modules[places[code]] = code
+        return Unit(layers, modules, places)
 
     def _places_of(self, layer: int) -> dict[int, int]:
         """Returns the places of a layer's modules in the names of all layers' modules, by code."""
@@ -182,6 +188,14 @@ class Units:
             if name == prefix or name.startswith(prefix + "."):
                 places[code] = self._names.setdefault(name[len(prefix) :], len(self._names))
         return places
+
+
+def enter_layers(labels: Labels, layers: Iterable[int]) -> None:
+    """Reports layers whose passes are replayed to whoever follows the step."""
+    outer = labels.module
+    for layer in layers:
+        labels.enter_module(labels.code(f"decoder.layers.{layer}"))
+    labels.module = outer
 
 
 def _kind(layer: Any) -> Any:

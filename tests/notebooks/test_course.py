@@ -12,6 +12,8 @@ from memlab.cli import main
 from memlab.course.notebooks import solved_notebook, student_notebook
 from memlab.course.slides import slides_of
 from memlab.regression.suite.notebooks import read_notebook
+from tests.notebooks.in_process import cells_in_this_process
+from tests.notebooks.small_labs import write_lab
 
 ROOT = Path(__file__).parents[2]
 LABS = sorted((ROOT / "labs").glob("*.ipynb"))
@@ -63,6 +65,7 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
     assert "to the exercises" not in page and "lab.step(" not in page
 
 
+@cells_in_this_process()
 def test_the_course_of_a_small_folder_of_labs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,17 +73,22 @@ def test_the_course_of_a_small_folder_of_labs(
     (labs / "teaching").mkdir(parents=True)
     for name in ("results", "book"):
         (labs / name).mkdir()
-    for name in ("GLOSSARY", "CHEATSHEET", "README", "RESULTS", "SCALING_UP", "LOG", "teaching/README"):
+    for name in ("GLOSSARY", "teaching/README"):
         (labs / f"{name}.md").write_text(name)
-    (labs / "01_recompute.ipynb").write_bytes((ROOT / "labs" / "01_recompute.ipynb").read_bytes())
+    write_lab(labs, "print(1)", name="01_small")
+    write_lab(labs, "1 / 0", name="02_broken")
     monkeypatch.setattr("memlab.commands.course.labs_folder", lambda: labs)
     course = tmp_path / "course"
-    assert main(["course", str(course), "--install", "https://example.org/memlab.whl"]) == 0
-    assert capfd.readouterr().out.endswith(f"the course is in {course}: begin with README.md\n")
-    assert {path.name for path in course.iterdir()} == {"README.md", "student", "solutions", "slides", "binder"}
+    assert main(["course", str(course), "--run", "--install", "https://example.org/memlab.whl"]) == 1
+    said, complaint = capfd.readouterr()
+    assert said.endswith(f"the course is in {course}: begin with README.md\n")
+    assert complaint.startswith("02_broken.ipynb failed ") and complaint.endswith("so its slides have text only\n")
+    assert (course / "runs" / "01_small" / "notebook.ipynb").is_file()
+    assert "Part 1" in (course / "slides" / "02_broken.slides.html").read_text()
+    assert {path.name for path in course.iterdir()} == {"README.md", "student", "solutions", "slides", "binder", "runs"}
     wanted = "--extra-index-url https://download.pytorch.org/whl/cpu\nhttps://example.org/memlab.whl\n"
     assert (course / "binder" / "requirements.txt").read_text() == wanted
-    assert "https://example.org/memlab.whl" in read_notebook(course / "student" / "01_recompute.ipynb").cells[0].source
+    assert "https://example.org/memlab.whl" in read_notebook(course / "student" / "01_small.ipynb").cells[0].source
     assert main(["course", str(course)]) == 2
     assert "which is not empty, must be a new or an empty folder" in capfd.readouterr().err
 

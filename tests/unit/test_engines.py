@@ -147,6 +147,12 @@ def test_settings_that_an_engine_lacks_are_refused_by_name(settings: dict[str, A
     check_on_model(replace(FULL, recompute_method="block", recompute_num_layers=2), scenario)
 
 
-def test_a_model_with_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="qwen3-moe-tiny has experts, which this engine does not build yet"):
+def test_a_model_that_transformers_would_build_otherwise_is_refused() -> None:
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    biased = replace(find_architecture("llama-3-tiny"), add_qkv_bias=True)
+    with pytest.raises(ValueError, match="so it is another model"), torch.device("meta"):
+        build_model(Scenario.of(biased, **SIZES), torch.bfloat16, attention="sdpa")
+
+    with pytest.raises(ValueError, match="qwen3-moe-tiny is of the family qwen3_moe, which this engine does not build"):
         Scenario.of(find_architecture("qwen3-moe-tiny"), **SIZES)

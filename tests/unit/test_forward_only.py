@@ -146,25 +146,29 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
     assert lab.forward_only().peak_allocated_bytes == plain.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pipeline_model_parallel_size=2, rank=1)], ids=str)
-def test_micro_batches_of_a_pass_that_repeat_are_not_stepped(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "layout", "has_graph"),
+    [
+        ("phi-4-tiny", Layout(), False),
+        ("qwen3-moe-tiny", Layout(), False),
+        # What a stage has received requires gradients, and Megatron adds to it under ``torch.enable_grad``.
+        ("qwen3-moe-tiny", Layout(pipeline_model_parallel_size=2, rank=1), True),
+    ],
+)
+def test_passes_and_micro_batches_without_backward_that_repeat_are_not_stepped(
+    architecture: str, layout: Layout, has_graph: bool
+) -> None:
     taken: dict[bool, list[StepRecord]] = {}
+    arguments: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 8, "layout": layout}
     for replay in (False, True):
-        with Lab(
-            "qwen3-moe-tiny",
-            num_layers=2,
-            seq_length=64,
-            num_microbatches=8,
-            layout=layout,
-            backend="simulated",
-            replay=replay,
-        ) as lab:
-            lab.step(FULL, warm_up=False)
-            labels = inside(lab).model.labels
-            before = labels.num_repeated
-            taken[replay] = [lab.forward_only(seq_length=32, warm_up=True)]
-            assert (labels.num_repeated > before) == replay
-            taken[replay].append(lab.step())
+        with Lab(architecture, **arguments, backend="simulated", replay=replay) as lab:
+            taken[replay] = [lab.step(FULL, warm_up=False)]
+            model: Any = inside(lab).model
+            before = model.labels.num_repeated
+            taken[replay].append(lab.forward_only(seq_length=32))
+            assert (model.labels.num_repeated > before) == replay
+            assert (model.replay.num_replayed > 0) == (replay and not has_graph)
+            taken[replay].append(lab.step(warm_up=False))
     for stepped, repeated in zip(taken[False], taken[True], strict=True):
         require_identical(stepped, repeated)
 

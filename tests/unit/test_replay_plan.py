@@ -90,6 +90,13 @@ def test_what_may_differ_or_is_looked_at_is_stepped(arguments: dict[str, Any], s
     assert {part for part in PARTS if not getattr(found, part)} == stepped
 
 
+def test_passes_without_backward_are_replayed_apart() -> None:
+    assert plan(forward_only=True).forward_only_passes
+    assert not plan().forward_only_passes
+    for stepped in ({"has_limit": True}, {"is_tapped": True}, {"settings": OFFLOAD}):
+        assert not plan(forward_only=True, **stepped).forward_only_passes, stepped
+
+
 def test_only_replayed_passes_tell_the_offload_manager() -> None:
     assert plan(settings=OFFLOAD).offloads
     assert not plan(settings=HALF).offloads

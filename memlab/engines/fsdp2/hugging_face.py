@@ -69,12 +69,21 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
         scenario: What to build.
         dtype: Of the parameters.
         attention: A name of transformers' attention functions.
+
+    Raises:
+        ValueError: If the architecture has parts that transformers' model of its family does not have.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, _attention)
     config = config_of(scenario.architecture, scenario.num_layers, scenario.seq_length)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    built, expected = model.num_parameters(), scenario.architecture.with_layers(scenario.num_layers).num_parameters
+    if built != expected:
+        raise ValueError(
+            f"{scenario.architecture.name} has {expected:,} parameters, and transformers' {type(model).__name__} of "
+            f"these sizes has {built:,}, so it is another model: choose a model as published, or engine 'megatron'"
+        )
     return model.train()
 
 
