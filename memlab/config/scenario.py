@@ -149,7 +149,6 @@ class Scenario:
         self._check_experts()
         self._check_adapters()
         self._check_attention()
-        self._check_dropout()
         self._check_packing()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
@@ -205,16 +204,6 @@ class Scenario:
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
             )
-
-    def _check_dropout(self) -> None:
-        cut = {"context_parallel_size": self.layout.context_parallel_size, "packed_sequences": self.packed_sequences}
-        for name, value in cut.items():
-            if self.state.attention_dropout and value not in (None, 1):
-                raise RuleError(
-                    f"attention_dropout is {self.state.attention_dropout:g} with {name} {value}, which memlab does not "
-                    "predict yet: choose 0, or leave the other out",
-                    *("attention_dropout", name),
-                )
 
     def _check_latent_attention(self) -> None:
         model = self.architecture

@@ -50,14 +50,39 @@ def test_the_routes_of_a_layer_are_those_of_all_its_experts() -> None:
     assert routes_of(ranks) == ((5, 3, 2, 6), (6, 2, 1, 7), (4, 4, 8, 0))
 
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_megatron_dense.jsonl"
-DENSE = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+RESULTS = Path(__file__).parents[2] / "labs" / "results"
+DENSE, ADAPTERS = (
+    {
+        row["name"]: row
+        for row in map(json.loads, (RESULTS / f"h200_plain_megatron_{of}.jsonl").read_text().splitlines())
+    }
+    for of in ("dense", "lora")
+)
 
 
 def test_all_jobs_of_dense_families_and_of_frameworks_defaults_were_measured() -> None:
     measured = [job.name for job in jobs() if job.num_ranks == 1]
     first, after = (measured.index(f"{name} 4 layers one rank x1") for name in ("llama-3.1-8b", "gpt3-6.7b"))
     assert list(DENSE) == measured[first:after]
+
+
+def test_all_jobs_of_adapters_were_measured() -> None:
+    assert list(ADAPTERS) == [job.name for job in jobs() if job.num_ranks == 1 and "lora_rank" in job.state]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3.1-8b 4 layers one rank x1 lora_rank=32 lora_dropout=0.05 lora_dropout_position=post",
+        "phi-4 2 layers one rank x1 lora_rank=32 lora_dropout=0.1",
+        "qwen3-30b-a3b 4 layers one rank x1 offload_modules=expert_fc1+moe_act lora_rank=16",
+    ],
+)
+def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> None:
+    """The largest errors of all 66 rows are 0.009 % of the peak and 0.017 % of the start."""
+    measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -217,16 +217,6 @@ MISSING = (
     Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
     Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
     Missing(
-        "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
-    ),
-    Missing(
-        "attention_dropout",
-        "more",
-        "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
-        "kernel's random state",
-        bool,
-    ),
-    Missing(
         "moe_token_dispatcher_type",
         "either",
         "memlab dispatches tokens with alltoall",

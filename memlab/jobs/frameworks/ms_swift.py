@@ -160,8 +160,8 @@ KEYS = (
 )
 _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
-    "attention_dropout", "cp_comm_type", "deterministic_mode", "fp16",
-    "fp4_format", "fp4_param_gather", "hidden_dropout", "microbatch_group_size_per_virtual_pipeline_stage",
+    "cp_comm_type", "deterministic_mode", "fp16",
+    "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_permute_fusion", "moe_shared_expert_overlap",
