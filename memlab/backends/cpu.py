@@ -56,7 +56,9 @@ def backend(reason: str) -> Backend:
 
 
 def check(scenario: Scenario) -> None:
-    """Checks that the layout's ranks are started, that there is no FP8, and that its model fits into host memory.
+    """Checks that the layout's ranks are started, that its model fits into host memory, and what needs a GPU.
+
+    That is FP8, and dropout of attention over packed or spread sequences.
 
     Raises:
         ValueError: If not.
@@ -67,6 +69,13 @@ def check(scenario: Scenario) -> None:
             f"fp8_format is {scenario.state.fp8_format!r}, which needs a GPU: leave it out, or predict the step "
             "(memlab predict, backend 'simulated')"
         )
+    drop, ranks = scenario.state.attention_dropout, scenario.layout.context_parallel_size
+    for name, value in (("context_parallel_size", ranks), ("packed_sequences", scenario.packed_sequences)):
+        if drop and value not in (None, 1):
+            raise ValueError(
+                f"attention_dropout is {drop:g} with {name} {value}, which needs a GPU: choose 0, or predict the step "
+                "(memlab predict, backend 'simulated')"
+            )
     require_host_memory(scenario)
 
 

@@ -91,30 +91,6 @@ def _entropy_of_slime_bytes(scenario: Scenario) -> int:
     return 3 * 4 * _logits(scenario)
 
 
-def _dropout_bytes(scenario: Scenario, settings: MemorySettings) -> int:
-    """Returns a mask of 1 byte and a copy of 2 bytes for each element of both residuals of each layer in flight."""
-    elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
-    return 2 * 3 * elements * _layers_that_keep(scenario, settings, set())
-
-
-def _dropped_scores_bytes(scenario: Scenario, settings: MemorySettings) -> int:
-    """Returns what dropout of attention keeps for each layer in flight: of fused kernels, their random state.
-
-    Unfused attention keeps a mask of 1 byte and the dropped probabilities in 2 bytes per score of every head, as the
-    log of NVIDIA/Megatron-LM's issue 965 shows: 1,536 MiB for 32 heads and 4,096 tokens.
-    """
-    layout = scenario.layout
-    of_layer = _SMALLEST_BLOCK
-    if scenario.state.attention_backend == "unfused":
-        heads = scenario.architecture.num_attention_heads // layout.tensor_model_parallel_size
-        of_layer = 3 * scenario.micro_batch_size * heads * scenario.seq_length**2
-    return of_layer * _layers_that_keep(scenario, settings, {"core_attn"})
-
-
-_SMALLEST_BLOCK = 512
-"""Bytes that torch's allocator gives at least."""
-
-
 def _whole_rows_bytes(scenario: Scenario, settings: MemorySettings) -> int | None:
     """Returns what dense layers keep of whole rows, where sequence parallelism does not share them among tensor ranks.
 
@@ -325,8 +301,6 @@ What freezes parameters (`FREEZES`) may also keep fewer activations, which are n
 
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] = {
     "sequence_parallel": _whole_rows_bytes,
-    "attention_dropout": _dropped_scores_bytes,
-    "hidden_dropout": _dropout_bytes,
 }
 """The same, of what the memory settings decide too."""
 

@@ -88,7 +88,7 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     sizes.setdefault("ffn_hidden_size", 4 * hidden)
     sizes.setdefault("rotary_base", 10000.0)
     sizes.setdefault("layernorm_epsilon", 1e-5)
-    family: Family = "phi3"
+    family: Family = "gpt2" if sizes.get("position_embedding_type") == "learned_absolute" else "phi3"
     if sizes.get("num_moe_experts"):
         family = "qwen3_moe"
         sizes.setdefault("moe_ffn_hidden_size", sizes["ffn_hidden_size"])

@@ -256,6 +256,8 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
     default |= REMEDY | {"expandable_segments": True} if framework == "verl" else {}
     default["deallocate_pipeline_outputs"] = expected.get("pipeline_model_parallel_size", 1) > 1
+    if framework == "megatron-lm":
+        default |= {name: 0.1 for name in ("hidden_dropout", "attention_dropout") if "dropout" not in text}
     default["bias_activation_fusion"], default["gradient_accumulation_fusion"] = FUSIONS[framework]
     if job.scenario.architecture.routes and "moe_router_dtype" not in text and "moe-router-dtype" not in text:
         default["moe_router_dtype"] = ROUTER_DTYPES.get(framework, "params_dtype")
@@ -336,7 +338,6 @@ def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: 
     assert effects == {
         "mtp_num_layers": "more",
         "use_megatron_fsdp": "less",
-        "sequence_parallel": "more",
         "frobnicate": "unknown",
     }
     assert "lr" in job.without_effect
@@ -382,9 +383,9 @@ def test_embedding_and_loss_count_as_layers_of_their_stages_as_megatron_counts_t
     path.write_text(BRIDGE + ACCOUNTED + "  virtual_pipeline_model_parallel_size: 2\n" + TRAINED)
     assert "chunks of different sizes" in str(Job.read(path).not_supported)
     path.write_text(
-        BRIDGE + "  pipeline_model_parallel_size: 7\n  pipeline_model_parallel_layout: Et*7|t*6L\n" + TRAINED
+        BRIDGE + "  pipeline_model_parallel_size: 5\n  pipeline_model_parallel_layout: Et*3|t*3|t*3|t*3|tL\n" + TRAINED
     )
-    assert "gives each stage its layers one by one" in str(Job.read(path).not_supported)
+    assert "with 13 layers, must have the 48 of the model" in str(Job.read(path).cannot_start)
 
 
 def layers_of_megatron(stages: int, num_layers: int) -> list[int]:
@@ -460,12 +461,12 @@ def test_a_model_that_memlab_does_not_have_is_said(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "run.sh",
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --micro-batch-size 4 --bf16",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --bf16 --squared-relu --position-embedding-type relative",
     )
     job = Job.read(path)
     assert job.scenario is None
-    assert "LayerNorm" in str(job.not_supported)
-    assert "swiglu" in str(job.not_supported)
+    assert "squared-relu" in str(job.not_supported)
+    assert "positions relative" in str(job.not_supported)
     assert Job.read(path, architecture="phi-4-tiny").scenario is not None
 
 

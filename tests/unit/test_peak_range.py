@@ -105,12 +105,12 @@ def test_what_is_in_no_category_of_the_peak_takes_nothing() -> None:
 
 def test_causes_of_both_signs_move_both_ends() -> None:
     record = step_record(kept_gather_bytes=7 * MIB, uncollected_bytes=30 * MIB)
-    bound = bound_bytes(missing("attention_dropout", "either"), JOB, MemorySettings())
+    bound = bound_bytes(missing("entropy_coeff", "either"), JOB, MemorySettings())
     assert bound
-    found = PeakRange.of(record, [missing("attention_dropout", "either")])
+    found = PeakRange.of(record, [missing("entropy_coeff", "either")])
     assert found.lower_bytes == 970 * MIB - bound
     assert found.upper_bytes == 1007 * MIB + bound + margin_of(1007 * MIB + bound)
-    assert [cause.name for cause in found.named_causes] == [KEPT_GATHERS, UNCOLLECTED, "attention_dropout"]
+    assert [cause.name for cause in found.named_causes] == [KEPT_GATHERS, UNCOLLECTED, "entropy_coeff"]
     assert PeakRange.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 

@@ -25,6 +25,7 @@ from memlab.jobs.frameworks.keys import (
     LONG_DTYPE,
     NOT,
     NUMBER,
+    PIPELINE_LAYOUT,
     ROUTER_DTYPE,
     SWITCH,
     TEXT,
@@ -45,9 +46,11 @@ SIZES = (
     Key("expert_tensor_parallel_size", "expert_tensor_parallel_size", WHOLE, None),
 )
 CHUNKS = Key("virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", WHOLE, None)
+STAGES = Key("pipeline_model_parallel_layout", "pipeline_model_parallel_layout", PIPELINE_LAYOUT, None)
 ENDS = (
     Key("num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    STAGES,
 )
 
 
@@ -214,16 +217,6 @@ MISSING = (
     Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
     Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
     Missing(
-        "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
-    ),
-    Missing(
-        "attention_dropout",
-        "more",
-        "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
-        "kernel's random state",
-        bool,
-    ),
-    Missing(
         "moe_token_dispatcher_type",
         "either",
         "memlab dispatches tokens with alltoall",
@@ -247,7 +240,6 @@ MISSING = (
     Missing("cpu_offloading", "less", "Transformer Engine offloads whole layers"),
     Missing("cpu_offloading_num_layers", "less", "Transformer Engine offloads whole layers"),
     Missing("distribute_saved_activations", "less", "checkpoint inputs are split over the tensor parallel ranks"),
-    Missing("pipeline_model_parallel_layout", "either", "stages have other layers than in memlab's even split"),
     Missing("account_for_embedding_in_pipeline_split", "either", "the embedding counts as a layer of the first stage"),
     Missing("account_for_loss_in_pipeline_split", "either", "the loss counts as a layer of the last stage"),
     Missing("tp_comm_overlap", "more", "user buffers of Transformer Engine's overlap of tensor parallel communication"),

@@ -42,16 +42,20 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
+    OF_CLASSIC_GPT,
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
+    STAGES,
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model_args import is_started_by_a_launcher
 
 FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+"""Megatron-LM's defaults."""
 _FLAGS_OF_BUCKETS = tuple(
     replace(key, name=key.field, conversion=SWITCH, default=False)
     if key.conversion is NOT
@@ -71,6 +75,13 @@ _ARGUMENT_DEFAULTS = {
     "moe_aux_loss_coeff": 0.0, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 _BESIDE = {
+    "hidden_size": (
+        Key("swiglu", "gated_linear_unit", SWITCH, False),
+        Key("normalization", "normalization", TEXT, "LayerNorm"),
+        Key("disable_bias_linear", "add_bias_linear", NOT, True),
+        Key("position_embedding_type", "position_embedding_type", TEXT, "learned_absolute"),
+        Key("max_position_embeddings", "max_position_embeddings", WHOLE),
+    ),
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),
     "vocab_size": (
         Key("padded_vocab_size", "padded_vocab_size", WHOLE),
@@ -104,6 +115,7 @@ KEYS = (
     Key("num_virtual_stages_per_pipeline_rank", "num_virtual_stages_per_pipeline_rank", COUNT),
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    STAGES,
     Key("seq_length", "seq_length", COUNT),
     Key("micro_batch_size", "micro_batch_size", COUNT),
     Key("global_batch_size", "global_batch_size", COUNT),
@@ -115,7 +127,7 @@ KEYS = (
     *RECOMPUTE,
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
-    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True),
+    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True, **DROPOUT),
     Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT, True),
     Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT, True),
     # A log has the flags' destinations.
@@ -168,8 +180,6 @@ _SWITCHED_OFF = {
 }
 """Switches that set a field to false."""
 _DEFAULTS = {
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
@@ -234,7 +244,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
-    note_sequence_parallel(reading)
+    reading.take("sequence_parallel", "sequence_parallel", bool(reading.get("sequence_parallel", False)))
     mask = "create_attention_mask_in_dataloader"
     if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
         reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
@@ -418,11 +428,14 @@ def complete_model(reading: Reading) -> None:
         values.pop("num_query_groups", None)
     elif values.get("num_query_groups") is None:
         reading.take("group_query_attention", "num_query_groups", 1)
-    is_gated = bool(entries.get("swiglu"))
+    is_gated = bool(entries.get("swiglu") or entries.get("quick_geglu"))
     if hidden and values.get("ffn_hidden_size") is None:
         values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
-    if hidden is not None:
-        _note_other_layers(reading, is_gated=is_gated)
+    if hidden is None:
+        for name in OF_CLASSIC_GPT:
+            values.pop(name, None)
+    else:
+        _take_layers(reading, is_gated=is_gated)
     if hidden is not None and not values.get("num_moe_experts"):
         reading.not_modelled = [
             one for one in reading.not_modelled if one.place != "default" or not one.key.startswith("moe_")
@@ -449,20 +462,44 @@ def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
         )
 
 
-def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
-    entries = reading.entries
-    for key in ("swiglu", "normalization", "disable_bias_linear", "add_bias_linear", "position_embedding_type"):
-        reading.known.add(key)
+def _take_layers(reading: Reading, *, is_gated: bool) -> None:
+    """Takes what layers consist of, as ``core_transformer_config_from_args`` does."""
+    values, entries = reading.values, reading.entries
+    values["gated_linear_unit"] = is_gated
+    if "add_bias_linear" in entries.by_key:  # of a log, which has the flags' destinations
+        reading.take("add_bias_linear", "add_bias_linear", bool(entries.get("add_bias_linear")))
+    if reading.get("use_rotary_position_embeddings", False) and "position_embedding_type" not in entries.by_key:
+        reading.take("use_rotary_position_embeddings", "position_embedding_type", "rope")
+    if values["position_embedding_type"] == "yarn":
+        values["position_embedding_type"] = "rope"
+    if values["position_embedding_type"] != "learned_absolute":
+        values.pop("max_position_embeddings", None)
+    has_bias = values["add_bias_linear"]
     if not is_gated:
-        reading.blocked.append("no --swiglu: memlab's MLPs are gated")
-    if entries.get("normalization", "LayerNorm") != "RMSNorm":
-        reading.blocked.append("LayerNorm: memlab has RMSNorm only (--normalization RMSNorm)")
-    has_bias = entries.get("add_bias_linear", not entries.get("disable_bias_linear", False))
-    if has_bias:
-        reading.blocked.append("no --disable-bias-linear: memlab's linears have no biases")
-    uses_rope = entries.get("use_rotary_position_embeddings", False)
-    if entries.get("position_embedding_type", "rope" if uses_rope else "learned_absolute") not in ("rope", "yarn"):
-        reading.blocked.append("learned positions: memlab has rotary ones only (--position-embedding-type rope)")
+        fuses = bool(reading.get("bias_gelu_fusion", not reading.get("no_bias_gelu_fusion", False)))
+        reading.take("bias_gelu_fusion", "bias_activation_fusion", fuses and has_bias)
+    is_fused = reading.get("bias_dropout_fusion", not reading.get("no_bias_dropout_fusion", False))
+    if (has_bias or values.get("hidden_dropout")) and not is_fused:
+        reading.miss("no_bias_dropout_fusion", "more", "biases and dropout before residuals have temporaries")
+    _note_other_layers(reading, is_gated=is_gated)
+
+
+def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
+    """Notes the layers that memlab does not have."""
+    values = reading.values
+    positions, normalization = values["position_embedding_type"], values["normalization"]
+    if positions not in ("rope", "learned_absolute"):
+        reading.blocked.append(
+            f"positions {positions}: memlab has rope and learned_absolute (--position-embedding-type)"
+        )
+    if normalization not in ("RMSNorm", "LayerNorm"):
+        reading.blocked.append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
+    for flag in ("squared_relu", "quick_geglu", "openai_gelu"):
+        if reading.get(flag):
+            reading.blocked.append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
+    if values.get("num_moe_experts") and (values["add_bias_linear"] or not is_gated):
+        lacks = "no --swiglu" if not is_gated else "no --disable-bias-linear"
+        reading.blocked.append(f"{lacks}: memlab's experts are SwiGLU without biases")
 
 
 def note_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:
@@ -489,6 +526,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     architecture, layout = scenario.architecture, scenario.layout
     padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
     values = common(scenario, settings) | fields_of(architecture)
+    values |= {name: getattr(architecture, name) for name in OF_CLASSIC_GPT}
     return values | {
         "num_layers": scenario.num_layers,
         "group_query_attention": architecture.num_query_groups != architecture.num_attention_heads,
@@ -544,12 +582,6 @@ def named(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-_FIXED_FLAGS = (
-    "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope",
-    "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-create-attention-mask-in-dataloader",
-)  # fmt: skip
-
-
 def leaves_out(value: Any) -> bool:
     """Whether leaving the flag out expresses a value."""
     return value is None or value is False
@@ -561,12 +593,12 @@ def render(values: dict[str, Any]) -> list[str]:
     values = {name: value for name, value in values.items() if value is not ABSENT}
     ranks = values.pop("world_size", None)
     lines = [*removal(removed), *("--" + _flag(name, value) for name, value in values.items())]
-    if (values.get("tensor_model_parallel_size") or 1) > 1:
+    if (values.get("tensor_model_parallel_size") or 1) > 1 and values.get("sequence_parallel", True):
         lines.append("--sequence-parallel")
     if "num_experts" in values:
         lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"]
     if "hidden_size" in values:
-        lines += _FIXED_FLAGS
+        lines.append("--no-create-attention-mask-in-dataloader")
     return [*([f"# torchrun --nnodes 1 --nproc-per-node {ranks}"] if ranks else []), *lines]
 
 
