@@ -41,6 +41,7 @@ from .fake_lab import FakeLab
 RECOMPUTE = {"recompute_granularity": "selective"}
 FULL = {"recompute_granularity": "full"}
 Drive = tuple[str, Any]
+OF_OTHER_MODELS = ("mla_up_proj", "shared_experts")
 CONTROLS: list[tuple[list[Drive], dict[str, Any]]] = [
     # The page's messages, by control, and the settings that the API is given for the same.
     ([("recompute_granularity", 1)], {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1}),
@@ -59,7 +60,7 @@ CONTROLS: list[tuple[list[Drive], dict[str, Any]]] = [
             {**RECOMPUTE, "recompute_modules": [name]},
         )
         for name in RECOMPUTE_MODULES
-        if name not in ("mlp", "core_attn")
+        if name not in ("mlp", "core_attn", *OF_OTHER_MODELS)
     ),
     *(
         (
@@ -156,7 +157,8 @@ def test_every_control_is_in_the_parity_test_or_does_not_apply(make_panel: Calla
     left = set(make_panel().controls.by_name) - driven
 
     elsewhere = {"seq_length", "micro_batch_size", *NEWER_SETTINGS}  # test_settings_of_newer_megatron.py
-    assert left == {"recompute_modules:mlp", "offload_modules:attn_norm", *elsewhere}
+    others = {f"recompute_modules:{name}" for name in ("mlp", *OF_OTHER_MODELS)}
+    assert left == {*others, "offload_modules:attn_norm", *elsewhere}
 
 
 def test_settings_by_message_give_the_record_that_the_api_gives(open_lab: Callable[..., Lab]) -> None:

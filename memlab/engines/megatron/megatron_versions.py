@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, moe_utils
 
@@ -20,6 +21,25 @@ def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
         submodules = experts.GroupedMLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2, activation_func=None)
         return partial(experts.TEGroupedMLP, submodules=submodules)
     return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
+
+
+def check_latent_attention(name: str) -> None:
+    """Refuses multi-latent attention where Megatron takes other linears for it than a layer provider gives.
+
+    0.19's ``QKNormConfigResolver`` looks for Transformer Engine's own classes; 0.16 has no such class.
+
+    Args:
+        name: Of the model.
+
+    Raises:
+        ValueError: If the installed version does.
+    """
+    if hasattr(multi_latent_attention, "QKNormConfigResolver"):
+        raise ValueError(
+            f"{name} has multi-latent attention, which memlab builds with megatron-core 0.16, and a newer one is "
+            "installed, which takes Transformer Engine's own modules for it: install megatron-core 0.16.1, or choose "
+            "another model"
+        )
 
 
 def auxiliary_losses() -> Iterator[torch.Tensor]:
