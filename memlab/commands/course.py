@@ -47,9 +47,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
     import nbformat
+    from plotly.offline import get_plotlyjs
 
     from memlab.course.notebooks import solved_notebook, student_notebook
-    from memlab.course.slides import slides_of
+    from memlab.course.slides import PLOTLY_FILE, slides_of
     from memlab.regression.suite.notebooks import read_notebook
 
     for name in ("student", "solutions", "slides", "binder"):
@@ -69,6 +70,8 @@ def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
     for linked in sorted(path for pattern in _LINKED for path in source.glob(pattern)):
         for of in ("student", "solutions"):
             _copy(linked, folder / of / linked.name)
+    if runs:
+        (folder / "slides" / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
     index = "--extra-index-url https://download.pytorch.org/whl/cpu\n"
     (folder / "binder" / "requirements.txt").write_text(f"{index}{requirement}\n", encoding="utf-8")
     (folder / "binder" / "runtime.txt").write_text("python-3.11\n", encoding="utf-8")

@@ -8,30 +8,35 @@ import re
 import nbformat
 from nbconvert import SlidesExporter
 
-from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, has_tag
+from memlab.regression.run.readable_notebook import make_readable
+from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, RECORD_TAG, has_tag
 
+PLOTLY_FILE = "plotly.min.js"
+"""Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
-_LEFT_OUT = re.compile(r"<details>.*?</details>|^\|.*\|$", re.DOTALL | re.MULTILINE)
+_LEFT_OUT = re.compile(r"<details.*?</details>|^\|[^\n]*\|$", re.DOTALL | re.MULTILINE)
 
 
 def slides_of(executed: nbformat.NotebookNode) -> str:
-    """Returns reveal.js slides as one HTML page; it loads reveal.js from the network when it is opened.
+    """Returns reveal.js slides as one HTML page; opened, it loads reveal.js from the network, and `PLOTLY_FILE`.
 
     Args:
         executed: A lab with its outputs; without outputs, slides have text only. It is not changed.
     """
     notebook = copy.deepcopy(executed)
+    num_figures = make_readable(notebook, as_report=True)
     kept: list[nbformat.NotebookNode] = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             kept += _slides_of_text(cell)
-        elif cell.get("outputs") and not has_tag(cell, HIDE_INPUT_TAG):
+        elif cell.get("outputs") and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
             cell.metadata["slideshow"] = {"slide_type": "subslide"}
             kept.append(cell)
     notebook.cells = kept
     exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
     page, _ = exporter.from_notebook_node(notebook)
-    return str(page)
+    script = f'<script src="{PLOTLY_FILE}"></script>' if num_figures else ""
+    return str(page).replace("</head>", f"{script}</head>", 1)
 
 
 def _slides_of_text(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
