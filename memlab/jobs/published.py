@@ -46,9 +46,9 @@ class PublishedJob:
         """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model_config.yaml"
-            values = {
-                flag: value if isinstance(value, str) else json.dumps(value) for flag, value in self.arguments.items()
-            }
+            # A list of modules is a text in brackets there.
+            is_plain = {flag: isinstance(value, str) and value[0] != "[" for flag, value in self.arguments.items()}
+            values = {flag: value if is_plain[flag] else json.dumps(value) for flag, value in self.arguments.items()}
             lines = (f"  {flag}: {value}" for flag, value in values.items())
             file.write_text("\n".join(["MODEL_ARGS:", *lines, ""]))
             return Job.read(file, format_name="megatron-lm", world_size=self.num_ranks)

@@ -469,7 +469,8 @@ def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
 
     Without ``tokenizer_type``, ``pretrain_gpt.py`` takes ``GPT2BPETokenizer`` (core 0.16.1).
     """
-    is_gpt2 = reading.get("tokenizer_type") in (None, "GPT2BPETokenizer") and reading.get("vocab_file") is not None
+    reading.known.add("vocab_file")
+    is_gpt2 = reading.get("tokenizer_type") in (None, "GPT2BPETokenizer") and "vocab_file" in reading.entries.by_key
     if is_gpt2 and reading.entries.get("hidden_size"):
         reading.take("vocab_file", "vocab_size", _GPT2_TOKENS)
         reading.warnings.append(
