@@ -51,7 +51,7 @@ class LoRA:
         **_ADAPTERS,
     )
     """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
-    ``decoder.layers.0.self_attention.linear_qkv``. Under pipeline parallelism Megatron numbers the layers of each model chunk from 0."""
+    ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
     share_expert_adapters: bool = option(
         True, "give the experts of a rank one adapter for each of their linears, not one each", **_ADAPTERS
     )
