@@ -257,37 +257,41 @@ class _NoMemory:
         return lambda *_: 0
 
 
-def predict(file: Path) -> int:
-    """Prints the errors of memlab's predictions; returns how many peaks are more than 1 % off."""
+def predicted_of(job: Job) -> dict[str, int]:
+    """Returns what memlab predicts of a job: bytes at the start of a step, at its peak, and reserved."""
     from memlab import Lab, Layout, MemorySettings, TrainingState
 
     full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    options = ("grad_reduce_in_bf16", "fp32_sharded_params", "reshard_after_forward", "defer_fsdp_grad_sync")
+    state = TrainingState(**{name: getattr(job, name) for name in (*options, "adam_implementation")})
+    sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size")}
+    with Lab(
+        job.model,
+        **sizes,
+        num_microbatches=job.num_microbatches,
+        dtype="fp32" if job.fp32 else "bf16",
+        engine="fsdp2",
+        layout=Layout(data_parallel_size=job.num_ranks),
+        state=state,
+        backend="simulated",
+    ) as lab:
+        record = lab.step(full if job.checkpointing else None)
+    return {
+        "start": record.static_bytes,
+        "peak": record.peak_allocated_bytes,
+        "reserved": record.peak_reserved_bytes or 0,
+    }
+
+
+def predict(file: Path) -> int:
+    """Prints the errors of memlab's predictions; returns how many peaks are more than 1 % off."""
     errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
     for row in map(json.loads, file.read_text().splitlines()):
         if "error" in row:
             print(f"{row['name']}: not measured: {row['error']}")
             continue
         job = Job(**row["job"])
-        options = ("grad_reduce_in_bf16", "fp32_sharded_params", "reshard_after_forward", "defer_fsdp_grad_sync")
-        state = TrainingState(**{name: getattr(job, name) for name in (*options, "adam_implementation")})
-        sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size")}
-        with Lab(
-            job.model,
-            **sizes,
-            num_microbatches=job.num_microbatches,
-            dtype="fp32" if job.fp32 else "bf16",
-            engine="fsdp2",
-            layout=Layout(data_parallel_size=job.num_ranks),
-            state=state,
-            backend="simulated",
-        ) as lab:
-            record = lab.step(full if job.checkpointing else None)
-        predicted = {
-            "start": record.static_bytes,
-            "peak": record.peak_allocated_bytes,
-            "reserved": record.peak_reserved_bytes or 0,
-        }
-        measured = row["ranks"][0]
+        measured, predicted = row["ranks"][0], predicted_of(job)
         off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured[name]}
         for name, percent in off.items():
             errors[name].append(percent)

@@ -10,7 +10,8 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.option import option
 from memlab.config.parts.part import SharedSize, Weight
-from memlab.config.validation import RuleError, check_whole_number, is_whole_number
+from memlab.config.pipeline_layout import FIELD, layers_of_pipeline_chunks
+from memlab.config.validation import RuleError, check_whole_number, is_whole_number, shortened
 
 MOST_RANKS = 2**17
 """The largest job: 131,072 ranks, more than any that was run as one. Megatron makes its groups rank by rank."""
@@ -64,13 +65,16 @@ class Layout:
     num_layers_in_last_pipeline_stage: int | None = option(
         None, "number of layers in the last stage (default: all stages have the same number)"
     )
+    pipeline_model_parallel_layout: str | None = None
+    """Which layers each chunk of each stage has (`memlab.config.pipeline_layout`); None splits them evenly, but for the
+    ends. The chunks of a stage follow from it."""
     rank: int = 0
     """The rank that memlab runs, of `world_size` ranks in Megatron's order: tensor, context, data, pipeline."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("rank", "sequence_parallel") or (value is None and field.default is None):
+            if field.name in ("rank", "sequence_parallel", FIELD) or (value is None and field.default is None):
                 continue
             check_whole_number(field.name, value, at_most=MOST_RANKS)
         if not isinstance(self.sequence_parallel, bool):
@@ -86,6 +90,7 @@ class Layout:
                 "any real "
                 "job has): give smaller sizes"
             )
+        self._check_pipeline_layout()
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
             raise RuleError(
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "
@@ -117,6 +122,27 @@ class Layout:
                 f"({self}): choose another rank or layout",
                 "rank",
             )
+
+    def _check_pipeline_layout(self) -> None:
+        text, stages = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
+        if text is None:
+            return
+        if not isinstance(text, str):
+            raise RuleError(f"{FIELD} is {shortened(text)}, must be a text such as 'Ett|tt|ttL': give one", FIELD)
+        num_chunks, chunks = len(layers_of_pipeline_chunks(text)), self.virtual_pipeline_model_parallel_size
+        if num_chunks % stages or chunks not in (1, num_chunks // stages):
+            raise RuleError(
+                f"{FIELD} is {shortened(text)} with {num_chunks} chunks, must have {chunks} for each of the {stages} "
+                "pipeline stages: correct one of them",
+                *(FIELD, "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            )
+        if any(getattr(self, name) is not None for name in _ENDS):
+            raise RuleError(
+                f"{FIELD} is {shortened(text)} with a number of layers for the first or last stage, by a rule of "
+                "Megatron-Core only one of them: leave one out",
+                *(FIELD, *_ENDS),
+            )
+        object.__setattr__(self, "virtual_pipeline_model_parallel_size", num_chunks // stages)
 
     @property
     def world_size(self) -> int:
@@ -155,6 +181,8 @@ class Layout:
 
     def layers_of_stage(self, stage: int, num_layers: int) -> int:
         """Returns how many layers a pipeline stage has, as Megatron's ``get_num_layers_to_build`` does."""
+        if self.pipeline_model_parallel_layout is not None:
+            return sum(self.layers_of_chunks(stage, num_layers))
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         if stage == 0 and first is not None:
             return first
@@ -162,6 +190,14 @@ class Layout:
             return last
         rest, stages = self._even(num_layers)
         return rest // stages
+
+    def layers_of_chunks(self, stage: int, num_layers: int) -> tuple[int, ...]:
+        """Returns how many layers each chunk of a stage has."""
+        if self.pipeline_model_parallel_layout is not None:
+            of_all = layers_of_pipeline_chunks(self.pipeline_model_parallel_layout)
+            return of_all[stage :: self.pipeline_model_parallel_size]
+        chunks = self.virtual_pipeline_model_parallel_size
+        return (self.layers_of_stage(stage, num_layers) // chunks,) * chunks
 
     def with_shorter_last_stage(self, num_layers: int) -> Layout:
         """Returns the layout whose last stage has what the others leave, if that makes one layer at least.
@@ -172,7 +208,7 @@ class Layout:
         """
         stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         last = num_layers - (stages - 1) * -(-num_layers // stages)
-        has_ends = any(getattr(self, name) is not None for name in _ENDS)
+        has_ends = any(getattr(self, name) is not None for name in (*_ENDS, FIELD))
         if num_layers % stages == 0 or chunks > 1 or has_ends or last < 1:
             return self
         return replace(self, num_layers_in_last_pipeline_stage=last)
@@ -314,8 +350,19 @@ class Layout:
     def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
         """Checks Megatron's rules (``TransformerConfig`` and ``forward_backward_pipelining_with_interleaving``)."""
         stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        if self.pipeline_model_parallel_layout is not None:
+            named = sum(layers_of_pipeline_chunks(self.pipeline_model_parallel_layout))
+            if named != num_layers:
+                raise RuleError(
+                    f"{FIELD} is {shortened(self.pipeline_model_parallel_layout)} with {named} layers, must have the "
+                    f"{num_layers} of the model: correct one of them",
+                    *(FIELD, "num_layers"),
+                )
+            chunks_of_equal_size = 1
+        else:
+            chunks_of_equal_size = chunks
         layers = {self.layers_of_stage(stage, num_layers) for stage in range(stages)}
-        uneven = [count for count in sorted(layers) if count % chunks]
+        uneven = [count for count in sorted(layers) if count % chunks_of_equal_size]
         if uneven:
             common = math.gcd(*layers)
             choices = [str(count) for count in range(1, common + 1) if common % count == 0]
@@ -333,6 +380,8 @@ class Layout:
             )
 
     def _stages_and_layers(self, num_layers: int) -> list[tuple[str, int, str, int]]:
+        if self.pipeline_model_parallel_layout is not None:
+            return []
         rest, stages = self._even(num_layers)
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         has_ends = first is not None or last is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -387,10 +388,12 @@ class Scenario:
         megatron/core/transformer/transformer_layer.py, 0.16.1).
         """
         layout, chunks = self.layout, self.layout.virtual_pipeline_model_parallel_size
-        stages = range(layout.pipeline_model_parallel_size)
-        sizes = [layout.layers_of_stage(stage, self.num_layers) // chunks for stage in stages]
-        first = [[chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(chunks)] for stage in stages]
-        return tuple(range(at, at + sizes[stage]) for stage in stages for at in first[stage])
+        stages = layout.pipeline_model_parallel_size
+        sizes = [layout.layers_of_chunks(stage, self.num_layers) for stage in range(stages)]
+        in_turn = [sizes[stage][chunk] for chunk in range(chunks) for stage in range(stages)]
+        ends = [*accumulate(in_turn)]
+        ranges = [range(end - size, end) for size, end in zip(in_turn, ends, strict=True)]
+        return tuple(ranges[chunk * stages + stage] for stage in range(stages) for chunk in range(chunks))
 
     @property
     def chunks_of_rank(self) -> tuple[range, ...]:
@@ -419,8 +422,8 @@ class Scenario:
 
     @property
     def num_layers_of_chunk(self) -> int:
-        """Layers of each model chunk of the rank's stage."""
-        return self.num_layers_of_stage // self.layout.virtual_pipeline_model_parallel_size
+        """Layers of each model chunk of the rank's stage; of the largest where they differ."""
+        return max(map(len, self.chunks_of_rank))
 
     @property
     def most_passes_in_flight(self) -> int:

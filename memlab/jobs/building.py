@@ -105,19 +105,13 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     values = reading.values
     stages, chunks = (values.get(f"{name}pipeline_model_parallel_size") or 1 for name in ("", "virtual_"))
     counted = [one for one in reading.not_modelled if one.key.rpartition(".")[2] in _COUNTED]
-    layout = [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "pipeline_model_parallel_layout"]
-    if stages > 1 and layout:
-        raise ValueError(
-            f"{layout[0].key} ({layout[0].place}) gives each stage its layers one by one, which memlab does not model: "
-            f"give --set {layout[0].key}=null to predict stages of equal size"
-        )
     if stages <= 1 or not counted:
         return
     keys = ", ".join(one.key for one in counted)
-    if any(values.get(field) is not None for field in _COUNTED.values()):
+    if any(values.get(field) is not None for field in (*_COUNTED.values(), "pipeline_model_parallel_layout")):
         raise CannotStartError(
-            f"{keys} cannot be combined with a number of layers for the first or last stage, by a rule of "
-            "Megatron-Core: leave one of the two out"
+            f"{keys} cannot be combined with a layout of the pipeline, or a number of layers for the first or last "
+            "stage, by a rule of Megatron-Core: leave one of the two out"
         )
     together = num_layers + len(counted)
     if together % (stages * chunks):

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from memlab.config.pipeline_layout import FIELD as PIPELINE_LAYOUT
+from memlab.config.pipeline_layout import text_of_layout
 from memlab.jobs.entries import Entries, NoJobError, parse_scalar
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -74,6 +76,10 @@ def flat(root: Node, name: str) -> Entries:
             stack += [(f"{prefix}.{key}" if prefix else key, child, depth + 1) for key, child in reversed(children)]
         elif isinstance(node.value, list):
             leaves = [child.value for child in node.value[:1000]]
+            if prefix.endswith(PIPELINE_LAYOUT):  # the only key with lists of lists, which have a text
+                leaves = [[one.value for one in leaf[:1000]] if isinstance(leaf, list) else leaf for leaf in leaves]
+                entries.add(prefix, text_of_layout(leaves), node.line)
+                continue
             is_plain = all(not isinstance(leaf, (dict, list)) for leaf in leaves)
             entries.add(prefix, leaves if is_plain else f"a list of {len(node.value)} entries", node.line)
         else:

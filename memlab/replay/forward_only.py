@@ -79,8 +79,9 @@ class ForwardOnlyPasses:
             given: Its input.
             step: Steps it.
         """
-        # Megatron adds what a layer computes to its input under ``torch.enable_grad`` (transformer_layer.py, 0.16.1). A
-        # stage receives tensors that require gradients: so there is a graph after all, and it keeps each layer's input.
+        # Megatron adds what a layer computes, and its bias, to the layer's input under ``torch.enable_grad``
+        # (transformer_layer.py, 0.16.1). So there is a graph after all behind a bias, and on a stage, which receives
+        # tensors that require gradients; it keeps what the stage has received.
         if given.requires_grad:
             return step()
         unit, storages = self._units[id(layer)], self.meter.storages
@@ -119,7 +120,7 @@ class ForwardOnlyPasses:
         referred = {each: roles[id(allocation)] for each, allocation in after.items() if id(allocation) in roles}
         are_as_before = all(each in referred or (each, allocation) in before for each, allocation in after.items())
         output = roles.get(id(self.meter.storages.allocation_of(result)), -1)
-        if not are_as_before or sorted([output, *referred.values()]) != sorted(recording.live):
+        if result.requires_grad or not are_as_before or sorted([output, *referred.values()]) != sorted(recording.live):
             return None
         if not self.dispatchers.refer_to_all(unit, [each for each, _ in before]):
             return None

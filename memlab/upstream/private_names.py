@@ -212,6 +212,14 @@ _TORCH = (
         why="It refuses tensors without values.",
     ),
     Internal(
+        owner="torch.ops:aten",
+        names=("_scaled_dot_product_attention_math",),
+        use="used",
+        where="engines/fsdp2/hugging_face.py",
+        why="The attention that torch chooses on a GPU in fp32 with grouped queries; not on fake tensors.",
+        source="aten/src/ATen/native/native_functions.yaml",
+    ),
+    Internal(
         owner="torch.optim.adam",
         names=("_device_dtype_check_for_fused",),
         use="replaced",

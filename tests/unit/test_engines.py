@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
@@ -113,6 +116,26 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
     assert record.static_bytes == pytest.approx(6 * num_parameters / 8 + workspaces, rel=0.01)
     gathered = 2 * 2 * scenario.architecture.vocab_size * scenario.architecture.hidden_size
     assert record.peak_allocated_bytes > record.static_bytes + gathered, "the root's parameters are not sharded again"
+
+
+RESULTS = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp2.jsonl"
+MEASURED = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model=phi-4 num_layers=8 checkpointing",
+        "model=qwen3-8b num_layers=8 num_microbatches=3 defer_fsdp_grad_sync",
+        "model=llama-3.1-8b num_layers=8 seq_length=8192 checkpointing adam_implementation=fused",
+        "model=mistral-7b-v0.3 num_layers=8 seq_length=4096",
+    ],
+)
+def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
+    measured, predicted = MEASURED[name]["ranks"][0], predicted_of(Job(**MEASURED[name]["job"]))
+    assert predicted["start"] == pytest.approx(measured["start"], rel=1e-4)
+    assert predicted["peak"] == pytest.approx(measured["peak"], rel=1e-4)
+    assert predicted["reserved"] == pytest.approx(measured["reserved"], rel=0.01)
 
 
 @pytest.mark.parametrize(

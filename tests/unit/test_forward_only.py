@@ -149,9 +149,10 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
 @pytest.mark.parametrize(
     ("architecture", "layout", "has_graph"),
     [
-        ("phi-4-tiny", Layout(), False),
         ("qwen3-moe-tiny", Layout(), False),
-        # What a stage has received requires gradients, and Megatron adds to it under ``torch.enable_grad``.
+        # Megatron adds to a layer's input under ``torch.enable_grad``: a bias, which requires gradients, or to what a
+        # stage has received, which does too.
+        ("gpt-tiny", Layout(), True),
         ("qwen3-moe-tiny", Layout(pipeline_model_parallel_size=2, rank=1), True),
     ],
 )

@@ -88,6 +88,12 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of copies of the model, or with `--engine fsdp2` of ranks that share it, instead of --world-size",
     )
     group.add_argument(
+        "--pipeline-model-parallel-layout",
+        metavar="LAYERS",
+        help="which layers each chunk of each pipeline stage has, as Megatron-LM's flag says it: Ett|tt|ttL is the "
+        "embedding and two layers, two layers, and two layers and the loss (default: all stages have the same number)",
+    )
+    group.add_argument(
         "--routing",
         metavar="CHOICE",
         help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR (the first expert gets "

@@ -71,8 +71,7 @@ class Fsdp2Engine:
     def build(self) -> None:
         if not torch.distributed.is_initialized():
             self._place.join(self.scenario.layout)
-        kind = self._place.kind
-        self._live = ShardedModel(self.scenario, "cuda" if kind.on_gpu else "cpu", is_fake=kind.is_prediction)
+        self._live = ShardedModel(self.scenario, self._place.kind)
 
     def release_optimizer(self) -> None:
         self.live.optimizer = None

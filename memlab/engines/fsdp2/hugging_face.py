@@ -11,8 +11,9 @@ from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch
 
-ATTENTION = "memlab_causal"
-"""The name under which transformers finds `_attention`. It has no mask function there, so that no mask is made."""
+ATTENTION, UNFUSED_ATTENTION = "memlab_causal", "memlab_causal_unfused"
+"""The names under which transformers finds `_attention` and `_unfused_attention`. They have no mask function there, so
+that no mask is made."""
 
 
 def check_installed() -> None:
@@ -76,6 +77,7 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(UNFUSED_ATTENTION, _unfused_attention)
     config = config_of(scenario.architecture, scenario.num_layers, scenario.seq_length)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     built, expected = model.num_parameters(), scenario.architecture.with_layers(scenario.num_layers).num_parameters
@@ -102,3 +104,17 @@ def _attention(
     """
     assert mask is None and not options.get("dropout"), "causal attention without dropout"
     return flash_attention_of_torch(query, key, value, options["scaling"]), None
+
+
+def _unfused_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends as ``scaled_dot_product_attention`` does on a GPU in fp32 with fewer heads of keys than of queries.
+
+    Of its kernels, those that take fp32 do not take fewer heads, so that it multiplies and keeps whole matrices of
+    scores (torch 2.11, seen on an H200). The arguments are those of `_attention`.
+    """
+    assert mask is None and not options.get("dropout"), "causal attention without dropout"
+    attend = torch.ops.aten._scaled_dot_product_attention_math
+    output, _ = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None

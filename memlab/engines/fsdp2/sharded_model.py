@@ -9,9 +9,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import ReshardAfterForward, TrainingState
-from memlab.engines.fsdp2.hugging_face import ATTENTION, build_model
+from memlab.engines.fsdp2.hugging_face import ATTENTION, UNFUSED_ATTENTION, build_model
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
 
@@ -25,18 +26,17 @@ class ShardedModel:
 
     Args:
         scenario: What to build.
-        mesh_device: What the ranks' collectives run on, ``cpu`` or ``cuda``.
-        is_fake: Whether the tensors are to have no values.
+        place: What follows from where it is built.
     """
 
-    def __init__(self, scenario: Scenario, mesh_device: str, *, is_fake: bool) -> None:
+    def __init__(self, scenario: Scenario, place: BackendKind) -> None:
+        mesh_device = "cuda" if place.on_gpu else "cpu"
         sharded = torch.float32 if scenario.state.fp32_sharded_params else _DTYPES[scenario.dtype]
         torch.manual_seed(scenario.seed)
         # The whole model has no part in a step, and is made under another default type than the meter expects.
         with on_host(), unobserved():
-            with torch.device("meta" if is_fake else "cpu"):
-                attention = "sdpa" if mesh_device == "cuda" else ATTENTION
-                self.module = build_model(scenario, sharded, attention=attention)
+            with torch.device("meta" if place.is_prediction else "cpu"):
+                self.module = build_model(scenario, sharded, attention=_attention_of(scenario, place))
             mesh = init_device_mesh(mesh_device, (scenario.layout.data_parallel_size,))
             policy = _policy(scenario)
             for layer in self.layers:
@@ -107,6 +107,15 @@ class ShardedModel:
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, _on_device(buffer))
+
+
+def _attention_of(scenario: Scenario, place: BackendKind) -> str:
+    """Returns the attention that transformers is to call: on a GPU torch's own, which chooses its kernel itself."""
+    if place.on_gpu:
+        return "sdpa"
+    model = scenario.architecture
+    is_grouped = model.num_query_groups < model.num_attention_heads
+    return UNFUSED_ATTENTION if place.has_allocator and scenario.dtype == "fp32" and is_grouped else ATTENTION
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

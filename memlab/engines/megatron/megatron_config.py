@@ -51,6 +51,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         # Two stages would exchange several tensors with each other in one batch (megatron/training/arguments.py).
         overlap_p2p_comm=interleaved_chunks(scenario.layout) is not None,
         batch_p2p_comm=interleaved_chunks(scenario.layout) is None,
+        pipeline_model_parallel_layout=scenario.layout.pipeline_model_parallel_layout,
         num_layers_in_first_pipeline_stage=scenario.layout.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
         expert_model_parallel_size=scenario.layout.expert_model_parallel_size,

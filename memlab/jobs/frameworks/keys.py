@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from memlab.config.option import Kind
+from memlab.config.pipeline_layout import text_of_layout
 from memlab.config.validation import is_number, is_whole_number, shortened
 
 ABSENT = "absent"
@@ -169,6 +170,7 @@ WORDS = Conversion(_read_words, lambda value: None if value is None else list(va
 DTYPE = Conversion(_read_dtype, _same)
 LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
+PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
 BACKEND = Conversion(_read_backend, _same)
 CONVERSIONS: dict[Kind, Conversion] = {

@@ -25,6 +25,7 @@ from memlab.jobs.frameworks.keys import (
     LONG_DTYPE,
     NOT,
     NUMBER,
+    PIPELINE_LAYOUT,
     ROUTER_DTYPE,
     SWITCH,
     TEXT,
@@ -45,9 +46,11 @@ SIZES = (
     Key("expert_tensor_parallel_size", "expert_tensor_parallel_size", WHOLE, None),
 )
 CHUNKS = Key("virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", WHOLE, None)
+STAGES = Key("pipeline_model_parallel_layout", "pipeline_model_parallel_layout", PIPELINE_LAYOUT, None)
 ENDS = (
     Key("num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    STAGES,
 )
 
 
@@ -237,7 +240,6 @@ MISSING = (
     Missing("cpu_offloading", "less", "Transformer Engine offloads whole layers"),
     Missing("cpu_offloading_num_layers", "less", "Transformer Engine offloads whole layers"),
     Missing("distribute_saved_activations", "less", "checkpoint inputs are split over the tensor parallel ranks"),
-    Missing("pipeline_model_parallel_layout", "either", "stages have other layers than in memlab's even split"),
     Missing("account_for_embedding_in_pipeline_split", "either", "the embedding counts as a layer of the first stage"),
     Missing("account_for_loss_in_pipeline_split", "either", "the loss counts as a layer of the last stage"),
     Missing("tp_comm_overlap", "more", "user buffers of Transformer Engine's overlap of tensor parallel communication"),

@@ -47,6 +47,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
+    STAGES,
     fields_of,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -114,6 +115,7 @@ KEYS = (
     Key("num_virtual_stages_per_pipeline_rank", "num_virtual_stages_per_pipeline_rank", COUNT),
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    STAGES,
     Key("seq_length", "seq_length", COUNT),
     Key("micro_batch_size", "micro_batch_size", COUNT),
     Key("global_batch_size", "global_batch_size", COUNT),

@@ -52,6 +52,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     PIPELINE,
     RECOMPUTE,
     SIZES,
+    STAGES,
 )
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
@@ -108,6 +109,7 @@ KEYS = (
     CHUNKS,
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    STAGES,
     # Of ms-swift 3.
     Key("num_layers_per_virtual_pipeline_stage", "num_layers_per_virtual_pipeline_stage", WHOLE),
     Key("num_virtual_stages_per_pipeline_rank", CHUNKS.field, WHOLE),
@@ -165,7 +167,7 @@ _CORE_ARGUMENTS = (
     "moe_permute_fusion", "moe_shared_expert_overlap",
     "moe_token_dispatcher_type", "mtp_num_layers",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
-    "overlap_param_gather_with_optimizer_step", "pipeline_model_parallel_layout", "position_embedding_type",
+    "overlap_param_gather_with_optimizer_step", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
 )  # fmt: skip
 """Those of Megatron's that ms-swift has too, in 4.6.0 or in 3.12."""
