@@ -311,7 +311,7 @@ def _lines() -> Iterator[str]:  # noqa: C901, PLR0915  # a table
         "recipes {suite.yaml}",
         "recipes . --framework-version 1",
         "recipes . -- 2",
-        "published --only none",
+        "published --only no_such_job",
         "published .",
         "predict --job {suite.yaml} --gpu-memory 79GiB -- 2",
         "job -- 2 8",
