@@ -156,8 +156,14 @@ def _sharded_bytes(scenario: Scenario) -> int:
     weight, optimizer = (2, 4 + 8) if scenario.dtype == "bf16" else (4, 8)
     if scenario.state.use_distributed_optimizer:
         optimizer = 0
-    of_parameter = weight + bytes_of_gradient(scenario) + optimizer
-    return sum(of_parameter * (count - count // copies) for count, copies in copied(scenario))
+    of_trained = weight + bytes_of_gradient(scenario) + optimizer
+    trained = copied(scenario)
+    spread = sum(of_trained * (count - count // copies) for count, copies in trained)
+    if scenario.state.lora is not None:  # the frozen model is beside the adapters
+        model, (_, copies_outside), (_, copies_of_experts) = parameters_of_rank(scenario), *trained
+        all_parameters = (model.outside_experts, copies_outside), (model.experts, copies_of_experts)
+        spread += sum(weight * (count - count // copies) for count, copies in all_parameters)
+    return spread
 
 
 def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
