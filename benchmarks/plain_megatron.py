@@ -171,7 +171,8 @@ def summary(job: Job, row: dict[str, Any]) -> str:
 def predict(path: Path, at_once: int) -> None:
     """Predicts each rank of each measured job, and prints the errors."""
     measured = [json.loads(line) for line in path.read_text().splitlines()]
-    pairs = [(row, rank) for row in measured if "ranks" in row for rank in range(len(row["ranks"]))]
+    predicted = [row for row in measured if "ranks" in row and "mtp_num_layers" not in row["config"]]
+    pairs = [(row, rank) for row in predicted for rank in range(len(row["ranks"]))]
     heads = ("job", "rank", "start GiB", "error", "peak GiB", "predicted", "error", "reserved GiB", "error")
     heads += ("outside torch GiB", "stated")
     print(f"| {' | '.join(heads)} |\n| --- |{' ---: |' * (len(heads) - 1)}")
@@ -239,6 +240,10 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
 
+    if "mtp_num_layers" in job["config"]:
+        raise ValueError(
+            f"{job['name']} has layers of multi-token prediction, which memlab does not predict: leave it out"
+        )
     architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
     deallocates = {name: True for name in ("deallocate_pipeline_outputs",) if name in job["config"]}

@@ -48,6 +48,7 @@ OFFLOADED = {
 """Where in a layer the tensors are allocated that each offload module transfers. Those of the last layer stay."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)(?:\.(.*))?$")
+_ADAPTED = re.compile(r"\.(to_wrap|adapter)(\..*)?$")
 _LOGITS_BYTES = 2
 _FP32_LOGITS_BYTES = 4
 _WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches", "seed")
@@ -205,7 +206,9 @@ def bytes_in_layers(by_module: Mapping[str, int], scenario: Scenario) -> LayerBy
     for name, num_bytes in by_module.items():
         found = _LAYER.match(name)
         if found is not None:
-            place = int(found[1]) % scenario.num_layers_of_chunk, found[2] or ""
+            # A linear with an adapter is in a module of its name, and so is the adapter.
+            module = _ADAPTED.sub("", found[2] or "")
+            place = int(found[1]) % scenario.num_layers_of_chunk, module
             allocated[place] = allocated.get(place, 0) + num_bytes
     return allocated
 
