@@ -99,6 +99,18 @@ def jobs() -> list[Job]:
             replace(llama, fp32=True, num_layers=4),
             replace(qwen, model="qwen2.5-7b"),
             replace(llama, model="mistral-7b-v0.3", seq_length=4096),
+            replace(phi, seq_length=1024, micro_batch_size=4),
+            replace(phi, seq_length=8192, checkpointing=True),
+            replace(phi, seq_length=4096, fp32_sharded_params=True, grad_reduce_in_bf16=True),
+            replace(qwen, seq_length=8192),
+            replace(qwen, checkpointing=True, grad_reduce_in_bf16=True),
+            replace(qwen, num_microbatches=2, fp32_sharded_params=True),
+            replace(llama, num_microbatches=4, defer_fsdp_grad_sync=True, checkpointing=True),
+            replace(llama, seq_length=4096, adam_implementation="fused"),
+            replace(llama, reshard_after_forward="none", adam_implementation="fused"),
+            replace(llama, fp32_sharded_params=True, adam_implementation="for_loop"),
+            replace(qwen, model="qwen2.5-7b", seq_length=4096, checkpointing=True),
+            replace(llama, model="mistral-7b-v0.3", fp32_sharded_params=True, adam_implementation="fused"),
         ]
         if num_ranks == 2:
             found += [replace(phi, num_layers=40), replace(phi, num_layers=40, checkpointing=True)]

@@ -51,6 +51,8 @@ policy:
   train_micro_batch_size: 1
   logprob_batch_size: 1
   max_total_sequence_length: 4096
+  sequence_packing: {enabled: false}
+  dynamic_batching: {enabled: false}
   megatron_cfg:
     enabled: true
     activation_checkpointing: true

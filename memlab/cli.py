@@ -20,6 +20,7 @@ _COMMANDS = {
     "search": "Search for settings that make a step fit a GPU, with as little recompute and transfer as possible.",
     "job": "Read a job of another framework from its own file, and say what memlab understood of it.",
     "recipes": "Read all job files below a folder, and say how many of them memlab can predict, and what others miss.",
+    "published": "Predict jobs that others measured, and write both as a Markdown page.",
     "compare": "Compare saved steps, and show where a predicted and a measured peak differ.",
     "run": "Run one lab without a browser, with parameters that you give, and save the result in a new folder.",
     "nightly": "Run a suite of labs and compare their metrics with the baselines.",

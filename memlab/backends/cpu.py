@@ -26,7 +26,7 @@ from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, trained_of_rank
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import torch_moe
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
@@ -88,6 +88,9 @@ def require_host_memory(scenario: Scenario) -> None:
     """
     model = scenario.architecture.with_layers(scenario.num_layers)
     needed, limit = model.num_parameters * bytes_per_parameter(scenario), host_memory_bytes()
+    if scenario.state.lora is not None:  # the model is frozen
+        needed = model.num_parameters * (2 if scenario.dtype == "bf16" else 4)
+        needed += sum(trained_of_rank(scenario)) * bytes_per_parameter(scenario)
     if needed > limit:
         raise ValueError(
             f"{scenario} takes at least {format_bytes(needed)} between its steps, and this process may use "

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from memlab._version import __version__
 from memlab.commands.shared.output import check_new_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
 from memlab.lab_files import labs_folder
@@ -27,10 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--install",
-        default=f"memlab[cpu]=={__version__}",
         metavar="REQUIREMENT",
-        help="what pip installs on Binder and on Colab: a version, or the address of a wheel or a repository of yours "
-        "(default: %(default)s)",
+        help="also write what Binder and Colab need: what pip installs there, such as the address of a wheel or of a "
+        "repository of yours. No package index has memlab, so there is no default",
     )
 
 
@@ -45,7 +43,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return lambda: _write(source, arguments.folder, arguments.install, runs=arguments.run)
 
 
-def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
+def _write(source: Path, folder: Path, requirement: str | None, *, runs: bool) -> int:
     import nbformat
     from plotly.offline import get_plotlyjs
 
@@ -53,7 +51,7 @@ def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
     from memlab.course.slides import PLOTLY_FILE, slides_of
     from memlab.regression.suite.notebooks import read_notebook
 
-    for name in ("student", "solutions", "slides", "binder"):
+    for name in ("student", "solutions", "slides"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for plan in sorted((source / "teaching").glob("*.md")):
         shutil.copy(plan, folder)
@@ -72,9 +70,11 @@ def _write(source: Path, folder: Path, requirement: str, *, runs: bool) -> int:
             _copy(linked, folder / of / linked.name)
     if runs:
         (folder / "slides" / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
-    index = "--extra-index-url https://download.pytorch.org/whl/cpu\n"
-    (folder / "binder" / "requirements.txt").write_text(f"{index}{requirement}\n", encoding="utf-8")
-    (folder / "binder" / "runtime.txt").write_text("python-3.11\n", encoding="utf-8")
+    if requirement is not None:
+        index = "--extra-index-url https://download.pytorch.org/whl/cpu\n"
+        (folder / "binder").mkdir()
+        (folder / "binder" / "requirements.txt").write_text(f"{index}{requirement}\n", encoding="utf-8")
+        (folder / "binder" / "runtime.txt").write_text("python-3.11\n", encoding="utf-8")
     print(f"the course is in {folder}: begin with README.md")
     return 1 if num_failed else 0
 

@@ -126,7 +126,7 @@ def _prepare_first(arguments: argparse.Namespace) -> Callable[[], int]:
         (suite,) = (path for path in files if path.suffix == ".yaml")
         print(
             f"next: memlab nightly {suite} --allow-missing, look at the report, then memlab baseline update {suite}, "
-            "and commit these files with papermill_runs/baselines"
+            "and commit these files with papermill_runs/baselines and the wheel that the workflow names"
         )
         return 0
 

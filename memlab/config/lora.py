@@ -45,13 +45,13 @@ class LoRA:
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
-        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or patterns of their names such "
-        "as *.layers.0.*.linear_qkv (default: all four in every layer)",
+        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or patterns of whole names with "
+        "asterisks (default: all four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )
-    """A pattern is compared with the whole name, as ``decoder.layers.0.mlp.experts.linear_fc1``; ``*`` stands for any
-    text. Under pipeline parallelism Megatron numbers the layers of each model chunk from 0."""
+    """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
+    ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
     share_expert_adapters: bool = option(
         True, "give the experts of a rank one adapter for each of their linears, not one each", **_ADAPTERS
     )

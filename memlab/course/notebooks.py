@@ -18,7 +18,7 @@ if "google.colab" in sys.modules:
     %pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu '{requirement}'"""
 
 
-def student_notebook(lab: nbformat.NotebookNode, requirement: str) -> nbformat.NotebookNode:
+def student_notebook(lab: nbformat.NotebookNode, requirement: str | None) -> nbformat.NotebookNode:
     """Returns a lab without the answers to its exercises, each of which nbgrader can grade.
 
     An exercise becomes two cells: the answer, which a student changes, and the check, which fails if a goal is missed
@@ -26,10 +26,12 @@ def student_notebook(lab: nbformat.NotebookNode, requirement: str) -> nbformat.N
 
     Args:
         lab: A lab; it is not changed.
-        requirement: What pip installs on Colab, such as ``memlab[cpu]==0.3.0``.
+        requirement: What pip installs on Colab, such as the address of a wheel; None leaves that cell out.
     """
     notebook = copy.deepcopy(lab)
-    cells = [nbformat.v4.new_code_cell(_INSTALL.format(requirement=requirement), id="install")]
+    cells: list[nbformat.NotebookNode] = []
+    if requirement is not None:
+        cells.append(nbformat.v4.new_code_cell(_INSTALL.format(requirement=requirement), id="install"))
     for cell in notebook.cells:
         cell.source = _ANSWERS.sub("", cell.source)
         cells += _graded(cell) if has_tag(cell, EXERCISE_TAG) else [cell] if cell.source.strip() else []

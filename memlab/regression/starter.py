@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 
+from memlab._version import __version__
 from memlab.config.architectures import ARCHITECTURES
 from memlab.regression.suite.notebooks import PARAMETERS_TAG, RECORD_TAG
 
@@ -56,12 +57,13 @@ jobs:
     timeout-minutes: 60
     env:
       PIP_EXTRA_INDEX_URL: https://download.pytorch.org/whl/cpu
+      MEMLAB: ./memlab-{version}-py3-none-any.whl # no package index has memlab: commit the wheel that you installed
     steps:
       - uses: actions/checkout@v5
       - uses: actions/setup-python@v6
         with:
           python-version: "3.11"
-      - run: pip install 'memlab[cpu]'
+      - run: pip install "$MEMLAB[cpu]"
       - run: memlab nightly papermill_runs/suites/{name}.yaml --jobs 2
       - if: ${{{{ !cancelled() }}}}
         uses: actions/upload-artifact@v6
@@ -92,5 +94,5 @@ def starter_files(architecture: str) -> dict[Path, str]:
     return {
         Path("labs") / f"{_NAME}.ipynb": f"{nbformat.writes(notebook)}\n",
         Path("papermill_runs/suites") / f"{_NAME}.yaml": _SUITE.format(name=_NAME),
-        Path(".github/workflows/memlab.yml"): _WORKFLOW.format(name=_NAME),
+        Path(".github/workflows/memlab.yml"): _WORKFLOW.format(name=_NAME, version=__version__),
     }

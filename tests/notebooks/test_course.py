@@ -91,6 +91,10 @@ def test_the_course_of_a_small_folder_of_labs(
     wanted = "--extra-index-url https://download.pytorch.org/whl/cpu\nhttps://example.org/memlab.whl\n"
     assert (course / "binder" / "requirements.txt").read_text() == wanted
     assert "https://example.org/memlab.whl" in read_notebook(course / "student" / "01_small.ipynb").cells[0].source
+    (labs / "02_broken.ipynb").unlink()
+    assert main(["course", str(tmp_path / "other")]) == 0
+    assert not (tmp_path / "other" / "binder").exists()
+    assert "parameters" in read_notebook(tmp_path / "other" / "student" / "01_small.ipynb").cells[1].metadata.tags
     assert main(["course", str(course)]) == 2
     assert "which is not empty, must be a new or an empty folder" in capfd.readouterr().err
 

@@ -118,6 +118,19 @@ def for_each(formula: str, letters: str, cases: str = "sizes") -> str:
 
 TE_LOSS = 'cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'
 FULL_RECOMPUTE = 'recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1'
+
+
+def in_styles(formula: str, letters: str, cases: str = "sizes") -> tuple[str, ...]:
+    """The same answer as an array, a tensor, a tuple of numpy's numbers, and by a loop."""
+    plain = for_each(formula, letters, cases)
+    return (
+        f"import numpy as np; {plain}; mine = np.array(mine)",
+        f"import torch; {plain}; mine = torch.tensor(mine, dtype=torch.float64)",
+        f"import numpy as np; {plain}; mine = tuple(np.float64(each) for each in mine)",
+        f"mine = []\nfor {letters} in {cases}:\n    mine.append({formula})",
+    )
+
+
 HEADS = "t, a, g, d"
 LONGEST = "start, peak, tokens, room"
 DENSE_LETTERS = "t, h, f, a, g, d"
@@ -176,6 +189,7 @@ EXERCISES = {
         Exercise(
             # As a float too: a formula with a division gives one.
             solution=for_each("(4 * h / 2 + 4 + 2 * m * k) * t", MOE_LETTERS),
+            also_right=in_styles("2 * (h + 2 + m * k) * t", MOE_LETTERS),
             wrong=(
                 for_each("(2 * h + 2 * m * k) * t", MOE_LETTERS),
                 for_each("(2 * h + 4) * t", MOE_LETTERS),
@@ -228,9 +242,8 @@ EXERCISES = {
         Exercise(
             solution=for_each("((4 * a + 4 * g) * d + 4 * a) * t", HEADS),
             also_right=(
+                *in_styles("4 * ((a + g) * d + a) * t", HEADS),
                 for_each("2 * t * d * (2 * a + 2 * g) + 4 * a * t * (t < 4096)", HEADS),
-                f"import numpy; {for_each('((4 * a + 4 * g) * d + 4 * a) * t', HEADS)}; mine = numpy.array(mine)",
-                f"import torch; {for_each('((4 * a + 4 * g) * d + 4 * a) * t', HEADS)}; mine = torch.tensor(mine, dtype=torch.float64)",
             ),
             wrong=(
                 for_each("(2 * a + 4 * g) * d * t", HEADS),  # without the output
@@ -244,7 +257,10 @@ EXERCISES = {
         ),
         Exercise(
             solution=for_each("(a + 2 * g) / (2 * a + 2 * g)", HEADS),
-            also_right=(for_each("1 - 2 * a * d * t / ((4 * a + 4 * g) * d * t)", HEADS),),
+            also_right=(
+                *in_styles("1 - a / (2 * a + 2 * g)", HEADS),
+                for_each("1 - 2 * a * d * t / ((4 * a + 4 * g) * d * t)", HEADS),
+            ),
             wrong=(
                 for_each("1", HEADS),
                 for_each("0.5", HEADS),
@@ -316,6 +332,7 @@ EXERCISES = {
         Exercise(
             solution=for_each("2 * t * h * 2 * L // n", "t, h, L, n", "jobs"),
             also_right=(
+                *in_styles("4 * t * h * L / n", "t, h, L, n", "jobs"),
                 for_each("4 * t * h * ((L + n - 1) // n)", "t, h, L, n", "jobs"),
                 f"import math; {for_each('4 * t * h * math.ceil(L / n)', 't, h, L, n', 'jobs')}",
                 f"import numpy as np; {for_each('4 * t * h * np.ceil(L / n)', 't, h, L, n', 'jobs')}",
@@ -356,6 +373,7 @@ EXERCISES = {
         Exercise(
             solution=for_each("(room - start) / (peak - start) * tokens", LONGEST, "steps"),
             also_right=(
+                *in_styles("(room - start) * tokens / (peak - start)", LONGEST, "steps"),
                 for_each("int((room - start) // ((peak - start) / tokens))", LONGEST, "steps"),
                 "import numpy as np; s, p, t, r = np.array(steps).T; mine = (r - s) / (p - s) * t",
             ),
@@ -547,6 +565,7 @@ EXERCISES = {
     "10_one_layer": [
         Exercise(
             solution=for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
+            also_right=in_styles("(6*h + 4 + 6*a*d + 6*g*d + 8*d) * t", DENSE_LETTERS),
             wrong=(
                 # Without what the slice holds, without the tables, without the output that linear_proj needs.
                 for_each("(6*h + 4 + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
@@ -564,6 +583,7 @@ EXERCISES = {
         ),
         Exercise(
             solution=for_each("4 * one - 3 * (5 * E * t + 8 * E)", "one, t, E"),
+            also_right=in_styles("one + 3 * (one - 5 * E * t - 8 * E)", "one, t, E"),
             wrong=tuple(
                 for_each(formula, "one, t, E")
                 for formula in (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from memlab._version import __version__
 from memlab.cli import main
 from tests.notebooks.in_process import cells_in_this_process
 
@@ -82,7 +83,8 @@ def test_a_first_nightly_is_written_and_runs(
     ]
     workflow = yaml.safe_load(Path(".github/workflows/memlab.yml").read_text())
     runs = [step["run"] for step in workflow["jobs"]["my_model"]["steps"] if "run" in step]
-    assert runs == ["pip install 'memlab[cpu]'", f"memlab nightly {suite} --jobs 2"]
+    assert runs == ['pip install "$MEMLAB[cpu]"', f"memlab nightly {suite} --jobs 2"]
+    assert workflow["jobs"]["my_model"]["env"]["MEMLAB"] == f"./memlab-{__version__}-py3-none-any.whl"
     assert main(["nightly", suite, "--jobs", "1", "--only", "4096", "--allow-missing"]) == 0
     assert main(["baseline", "update", suite]) == 0
     assert main(["nightly", suite, "--jobs", "1", "--only", "4096"]) == 0

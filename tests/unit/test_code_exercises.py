@@ -229,6 +229,11 @@ trainer.broadcast()
 return torch.tensor([b - a, d - c])
 """,
 }
+OTHER_SYNCS["timed although there is nothing, and thrown away"] = SYNC.replace(
+    "return load_seconds, offload_seconds",
+    "return (load_seconds, offload_seconds) if trainer.is_offload_param else (0.0, 0.0)",
+)
+OTHER_SYNCS["waits before each timer too"] = SYNC.replace("    started =", "    trainer.synchronize(); started =")
 WRONG_SYNCS = {
     "nothing": ("return 0.0, 0.0", "your sync never calls load"),
     "as merged: the gradients": (SYNC.replace("load_grad=False", ""), "4 bytes per parameter that it does not read"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.backends import cpu
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config import model_restrictions
 from memlab.config.layout import Layout
@@ -18,6 +19,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState, what_rebuilds
 from memlab.config.validation import RuleError
+from memlab.jobs.bounds import bound_bytes
+from memlab.jobs.frameworks.framework import NotModelled
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from tests.unit.inside import inside
@@ -84,6 +87,22 @@ def test_the_adapters_of_llama_3_1_8b_are_counted_by_hand() -> None:
     assert kept == (2 * (frozen + 32 * of_layer), 4 * 32 * of_layer, 12 * 32 * of_layer)
     shared = replace(alone, layout=Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, rank=2))
     assert sum(trained_of_rank(shared)) == 16 * of_layer / 2
+
+
+def test_a_frozen_model_needs_less_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "host_memory_bytes", lambda: 4 * 2**30)
+    frozen = Scenario.of("llama-3.2-1b", state=LORA)
+    cpu.require_host_memory(frozen)
+    with pytest.raises(ValueError, match="of host memory"):
+        cpu.require_host_memory(replace(frozen, state=TrainingState()))
+
+
+def test_fsdp_spreads_the_frozen_model_too() -> None:
+    layout = Layout(data_parallel_size=4)
+    scenario = Scenario.of("llama-3.1-8b", layout=layout, state=TrainingState(lora=LoRA(rank=16)))
+    frozen, adapters = scenario.architecture.num_parameters, 35_651_584
+    row = NotModelled("use_megatron_fsdp", value=True, effect="less", reason="")
+    assert bound_bytes(row, scenario, MemorySettings()) == 2 * frozen * 3 // 4 + (2 + 4) * adapters * 3 // 4
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         )
     if model.pre_process and model.embedding.add_position_embedding:
         # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
-        model.embedding.position_embeddings.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        positions = model.embedding.position_embeddings
+        moved = positions.weight.detach().to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        positions.weight = torch.nn.Parameter(moved)
     return model
 
 

@@ -440,18 +440,44 @@ def complete_model(reading: Reading) -> None:
         reading.not_modelled = [
             one for one in reading.not_modelled if one.place != "default" or not one.key.startswith("moe_")
         ]
+    _complete_vocabulary(reading)
+
+
+def _complete_vocabulary(reading: Reading) -> None:
+    """Takes the number of tokens, padded as Megatron-LM pads it."""
+    values = reading.values
     divisor = values.pop("make_vocab_size_divisible_by", 128) * (values.get("tensor_model_parallel_size") or 1)
-    padded = values.pop("padded_vocab_size", None)
-    if not padded and not values.get("vocab_size"):
-        _take_vocabulary_of_tokenizer(reading)
-    if padded:
+    if padded := values.pop("padded_vocab_size", None):
         values["vocab_size"] = padded
-    elif values.get("vocab_size"):
+        return
+    if not values.get("vocab_size"):
+        _take_vocabulary_of_tokenizer(reading)
+    elif reading.get("tokenizer_type") == "NullTokenizer":
+        # It counted one more, for the end of a document, in jobs of core 0.14 and 0.16 that others measured (`memlab
+        # published`). That of August 2026 does not (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
+        reading.take("tokenizer_type", "vocab_size", values["vocab_size"] + 1)
+    if values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
 
 
+_GPT2_TOKENS = 50257
+"""In https://huggingface.co/openai-community/gpt2/blob/main/vocab.json."""
+
+
 def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
-    """Takes the vocabulary of a published model's tokenizer, where the job leaves its size to the tokenizer."""
+    """Takes the vocabulary of a published model's tokenizer, where the job leaves its size to the tokenizer.
+
+    Without ``tokenizer_type``, ``pretrain_gpt.py`` takes ``GPT2BPETokenizer`` (core 0.16.1).
+    """
+    reading.known.add("vocab_file")
+    is_gpt2 = reading.get("tokenizer_type") in (None, "GPT2BPETokenizer") and "vocab_file" in reading.entries.by_key
+    if is_gpt2 and reading.entries.get("hidden_size"):
+        reading.take("vocab_file", "vocab_size", _GPT2_TOKENS)
+        reading.warnings.append(
+            f"vocab_size is not in the file, so Megatron-LM counts the tokens in vocab_file, and memlab takes GPT-2's "
+            f"{_GPT2_TOKENS}: give --set vocab_size=TOKENS"
+        )
+        return
     name = reading.entries.get("tokenizer_model")
     model = published_architecture(str(name)) if name else None
     if model is not None:

@@ -49,7 +49,7 @@ def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torc
     """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
     It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
-    ``aten/src/ATen/native/transformers/cuda/attention.cu``).
+    ``aten/src/ATen/native/transformers/cuda/attention.cu``). Its output lies in memory as the query does.
 
     Args:
         query: Shape [batch, heads, tokens, channels].
@@ -62,7 +62,7 @@ def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torc
     """
     tensors = (each.transpose(1, 2) for each in (query, key, value))
     output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0)
-    return output
+    return output.contiguous()
 
 
 def packed_flash_attention(
@@ -160,7 +160,10 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropped: Dropped | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     output, log_sum_exp = attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale, dropped)
-    return output.transpose(0, 1).contiguous(), log_sum_exp
+    output = output.transpose(0, 1)
+    if query.is_contiguous():
+        return output.contiguous(), log_sum_exp
+    return torch.empty_like(query).copy_(output), log_sum_exp
 
 
 @one_kernel()

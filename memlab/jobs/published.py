@@ -1,0 +1,80 @@
+"""Jobs that others ran and measured, with their arguments: what memlab's predictions are compared with."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memlab.config.from_json import build, read_json
+from memlab.jobs.job import Job
+from memlab.lab_files import labs_folder
+
+_MASK = "create_attention_mask_in_dataloader"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedJob:
+    """A job of Megatron-LM, and the bytes that torch had allocated on a rank of it."""
+
+    name: str
+    repository: str
+    path: str
+    commit: str
+    date: str
+    megatron_core: str
+    """The version that Megatron-LM's checkout gives itself; empty if it is not known."""
+    gpu: str
+    num_ranks: int
+    rank: int | None
+    """The rank that was measured; None if the highest peak of all ranks is given."""
+    peak_bytes: int
+    """The most since the process began: Megatron-LM never resets it."""
+    between_steps_bytes: int | None
+    """After a step; None if it was not published."""
+    note: str
+    arguments: dict[str, Any]
+    """Those of Megatron-LM that decide about memory; empty if they are not published."""
+
+    def read(self) -> Job:
+        """Reads the arguments as ``memlab job`` reads the ``model_config.yaml`` of a test.
+
+        Raises:
+            ValueError: If memlab cannot understand them.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model_config.yaml"
+            # A list of modules is a text in brackets there.
+            is_plain = {flag: isinstance(value, str) and value[0] != "[" for flag, value in self.arguments.items()}
+            values = {flag: value if is_plain[flag] else json.dumps(value) for flag, value in self.arguments.items()}
+            lines = (f"  {flag}: {value}" for flag, value in values.items())
+            file.write_text("\n".join(["MODEL_ARGS:", *lines, ""]))
+            return Job.read(file, format_name="megatron-lm", world_size=self.num_ranks)
+
+
+def published_jobs() -> list[PublishedJob]:
+    """Returns the jobs of ``labs/results/published_jobs.json``.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    rows = read_json(labs_folder() / "results" / "published_jobs.json", "take memlab's own file")
+    return [build(PublishedJob, row, f"published_jobs.json, job {number}") for number, row in enumerate(rows, 1)]
+
+
+def mask_bytes(job: Job) -> int:
+    """Returns the attention mask of a micro-batch that Megatron-LM's data loader makes by default.
+
+    memlab's steps have none. Context parallel ranks share the rows of a mask.
+    """
+    if job.scenario is None or all(one.key != _MASK for one in job.not_modelled):
+        return 0
+    scenario = job.scenario
+    return scenario.micro_batch_size * scenario.seq_length**2 // scenario.layout.context_parallel_size
+
+
+def other_gaps(job: Job) -> list[str]:
+    """Names what memlab does not model of a job, apart from the mask."""
+    return [one.key for one in job.not_modelled if one.key != _MASK]

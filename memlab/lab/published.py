@@ -1,0 +1,63 @@
+"""Predictions of published jobs, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memlab.jobs.published import PublishedJob, mask_bytes, other_gaps
+from memlab.lab.lab import Lab
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A published job and its prediction."""
+
+    job: PublishedJob
+    reason: str = ""
+    """Why memlab does not predict the job; empty if it does."""
+    peak_bytes: int = 0
+    between_steps_bytes: int = 0
+    mask_bytes: int = 0
+    """Of the attention mask that Megatron-LM's data loader makes; it is not in the two others."""
+    not_modelled: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """How far prediction and mask are from the measured peak, as a share of it."""
+        return (self.peak_bytes + self.mask_bytes) / self.job.peak_bytes - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values."""
+        return asdict(self) | ({} if self.reason else {"error": self.error})
+
+
+def compare_published(jobs: Iterable[PublishedJob]) -> Iterator[Compared]:
+    """Predicts each job on the rank that was measured, or on one rank of each kind."""
+    for job in jobs:
+        yield _compared(job)
+
+
+def _compared(job: PublishedJob) -> Compared:
+    if not job.arguments:
+        return Compared(job=job, reason="its arguments are not published as values")
+    try:
+        read = job.read()
+    except ValueError as error:
+        return Compared(job=job, reason=str(error))
+    if read.scenario is None or read.settings is None:
+        reason = read.cannot_start or read.not_supported or " ".join(read.questions)
+        return Compared(job=job, reason=reason)
+    records = []
+    for scenario in read.scenario.on_ranks(job.rank):
+        with Lab(scenario, backend="simulated") as lab:
+            records.append(lab.step(read.settings))
+    highest = max(records, key=lambda record: record.peak_allocated_bytes)
+    return Compared(
+        job=job,
+        peak_bytes=highest.peak_allocated_bytes,
+        between_steps_bytes=highest.static_bytes,
+        mask_bytes=mask_bytes(read),
+        not_modelled=tuple(other_gaps(read)),
+    )

@@ -1,0 +1,65 @@
+"""The page of published jobs: predicted beside measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memlab.units import MIB
+
+if TYPE_CHECKING:
+    from memlab.lab.published import Compared
+
+_HEADS = (
+    "job", "GPU", "ranks", "measured peak MiB", "predicted MiB", "attention mask MiB", "difference", "difference MiB",
+    "between steps MiB", "predicted MiB", "difference MiB", "not modelled",
+)  # fmt: skip
+_INTRODUCTION = """# Published jobs
+
+What others measured, beside what memlab predicts from their arguments. `memlab published` prints this page.
+
+Megatron-LM's tests log the bytes of torch's allocator on the last rank: the peak since the process began, and what is
+allocated after a step (`training_log` in `megatron/training/training.py`, 0.16.1). A peak can thus include building the
+model and saving a checkpoint. By default, Megatron-LM's data loader makes an attention mask of 1 byte for each pair of
+tokens, which Transformer Engine's causal attention does not read. memlab's steps have none, so it is a column of its
+own, and the difference is that of prediction and mask. The jobs ran with other versions of Megatron, Transformer Engine
+and cuDNN than memlab's, named in `labs/results/published_jobs.json` with repository, path and commit.
+"""
+
+
+def published_page(rows: Sequence[Compared]) -> str:
+    """Returns the page as Markdown."""
+    predicted = [row for row in rows if not row.reason]
+    lines = [_INTRODUCTION, f"| {' | '.join(_HEADS)} |"]
+    lines.append(f"| --- | --- |{' ---: |' * (len(_HEADS) - 3)} --- |")
+    lines += [f"| {' | '.join(_cells(row))} |" for row in predicted]
+    if predicted:
+        errors = [abs(row.error) for row in predicted]
+        summary = (
+            f"{len(predicted)} of {len(rows)} jobs are predicted: the difference is {statistics.median(errors):.3%}"
+        )
+        lines += ["", f"{summary} in the median, and at most {max(errors):.3%}."]
+    refused = (row for row in rows if row.reason)
+    lines += ["", *(f"- {row.job.name}, {row.job.peak_bytes / MIB:,.1f} MiB: {row.reason}" for row in refused)]
+    return "\n".join(lines).rstrip()
+
+
+def _cells(row: Compared) -> list[str]:
+    job = row.job
+    peak = row.peak_bytes + row.mask_bytes
+    between = job.between_steps_bytes
+    return [
+        job.name,
+        job.gpu,
+        str(job.num_ranks),
+        f"{job.peak_bytes / MIB:,.1f}",
+        f"{row.peak_bytes / MIB:,.1f}",
+        f"{row.mask_bytes / MIB:,.1f}",
+        f"{row.error:+.3%}",
+        f"{(peak - job.peak_bytes) / MIB:+,.1f}",
+        "" if between is None else f"{between / MIB:,.1f}",
+        f"{row.between_steps_bytes / MIB:,.1f}",
+        "" if between is None else f"{(row.between_steps_bytes - between) / MIB:+,.1f}",
+        ", ".join(row.not_modelled),
+    ]
