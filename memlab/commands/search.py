@@ -218,9 +218,9 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             "--job cannot be combined with --gpus, whose layouts replace the job's: give ARCH and the job's settings "
             "as flags (memlab job FILE shows them)"
         )
-    fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
-    others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
-    for flag in ("along_front", "alone", *others):
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    fixed = ("virtual_pipeline_model_parallel_size", *ends, "pipeline_model_parallel_layout")
+    for flag in ("along_front", "alone", "largest", "rank", "max_steps", "resolution", "out", *fixed):
         if getattr(arguments, flag) not in (None, False):
             raise ValueError(
                 f"--{flag.replace('_', '-')} cannot be combined with --gpus, which goes through layouts: leave one of "
@@ -231,7 +231,7 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             f"--world-size is {arguments.world_size}, but --gpus {arguments.gpus} already gives the number of ranks: "
             "leave --world-size out"
         )
-    names = (*SIZES, "expert_tensor_parallel_size")
+    names = (*SIZES, "expert_tensor_parallel_size", "sequence_parallel")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     alone = argparse.Namespace(**vars(arguments) | dict.fromkeys(names) | {"world_size": arguments.gpus})
     asked = asked_step(alone)
