@@ -218,8 +218,11 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             "--job cannot be combined with --gpus, whose layouts replace the job's: give ARCH and the job's settings "
             "as flags (memlab job FILE shows them)"
         )
-    fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
-    others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
+    fixed = (
+        *("data_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    )
+    others = ("largest", "rank", "max_steps", "resolution", "out", *fixed)
     for flag in ("along_front", "alone", *others):
         if getattr(arguments, flag) not in (None, False):
             raise ValueError(
