@@ -12,7 +12,7 @@ from memlab.commands.shared.output import check_new_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
 from memlab.lab_files import labs_folder
 
-_LINKED = ("*.md", "results", "book", "pictures")
+_LINKED = ("*.md", "results", "book/*.md", "pictures", "slurm_profile", "teaching")
 """What the labs link to and read."""
 
 
@@ -67,7 +67,7 @@ def _write(source: Path, folder: Path, requirement: str | None, *, runs: bool) -
         print(f"wrote {path.stem}", flush=True)
     for linked in sorted(path for pattern in _LINKED for path in source.glob(pattern)):
         for of in ("student", "solutions"):
-            _copy(linked, folder / of / linked.name)
+            _copy(linked, folder / of / linked.relative_to(source))
     if runs:
         (folder / "slides" / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
     if requirement is not None:
@@ -81,8 +81,9 @@ def _write(source: Path, folder: Path, requirement: str | None, *, runs: bool) -
 
 def _copy(source: Path, target: Path) -> None:
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.py", "static"))
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     else:
+        target.parent.mkdir(exist_ok=True)
         shutil.copy(source, target)
 
 

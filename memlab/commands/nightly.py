@@ -106,13 +106,19 @@ def _prepare_first(arguments: argparse.Namespace) -> Callable[[], int]:
     """Checks the model of a first nightly, and that none of its files is there.
 
     Raises:
-        ValueError: If the model is unknown, a file exists, or a suite is given too.
+        ValueError: If the model is unknown, a file exists, or a suite or a flag of a run is given too.
     """
     from memlab.config.architectures import find_architecture
     from memlab.regression.starter import starter_files
 
     if arguments.suite is not None:
         raise ValueError(f"SUITE is {arguments.suite}, but --init writes a suite and runs none: leave one of them out")
+    for flag in ("jobs", "engines", "only", "allow_missing", "keep", "out"):
+        if getattr(arguments, flag) not in (None, False):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} cannot be combined with --init, which runs no suite: leave one of the two "
+                "out"
+            )
     find_architecture(arguments.init)
     files = starter_files(arguments.init)
     if there := [str(path) for path in files if path.exists()]:

@@ -218,9 +218,12 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             "--job cannot be combined with --gpus, whose layouts replace the job's: give ARCH and the job's settings "
             "as flags (memlab job FILE shows them)"
         )
-    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    fixed = ("virtual_pipeline_model_parallel_size", *ends, "pipeline_model_parallel_layout")
-    for flag in ("along_front", "alone", "largest", "rank", "max_steps", "resolution", "out", *fixed):
+    fixed = (
+        *("data_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    )
+    others = ("largest", "rank", "max_steps", "resolution", "out", *fixed)
+    for flag in ("along_front", "alone", *others):
         if getattr(arguments, flag) not in (None, False):
             raise ValueError(
                 f"--{flag.replace('_', '-')} cannot be combined with --gpus, which goes through layouts: leave one of "

@@ -10,7 +10,9 @@ import nbformat
 
 from memlab.regression.suite.notebooks import EXERCISE_TAG, has_tag
 
-_ANSWERS = re.compile(r"<details><summary><strong>Answers?</strong> to the exercises?.*?</details>\n*", re.DOTALL)
+_SUMMARY = r"<summary><strong>Answers?</strong> to the (?:exercise|task)"
+"""The first lab has tasks, which nothing checks, in place of exercises."""
+_ANSWERS = re.compile(rf"<details>{_SUMMARY}.*?</details>\n*", re.DOTALL)
 _INSTALL = """\
 import sys
 
@@ -43,9 +45,7 @@ def solved_notebook(lab: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Returns a lab whose answers to the exercises are open."""
     notebook = copy.deepcopy(lab)
     for cell in notebook.cells:
-        cell.source = re.sub(
-            r"<details>(<summary><strong>Answers?</strong> to the ex)", r"<details open>\1", cell.source
-        )
+        cell.source = re.sub(f"<details>({_SUMMARY})", r"<details open>\1", cell.source)
     return notebook
 
 

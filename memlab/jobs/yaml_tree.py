@@ -78,7 +78,13 @@ def flat(root: Node, name: str) -> Entries:
             leaves = [child.value for child in node.value[:1000]]
             if prefix.endswith(PIPELINE_LAYOUT):  # the only key with lists of lists, which have a text
                 leaves = [[one.value for one in leaf[:1000]] if isinstance(leaf, list) else leaf for leaf in leaves]
-                entries.add(prefix, text_of_layout(leaves), node.line)
+                try:
+                    text = text_of_layout(leaves)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{name}, line {node.line}: {prefix} is a list of {len(leaves)} entries, {error}: correct it"
+                    ) from error
+                entries.add(prefix, text, node.line)
                 continue
             is_plain = all(not isinstance(leaf, (dict, list)) for leaf in leaves)
             entries.add(prefix, leaves if is_plain else f"a list of {len(node.value)} entries", node.line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -27,8 +28,8 @@ def test_students_get_the_exercises_without_their_answers(path: Path) -> None:
     student, solved = student_notebook(lab, "memlab"), solved_notebook(lab)
     nbformat.validate(student)
     text = "\n".join(cell.source for cell in student.cells)
-    assert not re.search(r"Answers?</strong> to the exercise", text)
-    assert bool(exercises) == ("<details open>" in "\n".join(cell.source for cell in solved.cells))
+    assert not re.search(r"Answers?</strong> to the (exercise|task)", text)
+    assert "<details open>" in "\n".join(cell.source for cell in solved.cells)
     graded = [cell.metadata.nbgrader for cell in student.cells if "nbgrader" in cell.metadata]
     assert [(each.solution, each.grade) for each in graded] == [(True, False), (False, True)] * len(exercises)
     assert sum(each.get("points", 0) for each in graded) == len(exercises)
@@ -97,6 +98,21 @@ def test_the_course_of_a_small_folder_of_labs(
     assert "parameters" in read_notebook(tmp_path / "other" / "student" / "01_small.ipynb").cells[1].metadata.tags
     assert main(["course", str(course)]) == 2
     assert "which is not empty, must be a new or an empty folder" in capfd.readouterr().err
+
+
+def test_a_course_has_the_files_to_which_its_pages_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labs = tmp_path / "labs"
+    shutil.copytree(ROOT / "labs", labs, ignore=shutil.ignore_patterns("*.ipynb", "*.jsonl"))
+    monkeypatch.setattr("memlab.commands.course.labs_folder", lambda: labs)
+    assert main(["course", str(tmp_path / "course")]) == 0
+    pages = sorted((tmp_path / "course").glob("s*/*.md"))
+    links = {page: re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text()) for page in pages}
+    assert sum(map(len, links.values())) > 20
+    assert not [(page, link) for page, of in links.items() for link in of if not _exists(page.parent / link)]
+
+
+def _exists(link: Path) -> bool:
+    return link.exists() or link.suffix in (".ipynb", ".jsonl")
 
 
 def test_the_plans_name_exercises_that_there_are() -> None:

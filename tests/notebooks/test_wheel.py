@@ -91,6 +91,8 @@ def test_a_first_nightly_is_written_and_runs(
     capfd.readouterr()
     assert main(["nightly", "--init"]) == 2
     assert "labs/my_model.ipynb exists, and --init overwrites nothing" in capfd.readouterr().err
+    assert main(["nightly", "--init", "--jobs", "2"]) == 2
+    assert "--jobs cannot be combined with --init, which runs no suite" in capfd.readouterr().err
     assert main(["nightly", suite, "--init"]) == 2
     assert main(["nightly"]) == 2
     assert "SUITE is missing: give a suite file, or let memlab nightly --init write" in capfd.readouterr().err

@@ -87,6 +87,7 @@ def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoR
         (f"{RECIPE}peft.share_expert_adapters=false", "peft", "no adapter of Megatron-Bridge for each expert"),
         (f"{SWIFT}--tensor_model_parallel_size 2", "tuner_type", "no adapters of ms-swift under tensor parallelism"),
         (f"{SWIFT}--target_modules all-linear all-router", "tuner_type", "no adapters of other linears"),
+        (SWIFT.replace("lora", "longlora"), "tuner_type", "no adapters of the kind longlora"),
     ],
 )
 def test_adapters_that_memlab_has_none_of_are_named_and_bounded(
@@ -96,6 +97,13 @@ def test_adapters_that_memlab_has_none_of_are_named_and_bounded(
     (row,) = [one for one in job.not_modelled if one.key == key]
     assert job.scenario is not None and job.scenario.state.lora is None
     assert row.effect == "less" and what in row.reason and row.bound_bytes
+
+
+def test_keys_of_adapters_have_no_effect_without_adapters(tmp_path: Path) -> None:
+    given = "--lora_dtype float16 --target_regex x --modules_to_save head --lora_bias all"
+    job = read(tmp_path, f"{SWIFT.replace('lora', 'full')}{given}")
+    assert not job.not_modelled
+    assert {"lora_dtype", "target_regex", "modules_to_save", "lora_bias"} <= job.without_effect.keys()
 
 
 @pytest.mark.parametrize(

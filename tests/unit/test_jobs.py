@@ -420,6 +420,19 @@ def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_pa
     assert keys == {key: effect for key, effect in expected.items() if key != "moe_router_dtype"}
 
 
+@pytest.mark.parametrize("sizes", ["--padded-vocab-size 151936", "--vocab-size 151936", ""])
+def test_flags_that_decide_something_only_beside_others_are_known(sizes: str, tmp_path: Path) -> None:
+    flags = (
+        "--tokenizer-type HuggingFaceTokenizer --vocab-file vocab.json --no-bias-gelu-fusion --no-bias-dropout-fusion"
+    )
+    text = QWEN.replace("--vocab-size 151936", sizes) + f" {flags} --seq-length 4096"
+    assert sizes in text
+    job = Job.read(write(tmp_path, "run.sh", f"torchrun --nproc-per-node 8 pretrain_gpt.py {text}\n"))
+    assert not [one.key for one in job.not_modelled if one.effect == "unknown"]
+    of_slime = Job.read(write(tmp_path, "slime.sh", f"{SLIME} --actor-num-nodes 1 {flags}"))
+    assert not [one.key for one in of_slime.not_modelled if one.effect == "unknown"]
+
+
 @pytest.mark.parametrize(
     ("flags", "packed", "is_warned"),
     [

@@ -296,8 +296,9 @@ def test_the_command_shows_what_single_predictions_give(capfd: pytest.CaptureFix
         ("--gpus 0", "world_size is 0, must be a whole number of at least 1"),
         ("--gpus 4 --world-size 2", "--world-size is 2, but --gpus 4"),
         ("--gpus 4 --largest tokens", "--largest cannot be combined with --gpus"),
+        ("--gpus 4 --data-parallel-size 4", "--data-parallel-size cannot be combined with --gpus"),
         (
-            "--gpus 4 --pipeline-model-parallel-layout EttttL",
+            "--gpus 4 --pipeline-model-parallel-layout Et|tL",
             "--pipeline-model-parallel-layout cannot be combined with --gpus",
         ),
         (

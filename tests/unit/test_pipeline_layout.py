@@ -111,3 +111,9 @@ def test_a_layout_is_asked_for_and_read_from_jobs(tmp_path: Path) -> None:
     ):
         assert job.required()[0].layers_of_chunks == (10, 18)
         assert not [one for one in job.not_modelled if "layout" in one.key]
+    nemo["policy"]["megatron_cfg"]["pipeline_model_parallel_layout"] = [{"stage": "Et"}]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(nemo))
+    with pytest.raises(
+        ValueError, match=r"line \d+: policy\.megatron_cfg\.pipeline_model_parallel_layout is a list of 1 "
+    ):
+        Job.read(tmp_path / "config.yaml")

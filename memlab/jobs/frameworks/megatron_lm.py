@@ -420,6 +420,13 @@ def check_backend(reading: Reading, default: str) -> None:
             )
 
 
+_READ_WITH_OTHERS = {
+    *("vocab_file", "tokenizer_type", "bias_gelu_fusion", "no_bias_gelu_fusion"),
+    *("bias_dropout_fusion", "no_bias_dropout_fusion", "squared_relu", "quick_geglu", "openai_gelu"),
+}
+"""Keys that decide something only beside other keys, or only where the job gives the sizes of its model."""
+
+
 def complete_model(reading: Reading) -> None:
     """Derives the model's sizes, with Megatron-LM's defaults, and notes what another model has."""
     values, entries = reading.values, reading.entries
@@ -441,6 +448,7 @@ def complete_model(reading: Reading) -> None:
             one for one in reading.not_modelled if one.place != "default" or not one.key.startswith("moe_")
         ]
     _complete_vocabulary(reading)
+    reading.known |= _READ_WITH_OTHERS
 
 
 def _complete_vocabulary(reading: Reading) -> None:
@@ -469,7 +477,6 @@ def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
 
     Without ``tokenizer_type``, ``pretrain_gpt.py`` takes ``GPT2BPETokenizer`` (core 0.16.1).
     """
-    reading.known.add("vocab_file")
     is_gpt2 = reading.get("tokenizer_type") in (None, "GPT2BPETokenizer") and "vocab_file" in reading.entries.by_key
     if is_gpt2 and reading.entries.get("hidden_size"):
         reading.take("vocab_file", "vocab_size", _GPT2_TOKENS)

@@ -275,11 +275,7 @@ def _complete_adapters(reading: Reading) -> None:
     """Takes ms-swift's own adapters: one for each expert, and one for each linear outside them."""
     values, tuner = reading.values, _tuner(reading)
     del values["tuner_type"]
-    if tuner != "lora":
-        values["lora_rank"] = None
-        return
-    values |= {"lora_share_expert_adapters": False, "lora_enable_input_require_grads": True}
-    lacks = []
+    lacks = [] if tuner == "lora" else [f"adapters of the kind {tuner}"]
     if (values.get("tensor_model_parallel_size") or 1) > 1 or (values.get("expert_tensor_parallel_size") or 1) > 1:
         lacks.append("adapters of ms-swift under tensor parallelism")
     for name, what in (("target_regex", "pattern of ms-swift"), ("modules_to_save", "modules that are trained whole")):
@@ -289,6 +285,10 @@ def _complete_adapters(reading: Reading) -> None:
         lacks.append("biases that are trained")
     if reading.get("lora_dtype") not in (None, "bfloat16"):
         lacks.append("adapters of another type than the model's")
+    if tuner in (None, "full", "lora_llm"):
+        values["lora_rank"] = None
+        return
+    values |= {"lora_share_expert_adapters": False, "lora_enable_input_require_grads": True}
     complete_adapters(reading, "tuner_type", lacks)
 
 
