@@ -389,6 +389,24 @@ def test_an_option_that_a_framework_has_no_key_for_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
+def test_what_a_job_says_of_a_published_model_s_layers_is_written(name: str) -> None:
+    said: dict[str, Any] = {
+        "add_qkv_bias": True,
+        "moe_aux_loss_coeff": 0.25,
+        "moe_router_pre_softmax": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+    }
+    model = replace(find_architecture("qwen3-30b-a3b"), **said)
+    scenario = Scenario(architecture=model, num_layers=48, seq_length=128)
+    text = "\n".join(written(name, scenario, MemorySettings()).lines).replace("-", "_")
+    assert not [field for field in said if field not in text]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_option_has_a_key_or_an_answer(name: str) -> None:
     framework = FRAMEWORKS[name]
     kinds = options_of(MemorySettings) | options_of(TrainingState)
