@@ -102,9 +102,12 @@ def require_host_memory(scenario: Scenario) -> None:
 def bytes_per_parameter(scenario: Scenario) -> int:
     """Returns the bytes of a parameter, its gradient, its main parameter and Adam's moments, wherever they are.
 
+    Between the steps of FSDP2 there are parameter and moments, all in the type of the shards.
     Scales and copies are not counted: they depend on how parameters are grouped.
     """
     parameter = 2 if scenario.dtype == "bf16" else 4
+    if scenario.engine == "fsdp2":
+        return 3 * (4 if scenario.state.fp32_sharded_params else parameter)
     return parameter + bytes_of_gradient(scenario) + sum(bytes_of_optimizer(scenario.state, scenario.dtype))
 
 

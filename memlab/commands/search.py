@@ -234,7 +234,7 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             f"--world-size is {arguments.world_size}, but --gpus {arguments.gpus} already gives the number of ranks: "
             "leave --world-size out"
         )
-    names = (*SIZES, "expert_tensor_parallel_size")
+    names = (*SIZES, "expert_tensor_parallel_size", "sequence_parallel")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     alone = argparse.Namespace(**vars(arguments) | dict.fromkeys(names) | {"world_size": arguments.gpus})
     asked = asked_step(alone)

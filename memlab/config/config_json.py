@@ -26,6 +26,9 @@ class ModelType:
     experts: Literal["own width", "width of the MLP"] | None = None
     shared_expert_gate: bool = False
     multi_latent_attention: bool = False
+    topk_method: str | None = None
+    """How a router of DeepSeek's kind chooses, where the field is left out."""
+    scoring_func: str = "softmax"
 
 
 @dataclass(frozen=True, slots=True)

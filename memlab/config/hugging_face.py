@@ -22,9 +22,16 @@ _MODEL_TYPES = {
     "qwen2_moe": ModelType(
         num_key_value_heads=16, add_qkv_bias=True, uses_window=False, experts="own width", shared_expert_gate=True
     ),
+    "deepseek_v2": ModelType(experts="own width", qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
-        ModelType(experts="own width", qk_layernorm=True, multi_latent_attention=True),
+        ("deepseek_v3", "kimi_k2"),
+        ModelType(
+            experts="own width",
+            qk_layernorm=True,
+            multi_latent_attention=True,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+        ),
     ),
 }
 

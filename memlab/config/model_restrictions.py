@@ -94,8 +94,8 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         wrong = [name for name in getattr(settings, field) or () if name in absent]
         if wrong:
             lacks = "which only MoE layers have, and {} is dense"
-            if wrong == ["mla_up_proj"]:
-                lacks = "which only multi-latent attention has, and {} has another"
+            if "mla_up_proj" in wrong:
+                wrong, lacks = ["mla_up_proj"], "which only multi-latent attention has, and {} has another"
             raise RuleError(
                 f"{field} has {wrong}, {lacks.format(architecture.name)}: "
                 f"choose from {', '.join(name for name in choices if name not in absent)}",

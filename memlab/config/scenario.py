@@ -237,13 +237,17 @@ class Scenario:
                 "linears of each pipeline stage",
                 "lora_target_modules",
             )
-        ranks = layout.tensor_model_parallel_size
-        if lora.rank % ranks:
-            raise RuleError(
-                f"lora_rank is {lora.rank}, must be a multiple of tensor_model_parallel_size, {ranks}, by a rule of "
-                "Megatron-Core, whose ranks share the rows of an adapter: choose another",
-                *("lora_rank", "tensor_model_parallel_size"),
-            )
+        of_experts = layout.expert_tensor_size if any(one.num_experts for one in self.weights_of_adapters()) else 1
+        for name, ranks in (
+            ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
+            ("expert_tensor_parallel_size", of_experts),
+        ):
+            if lora.rank % ranks:
+                raise RuleError(
+                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
+                    "whose ranks share the rows of an adapter: choose another",
+                    *("lora_rank", name),
+                )
         if not lora.share_expert_adapters and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
                 f"lora_share_expert_adapters is False with expert_tensor_parallel_size {layout.expert_tensor_size}, "
@@ -459,7 +463,7 @@ class Scenario:
 
     def without_effect(self) -> dict[str, str]:
         """Names the options of the training state that do nothing on this rank, each with the reason."""
-        reasons = self.state.without_effect() | self._without_effect_on_fp32()
+        reasons = self.state.without_effect() | self._without_effect_on_fp32() | self._without_effect_on_fsdp2()
         if self._copies_of_parameters == 1:
             alone = (
                 "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
@@ -468,11 +472,7 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        of_experts = [name for name in self.state.changed() if name.startswith("moe_") and not self.architecture.routes]
-        reasons |= dict.fromkeys(of_experts, "the model has no experts")
-        is_balanced = "moe_router_load_balancing_type" in self.state.changed() and self.architecture.routes
-        if is_balanced and self.architecture.moe_aux_loss_coeff == 0:
-            reasons["moe_router_load_balancing_type"] = "moe_aux_loss_coeff of the model is 0"
+        reasons |= self._without_effect_on_experts()
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}
@@ -480,8 +480,28 @@ class Scenario:
             reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
         return reasons
 
+    def _without_effect_on_experts(self) -> dict[str, str]:
+        changed = self.state.changed()
+        if not self.architecture.routes:
+            of_experts = [name for name in changed if name.startswith("moe_") or name == "freeze_moe_router"]
+            return dict.fromkeys(of_experts, "the model has no experts")
+        reasons = {}
+        if self.state.freeze_moe_router and self.state.lora is not None:
+            reasons["freeze_moe_router"] = "beside adapters the whole model is frozen"
+        if "moe_router_load_balancing_type" in changed and self.architecture.moe_aux_loss_coeff == 0:
+            reasons["moe_router_load_balancing_type"] = "moe_aux_loss_coeff of the model is 0"
+        return reasons
+
+    def _without_effect_on_fsdp2(self) -> dict[str, str]:
+        reasons = {}
+        if self.state.fp32_sharded_params and self.dtype == "fp32":
+            reasons["fp32_sharded_params"] = "the parameters are fp32 already"
+        if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
+            reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        return reasons
+
     def _without_effect_on_fp32(self) -> dict[str, str]:
-        if self.dtype != "fp32":
+        if self.dtype != "fp32" or self.engine == "fsdp2":  # FSDP2 reduces gradients in the type that it is given
             return {}
         same = (
             "the parameters are fp32; gradients are reduced in fp32 or in the type of their parameters, which "

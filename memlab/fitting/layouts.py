@@ -132,7 +132,7 @@ def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
 
     Args:
         job: With data parallelism alone.
-        given: Sizes that are not varied.
+        given: Sizes that are not varied, and whether sequences are split (``sequence_parallel``).
     """
     num_gpus = job.layout.world_size
     found: list[Scenario] = []
@@ -148,6 +148,8 @@ def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
                     values: dict[str, Any] = {SIZES[0]: tensor, SIZES[1]: context, SIZES[2]: pipeline, SIZES[3]: expert}
                     if job.architecture.is_divided_by("expert_tensor_parallel_size"):
                         values["expert_tensor_parallel_size"] = given.get("expert_tensor_parallel_size", 1)
+                    if "sequence_parallel" in given:
+                        values["sequence_parallel"] = given["sequence_parallel"]
                     try:
                         layout = Layout(**values, data_parallel_size=num_gpus // split)
                         found.append(replace(job, layout=layout, num_microbatches=job.num_microbatches * split))
@@ -166,7 +168,8 @@ def deciding_ranks(job: Scenario) -> list[Scenario]:
 
     A pipeline stage between the first and the last has as many layers as the first, keeps the activations of fewer
     micro-batches, and has no embedding. It needs less than the first stage if the embedding's parameters and gradients
-    are larger than what it holds in addition: what it receives from the next stage and sends to the one before.
+    are larger than what it holds in addition: what it receives from the next stage and sends to the one before. With
+    adapters it may need more, since the first stage keeps nothing of its layers before the first adapter.
     """
     layout, model = job.layout, job.architecture
     last = layout.pipeline_model_parallel_size - 1
@@ -175,7 +178,7 @@ def deciding_ranks(job: Scenario) -> list[Scenario]:
     are_alike = layout.virtual_pipeline_model_parallel_size == 1 and job.routing == Routing()
     are_even = len({layout.layers_of_stage(stage, job.num_layers) for stage in range(last + 1)}) == 1
     ranks = [replace(job, layout=replace(layout, rank=rank)) for rank in job.ranks_of_every_kind]
-    if not (are_alike and are_even and embedding > exchanged):
+    if not (are_alike and are_even and embedding > exchanged) or job.state.lora is not None:
         return ranks
     return [rank for rank in ranks if rank.layout.pipeline_stage in (0, last)]
 

@@ -220,6 +220,7 @@ QWEN1_5_MOE = {
     ("config", "name"),
     [
         (deepseek_config(), "deepseek-v3"),
+        (deepseek_config() | {"scoring_func": None, "topk_method": None}, "deepseek-v3"),  # as transformers writes it
         (deepseek_config() | MOONLIGHT, "moonlight-16b-a3b"),
         (deepseek_config() | DEEPSEEK_V2_LITE, "deepseek-v2-lite"),
         (qwen_config() | QWEN1_5_MOE, "qwen1.5-moe-a2.7b"),
@@ -302,6 +303,7 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"topk_method": "best"}, "topk_method 'best' is not modelled: memlab has greedy"),
         ({"scoring_func": "tanh"}, "moe_router_score_function is 'tanh', must be softmax or sigmoid"),
         ({"first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5, must be a number of layers"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not modelled: memlab has 1 only"),
         ({"topk_method": "group_limited_greedy", "n_group": 7, "topk_group": 1}, "must divide the 128 experts"),
         ({"topk_method": "group_limited_greedy", "n_group": 64, "topk_group": 2}, "must hold 8 experts"),
         ({"topk_method": "noaux_tc", "n_group": 8, "topk_group": 4}, "must have sigmoid by a rule of Megatron-Core"),

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, Layout, MemorySettings, TrainingState
-from memlab.backends import find_backend
+from memlab.backends import cpu, find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.architectures import find_architecture
 from memlab.config.lora import LoRA
@@ -116,6 +116,22 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
     assert record.static_bytes == pytest.approx(6 * num_parameters / 8 + workspaces, rel=0.01)
     gathered = 2 * 2 * scenario.architecture.vocab_size * scenario.architecture.hidden_size
     assert record.peak_allocated_bytes > record.static_bytes + gathered, "the root's parameters are not sharded again"
+
+
+def test_options_of_fsdp2_that_do_nothing_are_named() -> None:
+    state = TrainingState(fp32_sharded_params=True, defer_fsdp_grad_sync=True, grad_reduce_in_bf16=True)
+    scenario = Scenario.of("phi-4-tiny", **SIZES, state=state)
+    assert set(scenario.without_effect()) == {"fp32_sharded_params", "defer_fsdp_grad_sync"}, "it reduces in bf16"
+    assert not replace(scenario, dtype="bf16", num_microbatches=2).without_effect()
+
+
+def test_host_memory_is_asked_for_what_is_there_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario.of("phi-4-tiny", **(SIZES | {"dtype": "bf16"}))
+    num_parameters = scenario.architecture.with_layers(scenario.num_layers).num_parameters
+    monkeypatch.setattr(cpu, "host_memory_bytes", lambda: 6 * num_parameters)  # parameters and two moments in bf16
+    cpu.require_host_memory(scenario)
+    with pytest.raises(ValueError, match="of host memory"):
+        cpu.require_host_memory(replace(scenario, state=TrainingState(fp32_sharded_params=True)))
 
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"

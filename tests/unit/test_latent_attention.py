@@ -13,6 +13,7 @@ from memlab.cli import build_parser
 from memlab.commands.shared.asked_step import asked_step
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -123,6 +124,9 @@ def test_modules_that_a_model_does_not_have_are_named() -> None:
             lab.step(recompute("mla_up_proj"))
         record = lab.step(recompute("shared_experts"), warm_up=False)
     assert record.without_effect == {"recompute_modules:shared_experts": "the model has no shared experts"}
+    dense = Scenario.of("phi-4-tiny")
+    with pytest.raises(ValueError, match=r"\['mla_up_proj'\], which only multi-latent attention has, and phi-4-tiny"):
+        check_on_model(recompute("mla_up_proj", "moe"), dense)
 
 
 def test_stages_that_do_not_divide_a_model_of_61_layers_are_those_of_the_published_recipe() -> None:

@@ -15,6 +15,7 @@ import pytest
 from memlab import Lab
 from memlab.cli import main
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -72,6 +73,26 @@ def test_the_first_or_the_last_stage_needs_the_most() -> None:
     assert len(peaks) == 4 and max(peaks[1], peaks[2]) < min(peaks[0], peaks[3])
     uneven = replace(job, num_layers=5, layout=replace(layout, num_layers_in_first_pipeline_stage=2))
     assert len(deciding_ranks(uneven)) == 4, "the middle may need more"
+
+
+def test_with_adapters_a_stage_in_the_middle_may_need_the_most() -> None:
+    layout = Layout(pipeline_model_parallel_size=3)
+    state = TrainingState(lora=LoRA(target_modules=("*.layers.3.*.linear_qkv",)))
+    sizes = {"num_layers": 12, "seq_length": 512, "num_microbatches": 3}
+    job = Scenario.of("qwen2.5-0.5b", layout=layout, state=state, **sizes)
+    peaks = []
+    for rank in range(3):
+        with stepping(replace(job, layout=replace(layout, rank=rank))) as step:
+            record = step(PLAIN, None)
+            peaks.append(record.peak_allocated_bytes - record.static_bytes)
+    assert peaks[0] < peaks[1], "the first stage keeps nothing of its layers before the first adapter"
+    assert [one.layout.rank for one in deciding_ranks(job)] == [0, 1, 2]
+
+
+def test_whole_sequences_stay_whole_in_every_layout() -> None:
+    given = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+    every = layouts_of(job_of("qwen2.5-tiny", 4), given)
+    assert every and not any(one.layout.sequence_parallel for one in every)
 
 
 @pytest.mark.parametrize(

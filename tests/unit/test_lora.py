@@ -70,11 +70,26 @@ def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: st
         (LoRA(target_modules=("*.layers.99.*",)), Layout(), "names no linear of qwen3-30b-a3b on rank 0"),
         (LoRA(rank=6), Layout(tensor_model_parallel_size=4), "must be a multiple of tensor_model_parallel_size, 4"),
         (LoRA(share_expert_adapters=False), Layout(tensor_model_parallel_size=2), "ms-swift adds no adapters"),
+        (
+            LoRA(rank=1),
+            Layout(expert_tensor_parallel_size=2, data_parallel_size=2),
+            "must be a multiple of expert_tensor_parallel_size, 2",
+        ),
     ],
 )
 def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, layout: Layout, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
+
+
+def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:
+    def reason(architecture: str, **options: Any) -> str | None:
+        state = TrainingState(freeze_moe_router=True, **options)
+        return Scenario.of(architecture, state=state).without_effect().get("freeze_moe_router")
+
+    assert reason("qwen3-moe-tiny") is None
+    assert reason("llama-3-tiny") == "the model has no experts"
+    assert reason("qwen3-moe-tiny", lora=LoRA()) == "beside adapters the whole model is frozen"
 
 
 def test_the_adapters_of_llama_3_1_8b_are_counted_by_hand() -> None:

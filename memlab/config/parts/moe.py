@@ -160,7 +160,7 @@ class Experts(FeedForward):
             # Mixtral has no such field, and always normalises.
             "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=not has_own_width),
             "moe_layer_freq": _pattern_of_config(config),
-            **_router_of_config(config),
+            **_router_of_config(config, kind),
             **_shared_experts_of_config(config, kind),
         }
 
@@ -237,9 +237,10 @@ class Experts(FeedForward):
         return (4 * hidden + 4 + of_norm + of_rows + 17 * experts) * tokens + 16 * experts + 4
 
 
-def _router_of_config(config: ConfigJson) -> dict[str, Any]:
+def _router_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
     """Returns how a router of DeepSeek's kind chooses (``DeepseekV3TopkRouter`` in transformers 5.24)."""
-    method, score = config.values.get("topk_method"), config.values.get("scoring_func") or "softmax"
+    method = config.values.get("topk_method") or kind.topk_method
+    score = config.values.get("scoring_func") or kind.scoring_func
     if method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
         raise ValueError(
             f"topk_method {shortened(method)} is not modelled: memlab has greedy, group_limited_greedy, noaux_tc"
@@ -277,6 +278,9 @@ def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:
     first_dense = config.values.get("first_k_dense_replace") or 0
     if not is_whole_number(first_dense, at_least=0):
         raise ValueError(f"first_k_dense_replace is {shortened(first_dense)}, must be a number of layers: correct it")
+    frequency = config.values.get("moe_layer_freq", 1)
+    if frequency not in (1, None):
+        raise ValueError(f"moe_layer_freq {shortened(frequency)} is not modelled: memlab has 1 only")
     if every == 1 and not dense and not first_dense:
         return None
     num_layers = config.whole("num_hidden_layers")
