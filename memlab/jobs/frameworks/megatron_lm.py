@@ -628,7 +628,7 @@ def render(values: dict[str, Any]) -> list[str]:
     values = {name: value for name, value in values.items() if value is not ABSENT}
     ranks = values.pop("world_size", None)
     lines = [*removal(removed), *("--" + _flag(name, value) for name, value in values.items())]
-    if (values.get("tensor_model_parallel_size") or 1) > 1 and values.get("sequence_parallel", True):
+    if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
         lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"]
