@@ -36,10 +36,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Checks the folder and finds the labs.
 
     Raises:
-        ValueError: If the folder is not empty, or there are no labs.
+        ValueError: If the folder is not empty or in the labs, or there are no labs.
     """
-    check_new_folder("FOLDER", arguments.folder)
     source = labs_folder()
+    check_new_folder("FOLDER", arguments.folder, source)
     return lambda: _write(source, arguments.folder, arguments.install, runs=arguments.run)
 
 

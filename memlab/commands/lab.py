@@ -50,7 +50,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             )
         copy = here
     if copy is not None:
-        check_new_folder("--copy-to", copy)
+        check_new_folder("--copy-to", copy, source)
 
     def run() -> int:
         if copy is not None:

@@ -43,7 +43,8 @@ def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *
     framework = framework_named(framework_name)
     reasons = unsaid(framework, scenario, settings)
     if source is None or source.framework != framework.name or source.scenario is None or source.settings is None:
-        return Written(tuple(framework.render(_values(framework, framework.compose(scenario, settings)))), reasons)
+        values = _values(framework, framework.compose(scenario, settings))
+        return Written(tuple(_lines(framework, values, scenario)), reasons)
     before, own = source.scenario, source.settings
     if replace(scenario.layout, rank=before.layout.rank) == before.layout:
         # A shorter step or model was predicted in place of the job's, or one of its ranks.
@@ -56,7 +57,15 @@ def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *
     texts = {name.partition(".")[0] for name in values if framework.style == "flags" and "." in name}
     lost = [one.key for one in source.not_modelled if one.effect == "unknown" and one.key.partition(".")[0] in texts]
     keep = [f"# keep {', '.join(lost)}, which memlab does not know"] if lost else []
-    return Written((*keep, *framework.render(values)), reasons)
+    return Written((*keep, *_lines(framework, values, scenario)), reasons)
+
+
+def _lines(framework: Framework, values: dict[str, Any], scenario: Scenario) -> list[str]:
+    """Returns the lines of a job; with flags, a tensor parallel size has sequence parallelism beside it."""
+    lines = framework.render(values)
+    if not scenario.layout.sequence_parallel:
+        lines = [line for line in lines if not line.replace("_", "-").startswith("--sequence-parallel")]
+    return lines
 
 
 def _values(framework: Framework, composed: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +176,8 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
         reasons["routing"] = "a router decides where tokens go"
     if scenario.expert_buffers:
         reasons["expert_buffers"] = "Megatron decides it by the layout"
+    if not scenario.layout.sequence_parallel and framework.style != "flags":
+        reasons["sequence_parallel"] = f"memlab writes jobs of {framework.title} with sequence parallelism only"
     if scenario.layout.rank:
         reasons["rank"] = "a framework's file describes all ranks"
     names_model = any(key.field == "architecture" for key in framework.keys)

@@ -111,6 +111,18 @@ def test_a_course_has_the_files_to_which_its_pages_link(tmp_path: Path, monkeypa
     assert not [(page, link) for page, of in links.items() for link in of if not _exists(page.parent / link)]
 
 
+@pytest.mark.parametrize("command", [["course"], ["lab", "--copy-to"]], ids=" ".join)
+def test_labs_are_not_copied_into_themselves(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    inside = tmp_path / "labs" / "book" / "mine"
+    inside.parent.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("memlab.commands.course.labs_folder", lambda: tmp_path / "labs")
+    assert main([*command, str(inside)]) == 2
+    assert "must be outside what is copied" in capfd.readouterr().err and not inside.exists()
+
+
 def _exists(link: Path) -> bool:
     return link.exists() or link.suffix in (".ipynb", ".jsonl")
 

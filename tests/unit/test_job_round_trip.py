@@ -389,6 +389,39 @@ def test_an_option_that_a_framework_has_no_key_for_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
+def test_what_a_job_says_of_a_published_model_s_layers_is_written(name: str) -> None:
+    said: dict[str, Any] = {
+        "add_qkv_bias": True,
+        "moe_aux_loss_coeff": 0.25,
+        "moe_router_pre_softmax": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+    }
+    model = replace(find_architecture("qwen3-30b-a3b"), **said)
+    scenario = Scenario(architecture=model, num_layers=48, seq_length=128)
+    text = "\n".join(written(name, scenario, MemorySettings()).lines).replace("-", "_")
+    assert not [field for field in said if field not in text]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_whole_sequences_are_never_written_as_sequence_parallelism(name: str, tmp_path: Path) -> None:
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=False)
+    scenario = Scenario(architecture=find_architecture("llama-3.2-1b"), num_layers=16, seq_length=128, layout=layout)
+    new = written(name, scenario, MemorySettings())
+    says_it = not any("sequence-parallel" in line.replace("_", "-") for line in new.lines)
+    assert says_it and ("sequence_parallel" in new.unsaid) == (FRAMEWORKS[name].style != "flags")
+    if name == "megatron-lm":
+        (tmp_path / "run.sh").write_text("pretrain_gpt.py " + " ".join(new.lines[1:]))
+        job = Job.read(tmp_path / "run.sh", format_name=name, world_size=2)
+        assert job.required()[0].layout.sequence_parallel is False
+        wider = replace(job.required()[0], layout=replace(layout, tensor_model_parallel_size=4))
+        assert "--sequence-parallel" not in written(name, wider, MemorySettings(), source=job).lines
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_option_has_a_key_or_an_answer(name: str) -> None:
     framework = FRAMEWORKS[name]
     kinds = options_of(MemorySettings) | options_of(TrainingState)

@@ -57,16 +57,19 @@ def check_new_file(path: Path | None) -> None:
         raise _unwritable(path, error) from error
 
 
-def check_new_folder(flag: str, path: Path) -> None:
-    """Checks that a folder does not exist or is empty, so that nothing is lost by what is written into it.
+def check_new_folder(flag: str, path: Path, source: Path) -> None:
+    """Checks that a folder does not exist or is empty, so that nothing is lost by what is copied into it.
 
     Args:
         flag: What gave the path, for the message.
         path: The folder.
+        source: The folder that is copied.
 
     Raises:
-        ValueError: If there is a file of this name, or something in the folder.
+        ValueError: If there is a file of this name, something in the folder, or the folder is in the copied one.
     """
+    if path.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{flag} is {path}, which is in {source}, must be outside what is copied: choose another one")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "is not empty" if path.is_dir() else "is a file"
         raise ValueError(f"{flag} is {path}, which {what}, must be a new or an empty folder: choose another one")

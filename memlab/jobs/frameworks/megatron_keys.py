@@ -10,7 +10,7 @@ from dataclasses import MISSING as MISSING_VALUE
 from dataclasses import fields, replace
 from typing import Any
 
-from memlab.config.architectures import Architecture
+from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.option import options_of
 from memlab.config.parts.dense import Dense
 from memlab.config.parts.gqa import GroupedQueryAttention
@@ -153,6 +153,13 @@ def fields_of(architecture: Architecture) -> dict[str, Any]:
     if not architecture.routes:
         unsaid |= {name for name in values if "moe" in name}
     return values | dict.fromkeys(unsaid)
+
+
+def said_of_layers(architecture: Architecture) -> dict[str, Any]:
+    """Returns the values of `SAID_OF_LAYERS` that differ from those of the published model of the same name."""
+    published = ARCHITECTURES.get(architecture.name, architecture)
+    values = {name: getattr(architecture, name) for name in SAID_OF_LAYERS}
+    return {name: value for name, value in values.items() if value != getattr(published, name)}
 
 
 MISSING = (

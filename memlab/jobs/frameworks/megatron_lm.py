@@ -49,6 +49,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     STAGES,
     fields_of,
+    said_of_layers,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model_args import is_started_by_a_launcher
@@ -606,10 +607,11 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def named(scenario: Scenario) -> dict[str, Any]:
     """Returns model and ranks as those frameworks have them that name a published model and count nodes."""
-    world_size = scenario.layout.world_size
+    world_size, model = scenario.layout.world_size, scenario.architecture
     return {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        **said_of_layers(model),
+        "architecture": HUGGING_FACE_NAMES.get(model.name, model.name),
+        "num_layers": None if scenario.num_layers == model.num_layers else scenario.num_layers,
         "nodes": world_size // 8 if world_size % 8 == 0 else 1,
         "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
     }
@@ -626,7 +628,7 @@ def render(values: dict[str, Any]) -> list[str]:
     values = {name: value for name, value in values.items() if value is not ABSENT}
     ranks = values.pop("world_size", None)
     lines = [*removal(removed), *("--" + _flag(name, value) for name, value in values.items())]
-    if (values.get("tensor_model_parallel_size") or 1) > 1 and values.get("sequence_parallel", True):
+    if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
         lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"]
