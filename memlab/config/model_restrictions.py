@@ -127,11 +127,18 @@ def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
     (``tensor_parallel/random.py``, 0.16.1).
     """
     lora, modules = scenario.state.lora, settings.recompute_modules or ()
-    if lora is None or scenario.layout.pipeline_stage > 0:
+    if lora is None or lora.enable_input_require_grads or scenario.layout.pipeline_stage > 0:
         return
     for number, layer in enumerate(scenario.chunks_of_rank[0]):
         attention, feed_forward = scenario.architecture.parts_of(layer)
         precedes = any(lora.adapted(number, attention.weights()))
+        if precedes and "layernorm" in modules and scenario.architecture.multi_latent_attention:
+            raise RuleError(
+                "recompute_modules has 'layernorm', but the input of the norm before the first adapted attention "
+                "requires no gradient, on which Megatron-Core's step fails: leave it out, or set "
+                "lora_enable_input_require_grads",
+                *("recompute_modules", "lora_enable_input_require_grads"),
+            )
         if feed_forward.routes:
             before_activation = precedes or lora.adapts(f"decoder.layers.{number}.mlp.experts.linear_fc1")
             for module, is_preceded in (("layernorm", precedes), ("moe_act", before_activation)):

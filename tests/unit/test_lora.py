@@ -235,3 +235,13 @@ def test_adapters_and_their_gradients_are_those_of_the_definition(adapted: tuple
     expected.backward(seen["grad"])
     for number, reference in enumerate((first, second)):
         torch.testing.assert_close(seen[str(number)], reference.grad)
+
+
+def test_the_norm_of_latent_attention_is_recomputed_only_where_its_input_requires_a_gradient() -> None:
+    settings = recompute("layernorm")
+    sizes = {"num_layers": 2, "seq_length": 32}
+    with pytest.raises(RuleError, match="the norm before the first adapted attention requires no gradient"):
+        model_restrictions.check_on_model(settings, Scenario.of("deepseek-tiny", **sizes, state=LORA))
+    lora = LoRA(rank=4, target_modules=("linear_fc2",), enable_input_require_grads=True)
+    with Lab("qwen3-moe-tiny", **sizes, state=TrainingState(lora=lora), backend="simulated") as lab:
+        assert lab.step(settings).status == "ok"
