@@ -558,8 +558,8 @@ def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of one rank of GPT as Megatron-LM's own tests train it, with and without dropout."""
     alone: dict[str, Any] = {"seq_length": 2048}
     one = GPT, 4, "one rank"
-    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, **alone)
-    yield from of(*one, {}, FULL, recompute("core_attn"), ATTENTION, state=DROPS, **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), **alone)
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS, **alone)
     yield from of(*one, state={"hidden_dropout": 0.1}, **alone)
     yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | UNFUSED_ATTENTION, **alone)
     yield from of(*one, state=UNFUSED_ATTENTION, **alone)

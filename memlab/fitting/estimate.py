@@ -203,12 +203,13 @@ class StepEstimate:
 def bytes_in_layers(by_module: Mapping[str, int], scenario: Scenario) -> LayerBytes:
     """Keeps what the transformer's layers allocated; the layers of several chunks are counted as one chunk's."""
     allocated: LayerBytes = {}
+    in_chunks = [place for chunk in scenario.chunks_of_rank for place in range(len(chunk))]
     for name, num_bytes in by_module.items():
         found = _LAYER.match(name)
         if found is not None:
             # A linear with an adapter is in a module of its name, and so is the adapter.
             module = _ADAPTED.sub("", found[2] or "")
-            place = int(found[1]) % scenario.num_layers_of_chunk, module
+            place = in_chunks[int(found[1])], module
             allocated[place] = allocated.get(place, 0) + num_bytes
     return allocated
 

@@ -13,6 +13,7 @@ import torch
 
 from memlab import Lab
 from memlab.analysis.diagnosis import diagnose
+from memlab.config.settings import MemorySettings
 from memlab.exercises.checks import check
 from memlab.exercises.curves import unseen_curves
 from memlab.record.transfer import GROUPS
@@ -162,6 +163,13 @@ def test_code_of_ones_own_stands_alone_and_the_next_step_runs(lab: Lab) -> None:
         with pytest.raises(ValueError, match="second fault, must be the only one"), lab.residency_fault("pinned_again"):
             pass
     assert lab.step(warm_up=False).status == "ok"
+
+
+def test_a_step_without_gradients_names_the_block_that_has_lost_them(lab: Lab) -> None:
+    with lab.own_gradient_moves(function(RELEASE, "model"), lambda model: None):
+        lab.offload("gradients")
+        with pytest.raises(ValueError, match=r"it did not run: end the with block of .* own_gradient_moves first"):
+            lab.step(MemorySettings(offload_gradients=True), warm_up=False)
 
 
 class NoModel:

@@ -16,6 +16,7 @@ from memlab.config.layout import Layout
 from memlab.config.pipeline_layout import layers_of_pipeline_chunks, text_of_layout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
+from memlab.fitting.estimate import bytes_in_layers
 from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
@@ -117,3 +118,10 @@ def test_a_layout_is_asked_for_and_read_from_jobs(tmp_path: Path) -> None:
         ValueError, match=r"line \d+: policy\.megatron_cfg\.pipeline_model_parallel_layout is a list of 1 "
     ):
         Job.read(tmp_path / "config.yaml")
+
+
+def test_layers_of_chunks_of_other_sizes_are_counted_by_their_place_in_the_chunk() -> None:
+    layout = Layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t|tt|L")
+    scenario = Scenario.of("qwen2.5-tiny", layout=layout, num_microbatches=2)
+    by_module = {f"decoder.layers.{number}": num_bytes for number, num_bytes in enumerate((1, 10, 100))}
+    assert bytes_in_layers(by_module, scenario) == {(0, ""): 1 + 10, (1, ""): 100}, "chunks of one layer and of two"
