@@ -201,7 +201,7 @@ def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
 
 
 def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:
-    """Refuses whole sequences on tensor parallel ranks where memlab, which always splits them, cannot.
+    """Refuses whole sequences on tensor parallel ranks where memlab, which splits them in such a job, cannot.
 
     Raises:
         ValueError: If the job has no sequence parallelism, and the sequences do not divide; Megatron-Core takes them.

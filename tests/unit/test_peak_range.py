@@ -52,7 +52,7 @@ from tests.unit.live import FULL
 JOB = Scenario.of("phi-4-tiny")
 BY_CATEGORY = {"parameters": 200 * MIB, "gradients": 300 * MIB, "optimizer state": 400 * MIB, "activations": 100 * MIB}
 LIMITS = Path(__file__).parents[2] / "labs" / "results" / "h200_microbatch_limits.jsonl"
-LORA = """NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-30B-A3B --tuner_type lora --lora_rank 8 \\
+LORA = """NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-30B-A3B --tuner_type lora --lora_rank 8 --lora_bias all \\
   --expert_model_parallel_size 2 --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 \\
   --max_length 3000 --gradient_accumulation_fusion false
 """

@@ -336,6 +336,12 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
+def _render(values: dict[str, Any]) -> list[str]:
+    """Writes YAML; a tensor parallel size has sequence parallelism beside it, which providers leave off by default."""
+    is_split = (values.get("model.tensor_model_parallel_size") or 1) > 1
+    return yaml_lines(values | ({"model.sequence_parallel": True} if is_split else {}))
+
+
 BRIDGE = Framework(
     name="bridge",
     title="Megatron-Bridge",
@@ -372,5 +378,5 @@ BRIDGE = Framework(
         "fp32_output": "Megatron-Bridge trains with the language-model loss",
         "logprobs_chunk_size": "Megatron-Bridge trains with the language-model loss",
     },
-    render=yaml_lines,
+    render=_render,
 )

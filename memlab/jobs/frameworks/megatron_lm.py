@@ -544,7 +544,7 @@ def note_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, 
             key,
             "more",
             f"without it, norms and residuals keep whole sequences on each of the {tensor} tensor parallel ranks; "
-            "memlab always splits them",
+            "memlab splits them in jobs of this framework",
         )
 
 
