@@ -11,6 +11,7 @@ import pytest
 
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -19,7 +20,7 @@ from memlab.jobs.frameworks.registry import FRAMEWORKS
 JOBS = Path(__file__).parents[2] / "memlab" / "jobs"
 FIELDS = {
     field.name for cls in (Scenario, Layout, TrainingState, MemorySettings, Architecture) for field in fields(cls)
-}
+} | {f"lora_{field.name}" for field in fields(LoRA)}
 
 
 @pytest.fixture(scope="module")

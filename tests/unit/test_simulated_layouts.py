@@ -189,7 +189,7 @@ def test_split_linears_compute_what_whole_ones_do() -> None:
         leaves: list[Any] = [tensor.clone().requires_grad_() for tensor in (inputs, first, second)]
         leaves[1].fuse_wgrad_accumulation = leaves[2].fuse_wgrad_accumulation = False  # as a linear notes it
         ways = (Split("column", group), Split("row", group)) if group else (Split(), Split())
-        hidden = NormLinear.apply(leaves[0], norm, leaves[1], None, 1e-6, ways[0])
+        hidden = NormLinear.apply(leaves[0], norm, None, leaves[1], None, 1e-6, ways[0])
         output = Linear.apply(hidden, leaves[2], ways[1])
         return output.detach(), *torch.autograd.grad(output, leaves, grad)
 

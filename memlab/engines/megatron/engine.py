@@ -33,6 +33,7 @@ from memlab.engines.megatron.megatron_config import (
     state_fields,
     transformer_config,
 )
+from memlab.engines.megatron.megatron_versions import forget_auxiliary_losses
 from memlab.engines.megatron.residency_faults import FAULTS, repair
 from memlab.engines.megatron.retention import megatron_globals, transformer_engine_caches
 from memlab.engines.megatron.retention.recipe_release import objects_held, release_recipe
@@ -167,6 +168,7 @@ class MegatronEngine:
         reference = transformer_config(scenario, MemorySettings())
         for name in state_fields(scenario.state):
             setattr(self.live.config, name, getattr(reference, name))
+        forget_auxiliary_losses()  # the new state may lack one of them
         self.scenario = scenario
 
     def train_step(

@@ -14,7 +14,7 @@ from memlab.config.settings import MemorySettings
 from memlab.units import format_bytes
 from memlab.views.panel.option_control import OptionControl
 from memlab.views.panel.run import GRADIENTS, TRIED
-from memlab.views.panel.settings_form import OPTIONS, STATE_OPTIONS, SettingsForm
+from memlab.views.panel.settings_form import OPTIONS, STATE_OPTIONS, SettingsForm, reason_against
 from memlab.views.panel.state import LabState
 
 _OPTIONS = {name: one for name, one in OPTIONS.items() if name not in STATE_OPTIONS}
@@ -41,6 +41,7 @@ _MODULES = {
     "moe": "the whole MoE part of a layer (router and experts)",
 }
 """What each module is; the glossary has the terms."""
+_OF_FEW_MODELS = ("mla_up_proj", "shared_experts")
 
 
 class SettingsControls:
@@ -72,7 +73,9 @@ class SettingsControls:
         grouped, lines = set(self.by_name), []
         for one in _OPTIONS.values():
             if one.group == title and one.kind == "modules":
-                lines.append([self._tick(one.name, module) for module in one.choices])
+                lines.append(
+                    [self._tick(one.name, module) for module in one.choices if self._is_shown(one.name, module)]
+                )
             elif one.group == title:
                 lines[-1:] = [*lines[-1:], []] if one.name not in _BESIDE else lines[-1:]
                 lines[-1].append(self._control(one))
@@ -80,6 +83,10 @@ class SettingsControls:
         box = ipywidgets.VBox([head, *(line[0] if len(line) == 1 else _side_by_side(line) for line in lines)])
         box.add_class("memlab-group")
         return box
+
+    def _has_tick(self, field: str, module: str) -> bool:
+        """Leaves out what few models have, from the panels of the others: they would need a second screen."""
+        return module not in _OF_FEW_MODELS or not reason_against(field, module, self._state.scenario.architecture)
 
     def _control(self, option: Option) -> Any:
         control, name = OptionControl(option), option.name

@@ -160,7 +160,7 @@ class SettingsForm:
         for name, one in _controlled(MemorySettings).items():
             if one.kind == "modules":
                 for module in one.choices:
-                    reason = _reason_against(name, module, architecture) or not_read.get(name, "")
+                    reason = reason_against(name, module, architecture) or not_read.get(name, "")
                     reasons[f"{name}:{module}"] = reason
             else:
                 is_set = self.values[name] != one.default
@@ -184,7 +184,7 @@ def as_read(settings: MemorySettings) -> MemorySettings:
     return replace(settings, min_offloaded_tensor_size=OPTIONS["min_offloaded_tensor_size"].default)
 
 
-def _reason_against(field: str, module: str, architecture: Architecture) -> str:
+def reason_against(field: str, module: str, architecture: Architecture) -> str:
     """Why a module, by itself, breaks a rule or has no effect on an architecture; empty if it has an effect."""
     values: dict[str, Any] = {field: (module, "core_attn") if module == "attn_proj" else (module,)}
     if field == "recompute_modules":
