@@ -74,7 +74,7 @@ class SettingsControls:
         for one in _OPTIONS.values():
             if one.group == title and one.kind == "modules":
                 lines.append(
-                    [self._tick(one.name, module) for module in one.choices if self._is_shown(one.name, module)]
+                    [self._tick(one.name, module) for module in one.choices if self._has_tick(one.name, module)]
                 )
             elif one.group == title:
                 lines[-1:] = [*lines[-1:], []] if one.name not in _BESIDE else lines[-1:]
