@@ -19,6 +19,8 @@ DropoutPosition = Literal["pre", "post"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears that adapters can be added to."""
 _ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
+_WITHOUT_CONTROL = _ADAPTERS | {"group": ""}
+"""The panel has the rank and the linears: what else adapters have hardly changes bytes, or is rarely asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +38,14 @@ class LoRA:
         **_ADAPTERS,
     )  # fmt: skip
     alpha: float = option(
-        32, "scale the adapters' outputs by this number over the rank (default 32)", at_most=1e6, **_ADAPTERS
+        32, "scale the adapters' outputs by this number over the rank (default 32)", at_most=1e6, **_WITHOUT_CONTROL
     )
     """Changes no bytes."""
-    dropout: float = option(0.0, "drop this share of an adapter's values, 0 to 1 (default 0)", at_most=1, **_ADAPTERS)
+    dropout: float = option(
+        0.0, "drop this share of an adapter's values, 0 to 1 (default 0)", at_most=1, **_WITHOUT_CONTROL
+    )
     dropout_position: DropoutPosition = option(
-        "pre", "drop an adapter's inputs (pre) or outputs (post) (default pre)", **_ADAPTERS
+        "pre", "drop an adapter's inputs (pre) or outputs (post) (default pre)", **_WITHOUT_CONTROL
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
@@ -53,11 +57,11 @@ class LoRA:
     """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
     ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
     share_expert_adapters: bool = option(
-        True, "give the experts of a rank one adapter for each of their linears, not one each", **_ADAPTERS
+        True, "give the experts of a rank one adapter for each of their linears, not one each", **_WITHOUT_CONTROL
     )
 
     enable_input_require_grads: bool = option(
-        False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_ADAPTERS
+        False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
     """Otherwise it does only under full recompute, whose backward would not run without it."""
 

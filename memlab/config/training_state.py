@@ -43,7 +43,7 @@ _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
 _DROP = {
-    "group": "Attention and pipeline",
+    "group": "",
     "rebuilds": "model",
     "megatron": "model",
     "at_most": 0.99,
@@ -252,7 +252,7 @@ class TrainingState:
     moe_z_loss_coeff: float | None = option(
         None,
         "coefficient of a loss that keeps the logits of the router small (default: no such loss)",
-        **_ROUTER,
+        group="",
         rebuilds="nothing",
         megatron="model",
         shown_for_none=0,
@@ -261,7 +261,7 @@ class TrainingState:
     )
     # NeMo-RL and SkyRL do it before DDP's buffers are made.
     freeze_moe_router: bool = option(
-        False, "do not train the weight of the router of experts", **_ROUTER, rebuilds="model"
+        False, "do not train the weight of the router of experts", group="", rebuilds="model"
     )
     """It then has no gradient and no optimizer state. Its bias, of which the experts' load decides, moves all the
     same."""

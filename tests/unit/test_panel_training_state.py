@@ -53,6 +53,13 @@ def receive(shown: Panel, name: str, value: Any) -> None:
     control._handle_msg({"content": {"data": {"method": "update", "state": data}}, "buffers": []})
 
 
+def test_an_option_without_a_control_keeps_its_value(shown: Panel) -> None:
+    state = TrainingState(hidden_dropout=0.1, freeze_moe_router=True, lora=LoRA(rank=4, alpha=64, dropout=0.1))
+    form = shown.state.form.with_preset(MemorySettings(), state, 0)
+    assert form.state == state
+    assert form.with_values(lora_rank=8).state == replace(state, lora=replace(state.lora, rank=8))  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -61,14 +68,14 @@ def receive(shown: Panel, name: str, value: Any) -> None:
         TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, pin_cpu_grads=False),
         TrainingState(use_distributed_optimizer=False, loss="logprobs", logprobs_chunk_size=64),
         TrainingState(fp8_format="hybrid", fp8_recipe="blockwise", attention_backend="fused"),
-        TrainingState(lora=LoRA(rank=16, dropout=0.1, target_modules=("linear_qkv", "*.layers.0.*"))),
+        TrainingState(lora=LoRA(rank=16, target_modules=("linear_qkv", "*.layers.0.*"))),
     ],
     ids=str,
 )
 def test_each_control_by_message_gives_what_the_api_gives(shown: Panel, state: TrainingState) -> None:
     for name, value in state.changed().items():
         receive(shown, name, value)
-    of_state = {name for name, one in options_of(TrainingState).items() if "megatron" in one.engines}
+    of_state = {name for name, one in options_of(TrainingState).items() if one.group}
     assert set(shown.training_state.by_name) == of_state | {field.name for field in fields(AllocatorSettings)}
     assert shown.state.form.scenario(shown.state.scenario).state == state
     assert shown.state.lab.scenario.state == TrainingState(), "nothing is rebuilt before the next run"

@@ -117,7 +117,8 @@ class SettingsForm:
         Raises:
             ValueError: If it breaks a rule.
         """
-        values = self._of(TrainingState)
+        # Those without a control too: a lab keeps what it was opened with.
+        values = {name: self.values[name] for name in options_of(TrainingState) if name in self.values}
         if values["lora_rank"] is None:
             values = {name: value for name, value in values.items() if not name.startswith("lora_")}
         return TrainingState.of_options(values)
