@@ -22,11 +22,14 @@ run: $(VENV)/.installed ## Run the quickstart lab headless and say where its not
 	@$(BIN)/memlab run labs/00_quickstart.ipynb
 	@echo "make lab opens the labs in JupyterLab"
 
-test: $(VENV)/.installed-dev ## Lint, check types and the import order of the packages, run all tests
+test: $(VENV)/.installed-dev ## Lint, check types and the import order of the packages, run the tests
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/pytest -n 3 --dist worksteal -m "not slow"
+
+test-all: $(VENV)/.installed-dev ## Run all tests, the slow ones too
 	@$(BIN)/pytest -n 3 --dist worksteal
 
 # Another Python beside it: make PYTHON=python3.12 VENV=.venv-3.12 test-versions

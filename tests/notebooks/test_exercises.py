@@ -873,7 +873,10 @@ def test_every_exercise_has_a_solution_and_wrong_answers_here() -> None:
 @pytest.mark.parametrize(
     ("lab", "every", "parameters"),
     [
-        *(pytest.param(lab, every, {}, id=lab) for lab, every in EXERCISES.items()),
+        *(
+            pytest.param(lab, every, {}, id=lab, marks=[pytest.mark.slow] if lab[:2] in ("07", "08", "09") else [])
+            for lab, every in EXERCISES.items()
+        ),
         *(
             pytest.param(lab, every, {"architecture": "phi-4-tiny"}, id=f"{lab}-dense")
             for lab, every in DENSE_ANSWERS.items()

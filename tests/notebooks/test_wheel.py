@@ -69,6 +69,7 @@ def test_a_lab_of_the_wheel_is_run_by_its_name(site: Path, tmp_path: Path) -> No
 
 
 @cells_in_this_process()
+@pytest.mark.slow
 def test_a_first_nightly_is_written_and_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

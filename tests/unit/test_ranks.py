@@ -44,6 +44,8 @@ from tests.unit.inside import ranks_of
 
 from .served import number_of_process, use_fork_server, without_memory
 
+pytestmark = pytest.mark.slow
+
 SERVED = "tests.unit.served:Served"
 TINY = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

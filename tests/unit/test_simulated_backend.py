@@ -108,6 +108,7 @@ def measured_on_an_h200(*cases: str) -> Iterator[tuple[dict[str, Any], MemorySet
             yield record["scenario"], MemorySettings(**record["settings"]), record["metrics"]
 
 
+@pytest.mark.slow  # tests/unit/test_accuracy.py has such steps too
 @pytest.mark.parametrize("architecture", ["qwen3-30b-a3b", "phi-4"])
 def test_at_full_width_it_is_what_an_h200_needed(architecture: str) -> None:
     wanted = [

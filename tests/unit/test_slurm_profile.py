@@ -20,6 +20,8 @@ import pytest
 
 from memlab import JobRecord, Lab, Layout, Ranks
 
+pytestmark = pytest.mark.slow
+
 PROFILE = Path(__file__).parents[2] / "labs" / "slurm_profile"
 PAGE = (PROFILE.parent / "SCALING_UP.md").read_text(encoding="utf-8").partition("## Slurm\n")[2].partition("\n## ")[0]
 START, LIST = (shlex.split(line) for line in re.findall(r"^(?:ipcluster|squeue) .*$", PAGE, re.MULTILINE))

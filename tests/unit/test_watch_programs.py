@@ -431,7 +431,13 @@ def results_of(make: Callable[[], Program], *, watched: bool) -> list[float]:
     return results
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+FEW = ("plain", "tied", "threaded", "asynchronous", "copied", "saved")
+"""Programs of every run of the tests; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+)
 def test_a_program_works_as_without_a_meter_and_its_bytes_are_those_of_its_storages(name: str) -> None:
     torch.compiler.reset()
     assert results_of(PROGRAMS[name], watched=True) == results_of(PROGRAMS[name], watched=False)
@@ -715,6 +721,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_count_their_own_shards(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", _RANK]
     ranks = [
