@@ -25,6 +25,7 @@ model and saving a checkpoint. By default, Megatron-LM's data loader makes an at
 tokens, which Transformer Engine's causal attention does not read. memlab's steps have none, so it is a column of its
 own, and the difference is that of prediction and mask. The jobs ran with other versions of Megatron, Transformer Engine
 and cuDNN than memlab's, named in `labs/results/published_jobs.json` with repository, path and commit.
+A large difference in a row that names nothing as not modelled is not explained yet.
 """
 
 
