@@ -11,6 +11,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copi
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.bounds_of_fsdp2 import BOUNDS_OF_FSDP2
 from memlab.jobs.frameworks.framework import NotModelled, Reading
 from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS
 from memlab.vocabulary import RESIDUAL_CATEGORIES
@@ -285,6 +286,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
+    **dict.fromkeys(("loss_fn._target_", "loss_fn.fp32_upcast"), _whole_loss_bytes),
     **dict.fromkeys(
         (
             "create_attention_mask_in_dataloader",
@@ -319,6 +321,7 @@ What freezes parameters (`FREEZES`) may also keep fewer activations, which are n
 
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] = {
     "sequence_parallel": _whole_rows_bytes,
+    **BOUNDS_OF_FSDP2,
 }
 """The same, of what the memory settings decide too."""
 
@@ -367,6 +370,11 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
             "mlp_padding_free",
             "no_overlap_p2p_communication",
             "no_rope_freq",
+            "backend.rms_norm",
+            "use_liger_kernel",
+            "distributed.activation_checkpointing",
+            "loss_fn._target_",
+            "loss_fn.fp32_upcast",
         ),
         RESIDUAL_CATEGORIES,
     ),
