@@ -41,6 +41,7 @@ IN_PLACE = TrainingState(
     bias_activation_fusion=False,
     moe_router_dtype="fp64",
     moe_z_loss_coeff=1e-3,
+    moe_permute_fusion=False,
     loss="logprobs",
     logprobs_chunk_size=16,
 )
