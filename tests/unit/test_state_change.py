@@ -32,7 +32,7 @@ pytestmark = pytest.mark.versions
 
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
-FUSED_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True)
+FUSED_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True, moe_permute_fusion=False)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
 IN_PLACE = TrainingState(
@@ -41,7 +41,6 @@ IN_PLACE = TrainingState(
     bias_activation_fusion=False,
     moe_router_dtype="fp64",
     moe_z_loss_coeff=1e-3,
-    moe_permute_fusion=False,
     loss="logprobs",
     logprobs_chunk_size=16,
 )
