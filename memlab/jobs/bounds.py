@@ -247,20 +247,6 @@ def _unspread_optimizer_bytes(scenario: Scenario) -> int:
     return sum(round((main + moments) * (count - count // copies)) for count, copies in counts)
 
 
-def _unfused_permutation_bytes(scenario: Scenario) -> int:
-    """Returns what the permutation of tokens keeps where it is not fused, and its temporary tensors.
-
-    In each layer in flight these are an index of 8 bytes per row of the experts, twice, and for each token and expert
-    two masks, an index and the probabilities; while one layer permutes, there are two more tensors of its rows
-    (``permute`` and ``unpermute`` in megatron/core/transformer/moe/moe_utils.py, 0.16.1). The fused permutation keeps
-    less than that: one index of 4 bytes for each token and expert, twice.
-    """
-    model = scenario.architecture
-    kept = 16 * model.moe_router_topk + (1 + 1 + 8 + 8) * (model.num_moe_experts or 0)
-    at_once = 2 * 2 * scenario.tokens_of_rank * model.moe_router_topk * model.hidden_size
-    return _routing_rows(scenario) * kept + at_once
-
-
 def _received_ahead_bytes(scenario: Scenario) -> int:
     """Returns the inputs and their gradients that a stage receives ahead, of each of its chunks."""
     elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -279,7 +265,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "param_name_patterns_for_fp32_local_accumulation": lambda one: 4 * sum(parameters_of_rank(one)),
     "store_param_remainders": _remainder_bytes,
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
-    "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
