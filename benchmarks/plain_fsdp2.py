@@ -1,6 +1,6 @@
 """Steps of transformers' models under torch's FSDP2, measured without memlab; and how near memlab's predictions come.
 
-    python -m benchmarks.plain_fsdp2 measure FOLDER [--seconds 480]    a machine with 1 or 2 GPUs
+    python -m benchmarks.plain_fsdp2 measure FOLDER [--seconds 480]    a machine with 1, 2 or 4 GPUs
     python -m benchmarks.plain_fsdp2 measure FOLDER                    without GPUs: a rehearsal at tiny sizes
     python -m benchmarks.plain_fsdp2 predict FOLDER/steps.jsonl        anywhere
 
@@ -76,7 +76,7 @@ class Job:
 def jobs() -> list[Job]:
     """Returns the jobs, the most telling first."""
     found = []
-    for num_ranks in (1, 2):
+    for num_ranks in (1, 2, 4):
         phi = Job(model="phi-4", num_layers=8, num_ranks=num_ranks)
         qwen = Job(model="qwen3-8b", num_layers=8, num_ranks=num_ranks)
         llama = Job(model="llama-3.1-8b", num_layers=8, num_ranks=num_ranks)
@@ -112,7 +112,7 @@ def jobs() -> list[Job]:
             replace(qwen, model="qwen2.5-7b", seq_length=4096, checkpointing=True),
             replace(llama, model="mistral-7b-v0.3", fp32_sharded_params=True, adam_implementation="fused"),
         ]
-        if num_ranks == 2:
+        if num_ranks > 1:
             found += [replace(phi, num_layers=40), replace(phi, num_layers=40, checkpointing=True)]
     return found
 

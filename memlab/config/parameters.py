@@ -1,7 +1,7 @@
 """What a rank keeps between steps, without torch: how many parameters, and how many bytes of each kind of state.
 
-This is the answer of Megatron's DDP, for what never builds a model: searches, bounds, and the check of the host's
-memory. Parameters and gradients are whole on each rank, and the distributed optimizer shards its state.
+This is for what never builds a model: searches, bounds, and the check of the host's memory. In Megatron's DDP,
+parameters and gradients are whole on each rank, and the distributed optimizer shards its state; FSDP2 shards all three.
 """
 
 from __future__ import annotations
@@ -78,8 +78,11 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     """Returns what the scenario's rank keeps on the device.
 
     A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
-    parameters.
+    parameters. Of FSDP2 these are the shards that each rank has, the gradients only until the update.
     """
+    if scenario.engine == "fsdp2":
+        shards = bytes_of_shard(scenario) * -(-sum(parameters_of_rank(scenario)) // scenario.layout.data_parallel_size)
+        return KeptBytes(shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
     in_layers = 1 if state.fp8_param_gather else of_parameter
@@ -99,6 +102,11 @@ def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns trained parameters and how many ranks hold each of them, outside experts and in them."""
     counts, layout = trained_of_rank(scenario), scenario.layout
     return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
+
+
+def bytes_of_shard(scenario: Scenario) -> int:
+    """Returns the bytes of a parameter in a shard of FSDP2, of its gradient, and of each of its moments."""
+    return 2 if scenario.dtype == "bf16" and not scenario.state.fp32_sharded_params else 4
 
 
 def bytes_of_gradient(scenario: Scenario) -> int:
