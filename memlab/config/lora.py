@@ -16,6 +16,7 @@ from memlab.config.parts.part import Weight
 from memlab.config.validation import RuleError, shortened
 
 DropoutPosition = Literal["pre", "post"]
+Library = Literal["megatron_bridge", "mcore_bridge"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears that adapters can be added to."""
 _ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
@@ -59,7 +60,15 @@ class LoRA:
     share_expert_adapters: bool = option(
         True, "give the experts of a rank one adapter for each of their linears, not one each", **_WITHOUT_CONTROL
     )
-
+    library: Library = option(
+        "megatron_bridge",
+        "whose adapters they are: those of Megatron-Bridge consist of Megatron-Core's linears (default "
+        "megatron_bridge), those of ms-swift of Transformer Engine's (mcore_bridge)",
+        **_WITHOUT_CONTROL,
+    )
+    """They differ under tensor parallelism: Megatron-Bridge splits the first matrix over the ranks and gathers its
+    input and its output; ms-swift has it whole on each rank, and gathers its output only (``LoraParallelLinear`` in
+    ``tuners/lora.py`` of mcore-bridge 1.6.5)."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
@@ -109,7 +118,8 @@ class LoRA:
         """Returns the two weights of a linear's adapter.
 
         Of the first, tensor parallel ranks share what they share of the linear's: its rows, or its columns. Of the
-        second they always share the rows (``ParallelLinearAdapter`` in ``peft/utils.py``).
+        second they always share the rows (``ParallelLinearAdapter`` in ``peft/utils.py``). Of ms-swift's two, they
+        share only that which has the linear's split side.
 
         Args:
             linear: The linear's weight.
@@ -118,9 +128,12 @@ class LoRA:
         name, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts
         if count and self.share_expert_adapters:
             count = ranks_of_experts
+        splits: tuple[int | None, int | None] = linear.split, 0
+        if self.library == "mcore_bridge":
+            splits = (None, linear.split) if linear.split == 0 else (linear.split, None)
         return (
-            Weight(f"{name}.adapter.linear_in.weight", (self.rank, inputs), linear.split, count),
-            Weight(f"{name}.adapter.linear_out.weight", (outputs, self.rank), 0, count),
+            Weight(f"{name}.adapter.linear_in.weight", (self.rank, inputs), splits[0], count),
+            Weight(f"{name}.adapter.linear_out.weight", (outputs, self.rank), splits[1], count),
         )
 
 

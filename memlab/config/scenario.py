@@ -242,7 +242,7 @@ class Scenario:
             ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
             ("expert_tensor_parallel_size", of_experts),
         ):
-            if lora.rank % ranks:
+            if lora.rank % ranks and lora.library == "megatron_bridge":
                 raise RuleError(
                     f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
                     "whose ranks share the rows of an adapter: choose another",
