@@ -517,8 +517,7 @@ OF_MLP = ("linear_fc1", "linear_fc2")
 
 def lora_of_ms_swift(rank: int, *targets: str, dropout: float = 0.05) -> dict[str, Any]:
     """Returns the fields of ms-swift's adapters, with its permutation of tokens."""
-    of_each_expert = {"share_expert_adapters": False, "enable_input_require_grads": True}
-    state = lora(rank, *targets, dropout=dropout, library="mcore_bridge", **of_each_expert)
+    state = lora(rank, *targets, dropout=dropout, library="mcore_bridge", enable_input_require_grads=True)
     return state | FUSED_GRADIENTS | {"moe_permute_fusion": False}
 
 

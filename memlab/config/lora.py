@@ -57,18 +57,16 @@ class LoRA:
     )
     """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
     ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
-    share_expert_adapters: bool = option(
-        True, "give the experts of a rank one adapter for each of their linears, not one each", **_WITHOUT_CONTROL
-    )
     library: Library = option(
         "megatron_bridge",
-        "whose adapters they are: those of Megatron-Bridge consist of Megatron-Core's linears (default "
-        "megatron_bridge), those of ms-swift of Transformer Engine's (mcore_bridge)",
+        "whose adapters they are: those of Megatron-Bridge, one for all experts of a rank (default megatron_bridge), or "
+        "those of ms-swift, one for each expert (mcore_bridge)",
         **_WITHOUT_CONTROL,
     )
-    """They differ under tensor parallelism: Megatron-Bridge splits the first matrix over the ranks and gathers its
-    input and its output; ms-swift has it whole on each rank, and gathers its output only (``LoraParallelLinear`` in
-    ``tuners/lora.py`` of mcore-bridge 1.6.5)."""
+    """Those of Megatron-Bridge consist of Megatron-Core's linears. Its further kinds, such as one adapter for each
+    expert, are not modelled. Those of ms-swift consist of Transformer Engine's. Under tensor parallelism, the former
+    split the first matrix over the ranks and gather its input and its output; the latter have it whole on each rank,
+    and gather its output only (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5)."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
@@ -126,7 +124,7 @@ class LoRA:
             ranks_of_experts: The expert parallel ranks, each of which has adapters that its experts share.
         """
         name, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts
-        if count and self.share_expert_adapters:
+        if count and self.library == "megatron_bridge":
             count = ranks_of_experts
         splits: tuple[int | None, int | None] = linear.split, 0
         if self.library == "mcore_bridge":

@@ -76,7 +76,7 @@ class AdaptedLinear(torch.nn.Module):
         if returns_its_input:  # fused with the norm before it: the adapter reads what the norm has made
             to_wrap.return_layernorm_output = True  # type: ignore[assignment]
             to_wrap.return_layernorm_output_gathered = is_of_bridge and config.sequence_parallel  # type: ignore[assignment]
-        if not is_of_bridge or (weight.num_experts and not lora.share_expert_adapters):
+        if not is_of_bridge:
             self.adapter: torch.nn.Module = EngineAdapter(to_wrap, weight, lora, config, provider)
         else:
             self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)

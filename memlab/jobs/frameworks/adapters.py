@@ -16,7 +16,6 @@ LORA = "low-rank adapters: only these have gradients and optimizer state, so mem
 _ALL = "all-linear"
 OF_BRIDGE = {
     "lora_library": "its adapters are those of Megatron-Bridge",
-    "lora_share_expert_adapters": "an adapter of Megatron-Bridge for each expert is another one than memlab's",
     "lora_enable_input_require_grads": "Megatron-Bridge lets the embedding's output require a gradient only under full "
     "recompute",
 }

@@ -165,7 +165,7 @@ _CORE_ARGUMENTS = (
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type", "mtp_num_layers",
+    "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
@@ -287,8 +287,7 @@ def _complete_adapters(reading: Reading) -> None:
     if tuner in (None, "full", "lora_llm"):
         values["lora_rank"] = None
         return
-    values |= {"lora_share_expert_adapters": False, "lora_enable_input_require_grads": True}
-    values["lora_library"] = "mcore_bridge"
+    values |= {"lora_library": "mcore_bridge", "lora_enable_input_require_grads": True}
     complete_adapters(reading, "tuner_type", lacks)
 
 
@@ -663,8 +662,6 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     lora = scenario.state.lora
     if lora is not None:
-        if lora.share_expert_adapters and scenario.architecture.routes:
-            reasons["lora_share_expert_adapters"] = "ms-swift gives each expert its own adapters"
         if lora.library != "mcore_bridge":
             reasons["lora_library"] = "ms-swift's adapters are those of mcore-bridge"
         if not lora.enable_input_require_grads:
@@ -728,9 +725,7 @@ MS_SWIFT = Framework(
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",
     },
-    without_own_key=frozenset(
-        ("lora_share_expert_adapters", "lora_enable_input_require_grads", "lora_dropout_position")
-    )
+    without_own_key=frozenset(("lora_library", "lora_enable_input_require_grads", "lora_dropout_position"))
     | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output")),
     cannot_write_of=cannot_write,
     packs=_packs,
