@@ -59,8 +59,8 @@ class LoRA:
     ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
     library: Library = option(
         "megatron_bridge",
-        "whose adapters they are: those of Megatron-Bridge, one for all experts of a rank (default megatron_bridge), or "
-        "those of ms-swift, one for each expert (mcore_bridge)",
+        "whose adapters they are: Megatron-Bridge's, one for all experts of a rank (default megatron_bridge), or "
+        "ms-swift's, one for each expert (mcore_bridge)",
         **_WITHOUT_CONTROL,
     )
     """Those of Megatron-Bridge consist of Megatron-Core's linears. Its further kinds, such as one adapter for each
