@@ -26,8 +26,8 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
-FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-"""The families that the engine fsdp2 builds, all dense."""
+FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""The families that the engine fsdp2 builds."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -198,6 +198,13 @@ class Scenario:
                 f"{self.architecture.family}, which this engine does not build yet: choose a model of "
                 f"{', '.join(FAMILIES_OF_FSDP2)}, or engine 'megatron'",
                 "engine",
+            )
+        if self.architecture.routes and self.dtype != "bf16":
+            # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
+            raise RuleError(
+                f"dtype is {self.dtype!r} with engine {self.engine!r} and experts, must be 'bf16', the only type that "
+                "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
+                *("dtype", "engine"),
             )
 
     def _check_attention(self) -> None:
