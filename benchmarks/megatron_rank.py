@@ -40,6 +40,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -187,13 +188,13 @@ def transformer_config(job: Job) -> TransformerConfig:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
+        "bias_dropout_fusion": True,
         **MODELS[job.model],
         **sizes,
         "num_layers": job.num_layers,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": True,
-        "bias_dropout_fusion": True,
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
@@ -209,6 +210,9 @@ def transformer_config(job: Job) -> TransformerConfig:
     }
     is_gated = values["gated_linear_unit"]
     values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
+    if "glu_linear_offset" in values:
+        # The object that the config compares with: memlab's stand-ins replace compiled functions.
+        values["activation_func"] = importlib.import_module(TransformerConfig.__module__).quick_gelu
     if "attention_backend" in values:
         values["attention_backend"] = AttnBackend[values["attention_backend"]]
     if "moe_layer_freq" in values:
@@ -449,6 +453,8 @@ def release(chunks: list[Any], optimizer: Any) -> None:
     YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     parallel_state.get_global_memory_buffer().buffer.clear()
     FineGrainedActivationOffloadingInterface.reset_instance()
     for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets them, and refuses a model with another backend

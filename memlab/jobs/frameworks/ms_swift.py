@@ -62,7 +62,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     check_backend,
     common,
     named,
-    note_sequence_parallel,
+    take_sequence_parallel,
 )
 from memlab.jobs.frameworks.reinforcement import (
     drop_frozen_parts,
@@ -387,7 +387,7 @@ def complete(reading: Reading) -> None:
     if kind in _LIKELIHOOD and length and is_one_row:
         pack_micro_batch(reading, "micro_batch_size")
         values["global_batch_size"] //= rows
-    note_sequence_parallel(reading)
+    take_sequence_parallel(reading)
     _complete_trained(reading)
     _note_history(reading)
     _note_fusion(reading)
