@@ -124,8 +124,7 @@ def multiplies_with_torch(scenario: Scenario) -> bool:
 
 def has_experts(scenario: Scenario) -> bool:
     """Returns whether a layer of this rank has experts."""
-    weights = scenario.architecture.weights_of(scenario.layers_of_rank)
-    return any(weight.num_experts for weight in weights)
+    return any(weight.num_experts for weight in scenario.weights_of_rank)
 
 
 def fill_cublas_workspaces() -> None:
