@@ -26,8 +26,8 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
-FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-"""The families that the engine fsdp2 builds, all dense."""
+FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""The families that the engine fsdp2 builds."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -199,6 +199,13 @@ class Scenario:
                 f"{', '.join(FAMILIES_OF_FSDP2)}, or engine 'megatron'",
                 "engine",
             )
+        if self.architecture.routes and self.dtype != "bf16":
+            # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
+            raise RuleError(
+                f"dtype is {self.dtype!r} with engine {self.engine!r} and experts, must be 'bf16', the only type that "
+                "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
+                *("dtype", "engine"),
+            )
 
     def _check_attention(self) -> None:
         if self.architecture.multi_latent_attention:
@@ -255,17 +262,17 @@ class Scenario:
             ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
             ("expert_tensor_parallel_size", of_experts),
         ):
-            if lora.rank % ranks:
+            if lora.rank % ranks and lora.library == "megatron_bridge":
                 raise RuleError(
                     f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
                     "whose ranks share the rows of an adapter: choose another",
                     *("lora_rank", name),
                 )
-        if not lora.share_expert_adapters and layout.expert_tensor_size > 1 and self.architecture.routes:
+        if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
-                f"lora_share_expert_adapters is False with expert_tensor_parallel_size {layout.expert_tensor_size}, "
-                "where ms-swift adds no adapters: choose 1, or leave lora_share_expert_adapters out",
-                *("lora_share_expert_adapters", "expert_tensor_parallel_size"),
+                f"lora_library is 'mcore_bridge' with expert_tensor_parallel_size {layout.expert_tensor_size}, where "
+                "mcore-bridge adds no adapters: choose 1, or leave lora_library out",
+                *("lora_library", "expert_tensor_parallel_size"),
             )
 
     def _check_packing(self) -> None:
