@@ -86,7 +86,14 @@ KEYS = (
     Key("mixed_precision", "mixed_precision", TEXT),
     Key("peft._target_", "class_of_adapters", TEXT),
     *adapter_keys(
-        "peft", "dim", rank=ABSENT, alpha=ABSENT, dropout=ABSENT, dropout_position=ABSENT, target_modules=ABSENT
+        "peft",
+        "dim",
+        rank=ABSENT,
+        alpha=ABSENT,
+        dropout=ABSENT,
+        dropout_position=ABSENT,
+        target_modules=ABSENT,
+        exclude_modules=ABSENT,
     ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
