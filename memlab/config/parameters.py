@@ -1,7 +1,7 @@
 """What a rank keeps between steps, without torch: how many parameters, and how many bytes of each kind of state.
 
-This is the answer of Megatron's DDP, for what never builds a model: searches, bounds, and the check of the host's
-memory. Parameters and gradients are whole on each rank, and the distributed optimizer shards its state.
+This is for what never builds a model: searches, bounds, and the check of the host's memory. In Megatron's DDP,
+parameters and gradients are whole on each rank, and the distributed optimizer shards its state; FSDP2 shards all three.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ class Parameters(NamedTuple):
 def parameters_of_rank(scenario: Scenario) -> Parameters:
     """Counts the parameters of the scenario's rank."""
     model, layout = scenario.architecture, scenario.layout
-    weights = model.weights_of(scenario.layers_of_rank).items()
+    weights = scenario.weights_of_rank.items()
     inside, outside = (
         sum(count * layout.elements_of(weight) for weight, count in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)
     )
-    has_embedding = layout.pipeline_stage == 0
+    has_embedding = layout.pipeline_stage == 0 or scenario.extra_layers_of_rank > 0
     has_output = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+    # With multi-token prediction, the norm is where the model's last layer is (``has_final_layernorm_in_this_stage`` in
+    # megatron/core/transformer/transformer_block.py, 0.16.1).
+    has_norm = scenario.num_layers - 1 in scenario.layers_of_rank if scenario.state.mtp_num_layers else has_output
     is_tied = model.share_embeddings_and_output_weights and has_embedding and has_output
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
-    vocabulary += has_embedding * model.num_parameters_of_positions + has_output * model.num_parameters_of_final_norm
+    vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
     return Parameters(outside, vocabulary, inside)
 
 
@@ -75,8 +78,11 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     """Returns what the scenario's rank keeps on the device.
 
     A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
-    parameters.
+    parameters. Of FSDP2 these are the shards that each rank has, the gradients only until the update.
     """
+    if scenario.engine == "fsdp2":
+        shards = bytes_of_shard(scenario) * -(-sum(parameters_of_rank(scenario)) // scenario.layout.data_parallel_size)
+        return KeptBytes(shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
     in_layers = 1 if state.fp8_param_gather else of_parameter
@@ -96,6 +102,11 @@ def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns trained parameters and how many ranks hold each of them, outside experts and in them."""
     counts, layout = trained_of_rank(scenario), scenario.layout
     return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
+
+
+def bytes_of_shard(scenario: Scenario) -> int:
+    """Returns the bytes of a parameter in a shard of FSDP2, of its gradient, and of each of its moments."""
+    return 2 if scenario.dtype == "bf16" and not scenario.state.fp32_sharded_params else 4
 
 
 def bytes_of_gradient(scenario: Scenario) -> int:

@@ -857,6 +857,13 @@ _MEGATRON = (
         why="It copies numbers of tokens only from a CUDA device, and an array would hold the memory of the tensor.",
     ),
     Internal(
+        owner=_DISPATCHER,
+        names=("permute",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
+    ),
+    Internal(
         owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",
         names=("cuda_dtoh_stream",),
         use="used",
@@ -1155,6 +1162,20 @@ _MEGATRON = (
         use="used",
         where="engines/megatron/retention/megatron_globals.py",
         why="A tensor that the class keeps for the process.",
+    ),
+    Internal(
+        owner="megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler",
+        names=("main_loss_backward_scale",),
+        use="used",
+        where="engines/megatron/retention/megatron_globals.py",
+        why="The same, of the losses of multi-token prediction.",
+    ),
+    Internal(
+        owner="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
+        names=("tracker",),
+        use="used",
+        where="engines/megatron/retention/megatron_globals.py",
+        why="The losses that layers of multi-token prediction log, kept for the process.",
     ),
     Internal(
         owner=_MOE_UTILS,
