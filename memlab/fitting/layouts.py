@@ -19,7 +19,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
 from memlab.fitting.least_peak import least_peak_bytes, least_peak_with
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of_every_stage
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.recompute_cost import recomputed_operations
@@ -224,7 +224,7 @@ def search_layouts(
         LayoutSearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
     every = layouts_of(job, given)
-    limits = [gpu_memory_bytes - estimate_outside_torch(one.layout).total_bytes for one in every]
+    limits = [gpu_memory_bytes - _outside_torch_bytes(one) for one in every]
     searches = [(one, limit) for one, limit in zip(every, limits, strict=True) if least_peak_bytes(one, base) <= limit]
     num_too_large = len(every) - len(searches)
     left, places = deque(_surest_first(searches, base)), {one.layout: place for place, one in enumerate(every)}
@@ -288,6 +288,10 @@ def _surest_first(searches: list[tuple[Scenario, int]], base: MemorySettings) ->
 
     first = max(searches, key=chance, default=None)
     return [*(each for each in searches if each is first), *(each for each in searches if each is not first)]
+
+
+def _outside_torch_bytes(job: Scenario) -> int:
+    return outside_torch_of_every_stage(job.layout, job.architecture).total_bytes
 
 
 def _is_no_larger(other: FittingLayout, layout: Layout, base: MemorySettings) -> bool:
@@ -364,7 +368,7 @@ def _least_recompute(
                 peak_allocated_bytes=peak,
                 peak_range=max(predictions, key=lambda one: one.peak_allocated_bytes).peak_range,
                 margin_bytes=limit_bytes - peak,
-                outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
+                outside_torch_bytes=_outside_torch_bytes(job),
                 recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
                 transferred_bytes=max(one.transferred_bytes for one in predictions),
                 communicated_bytes=dict(worst.communicated_bytes),
