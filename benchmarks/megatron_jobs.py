@@ -592,6 +592,22 @@ OF_ATTENTION = ("linear_qkv", "linear_proj")
 OF_MLP = ("linear_fc1", "linear_fc2")
 
 
+def lora_of_ms_swift(rank: int, *targets: str, dropout: float = 0.05) -> dict[str, Any]:
+    """Returns the fields of ms-swift's adapters, with its permutation of tokens."""
+    state = lora(rank, *targets, dropout=dropout, library="mcore_bridge", enable_input_require_grads=True)
+    return state | FUSED_GRADIENTS | {"moe_permute_fusion": False}
+
+
+def adapters_of_ms_swift(of: Callable[..., Iterator[Job]], layouts: tuple[str, ...]) -> Iterator[Job]:
+    """Yields jobs that train ms-swift's adapters: of a dense model, and one for each expert."""
+    for layout in layouts:
+        if "EP" not in layout:
+            yield from of(LLAMA, 2, layout, {}, FULL, state=lora_of_ms_swift(8))
+        if "TP" not in layout:
+            yield from of(QWEN, 2, layout, {}, FULL, state=lora_of_ms_swift(8))
+    yield from of(QWEN, 2, layouts[0], state=lora_of_ms_swift(32, *OF_ATTENTION, dropout=0.0))
+
+
 def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of one rank that train adapters."""
     alone = "one rank"
@@ -614,6 +630,7 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(model, 2, alone, {}, state=lora(16) | FUSED_GRADIENTS)
         yield from of(model, 2, alone, {}, state=lora(16) | LOW_PRECISION)
         yield from of(model, 2, alone, {}, state=lora(16) | UNFUSED_ACTIVATION)
+    yield from adapters_of_ms_swift(of, (alone,))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -626,6 +643,7 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(8) | {"moe_permute_fusion": False})
     yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
     yield from of(LLAMA, 4, "CP2", state=lora(16))
+    yield from adapters_of_ms_swift(of, ("EP2 DP2", "TP2"))
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -258,7 +258,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         for layer in model.decoder.layers if is_frozen else ():
             layer.mlp.router.weight.requires_grad = False
         if adapters:
-            add_adapters(model, adapters)
+            add = add_adapters_of_ms_swift if adapters.get("lora_library") == "mcore_bridge" else add_adapters
+            add(model, adapters)
         model = Float16Module(config, model.cuda())
         chunks.append(
             DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
@@ -288,8 +289,7 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
     blocks = SimpleNamespace(HybridStack=type("HybridStack", (), {}))
     sys.modules.setdefault("megatron.core.models.hybrid.hybrid_block", blocks)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
-        sys.modules.setdefault("transformer_engine.pytorch", SimpleNamespace(ops=SimpleNamespace(Sequential=object)))  # type: ignore[arg-type]
-        sys.modules.setdefault("transformer_engine", SimpleNamespace(pytorch=sys.modules["transformer_engine.pytorch"]))  # type: ignore[arg-type]
+        stand_in_for_transformer_engine()
         layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
         utils = importlib.import_module("megatron.bridge.peft.utils")
         utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
@@ -304,6 +304,49 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
     lora = importlib.import_module("megatron.bridge.peft.lora")
     values = {name.removeprefix("lora_"): value for name, value in options.items()}
     lora.LoRA(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
+
+
+def stand_in_for_transformer_engine() -> None:
+    """Lets packages import Transformer Engine in a rehearsal."""
+    engine = SimpleNamespace(ops=SimpleNamespace(Sequential=object))
+    sys.modules.setdefault("transformer_engine.pytorch", engine)  # type: ignore[arg-type]
+    sys.modules.setdefault("transformer_engine", SimpleNamespace(pytorch=engine))  # type: ignore[arg-type]
+
+
+def add_adapters_of_ms_swift(model: GPTModel, options: dict[str, Any]) -> None:
+    """Freezes a model chunk, and adds the adapters of mcore-bridge to it, which ms-swift trains.
+
+    Of its package, 1.6.5, the folder ``tuners`` needs to be there, and what that imports of peft and transformers. A
+    rehearsal lets its code take memlab's stand-ins for the classes of Transformer Engine.
+    """
+    if not torch.cuda.is_available():
+        stand_in_for_transformer_engine()
+    lora = importlib.import_module("mcore_bridge.tuners.lora")
+    if not torch.cuda.is_available():
+        layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
+        lora.TELinear, lora.TEGroupedLinear = layers.TorchLinear, layers.TorchGroupedLinear
+        lora.TEColumnParallelLinear, lora.TERowParallelLinear = layers.TorchColumnLinear, layers.TorchRowLinear
+        lora.TELayerNormColumnParallelLinear = layers.TorchNormLinear
+        lora.TEColumnParallelGroupedLinear = layers.TorchGroupedLinear
+        lora.TERowParallelGroupedLinear = layers.TorchGroupedRowLinear
+        lora._is_replicated_base, lora.is_expert_layer = lambda _: False, lambda base: hasattr(base, "num_gemms")
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    targets = options.get("lora_target_modules", ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    for name, linear in [one for one in model.named_modules() if one[0].rpartition(".")[2] in targets]:
+        owner, _, own = name.rpartition(".")
+        if not torch.cuda.is_available():
+            linear.out_features, linear.in_features = next(each for each in linear.parameters() if each.dim() > 1).shape
+            linear.config = model.config
+        values = {
+            "r": options["lora_rank"],
+            "lora_alpha": options["lora_rank"],
+            "lora_dropout": options["lora_dropout"],
+        }
+        setattr(model.get_submodule(owner), own, lora.LoraParallelLinear(linear, "default", **values))
+    # ``enable_input_require_grads`` of transformers, which ms-swift calls.
+    if hasattr(model, "embedding"):
+        model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True))
 
 
 def take_step(job: Job, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
