@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,11 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
         ({"lora_rank": 8, "lora_dropout": 1.0}, "lora_dropout", "must be below 1"),
         ({"lora_rank": 8, "lora_dropout": -0.1}, "lora_dropout", "must be a number of at least 0"),
         ({"lora_rank": 8, "lora_dropout_position": "mid"}, "lora_dropout_position", "must be one of pre, post"),
-        ({"lora_rank": 8, "lora_target_modules": []}, "lora_target_modules", "name at least one"),
+        (
+            {"lora_rank": 8, "lora_exclude_modules": ["linear_fc1"]},
+            "lora_exclude_modules",
+            "must be empty there by a rule of Megatron-Bridge",
+        ),
         ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
         ({"lora_rank": 8, "fp8_format": "e4m3"}, "lora_rank", "memlab does not predict together yet"),
         ({"lora_rank": 8, "optimizer_cpu_offload": True}, "lora_rank", "memlab does not predict together yet"),
@@ -80,6 +85,25 @@ def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: st
 def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, layout: Layout, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
+
+
+@pytest.mark.parametrize(("architecture", "module"), [("phi-4-tiny", "mlp"), ("qwen3-moe-tiny", "moe")])
+def test_a_checkpoint_whose_input_requires_no_gradient_is_refused(architecture: str, module: str) -> None:
+    """Megatron's step then ends without an error, and no adapter has a gradient."""
+    for lora, is_refused in (
+        (LoRA(target_modules=("linear_fc1",)), True),
+        (LoRA(target_modules=("linear_fc1",), enable_input_require_grads=True), False),
+        (LoRA(target_modules=("linear_proj", "linear_fc2")), False),
+    ):
+        scenario = Scenario.of(architecture, state=TrainingState(lora=lora))
+        with pytest.raises(RuleError, match="gives none to the adapters") if is_refused else nullcontext():
+            model_restrictions.check_on_model(recompute(module), scenario)
+
+
+def test_a_position_of_dropout_is_named_without_dropout() -> None:
+    for dropout, reasons in ((0.0, {"lora_dropout_position": "lora_dropout is 0"}), (0.1, {})):
+        state = TrainingState(lora=LoRA(dropout=dropout, dropout_position="post"))
+        assert Scenario.of("llama-3-tiny", state=state).without_effect() == reasons
 
 
 def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:
@@ -126,6 +150,7 @@ def test_fsdp_spreads_the_frozen_model_too() -> None:
         (("linear_qkv",), 48 * 16 * (2048 + 5120)),
         (("*.layers.0.*.linear_qkv", "*.layers.47.self_attention.linear_proj"), 16 * (2048 + 5120 + 4096 + 2048)),
         (("*experts*",), 48 * 16 * (2048 + 1536 + 768 + 2048)),
+        ((), 48 * 16 * (2048 + 5120 + 4096 + 2048) + 16 * (2048 + 151936)),
     ],
 )
 def test_targets_are_names_or_patterns(targets: tuple[str, ...], of_layers: int) -> None:

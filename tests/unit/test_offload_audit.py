@@ -76,7 +76,7 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert all(held.holders for held in account.still_resident)
 
 
-def test_the_names_of_the_terms_are_those_of_lab_02_s_metrics() -> None:
+def test_the_names_of_the_terms_are_those_of_lab_03_s_metrics() -> None:
     account = dict.fromkeys((field.name for field in fields(ModuleAccount)), 0) | {"name": "moe_act"}
     record = record_of(None)
     audit = OffloadAudit(
