@@ -601,6 +601,13 @@ _WITHOUT_TE = (
         why="The output layer refuses gradient_accumulation_fusion without Apex, and takes TE's unused gradients.",
     ),
     Internal(
+        owner="megatron.core.tensor_parallel.layers:ColumnParallelLinear",
+        names=("_forward_impl",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="Gradients of a tied embedding are added in place, as autograd adds them without a meter.",
+    ),
+    Internal(
         owner="megatron.core.tensor_parallel.layers",
         names=("fused_weight_gradient_mlp_cuda", "get_dummy_wgrad"),
         use="replaced",
