@@ -1,7 +1,7 @@
 """What a rank keeps between steps, without torch: how many parameters, and how many bytes of each kind of state.
 
-This is the answer of Megatron's DDP, for what never builds a model: searches, bounds, and the check of the host's
-memory. Parameters and gradients are whole on each rank, and the distributed optimizer shards its state.
+For what never builds a model: searches, bounds, and the check of the host's memory. Under Megatron's DDP, parameters
+and gradients are whole on each rank, and the distributed optimizer shards its state. Torch's FSDP2 shards all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of_rank(scenario: Scenario) -> Parameters:
-    """Counts the parameters of the scenario's rank."""
+    """Counts the parameters that the scenario's rank keeps: under FSDP2 its share, up to the padding of single ones."""
     model, layout = scenario.architecture, scenario.layout
     weights = model.weights_of(scenario.layers_of_rank).items()
     inside, outside = (
@@ -41,7 +41,8 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_output * model.num_parameters_of_final_norm
-    return Parameters(outside, vocabulary, inside)
+    shards = layout.data_parallel_size if scenario.engine == "fsdp2" else 1
+    return Parameters(*(-(-count // shards) for count in (outside, vocabulary, inside)))
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
@@ -72,13 +73,17 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(scenario: Scenario) -> KeptBytes:
-    """Returns what the scenario's rank keeps on the device.
+    """Returns what the scenario's rank keeps on the device; FSDP2's gradients only from backward to the update's end.
 
     A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
     parameters.
     """
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
+    if scenario.engine == "fsdp2":  # gradients and the two moments have the type of the parameters
+        of_parameter = 4 if state.fp32_sharded_params else of_parameter
+        of_all = sum(counts) * of_parameter
+        return KeptBytes(parameters=of_all, gradients=of_all, optimizer=2 * of_all)
     in_layers = 1 if state.fp8_param_gather else of_parameter
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
     main, moments = bytes_of_optimizer(state, scenario.dtype)
@@ -95,6 +100,8 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
 def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns trained parameters and how many ranks hold each of them, outside experts and in them."""
     counts, layout = trained_of_rank(scenario), scenario.layout
+    if scenario.engine == "fsdp2":  # each has its own share
+        return (counts.outside_experts, 1), (counts.experts, 1)
     return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
 
 

@@ -76,6 +76,40 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert all(held.holders for held in account.still_resident)
 
 
+@pytest.mark.parametrize(
+    ("scenario", "transferred", "kept"),
+    [
+        # The first of three layers is dense: of each pass, the second layer with experts stays.
+        ({"architecture": "deepseek-tiny", "num_layers": 3, "backend": "cpu"}, 2, 2),
+        # The last of two stages has three layers and then one: that one stays. The first has one and then two.
+        *(
+            (
+                {
+                    "architecture": "qwen3-moe-tiny",
+                    "num_layers": 7,
+                    "backend": "simulated",
+                    "layout": Layout(
+                        pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|ttt|tt|tL", rank=rank
+                    ),
+                },
+                *counts,
+            )
+            for rank, counts in ((0, (5, 1)), (1, (6, 2)))
+        ),
+    ],
+    ids=str,
+)
+def test_the_last_group_of_a_pass_stays_whatever_layers_the_pass_has(
+    scenario: dict[str, Any], transferred: int, kept: int
+) -> None:
+    with Lab(**scenario, seq_length=T, num_microbatches=2) as lab:
+        account = lab.audit_offload(offload("moe_act"))
+    (module,), one = account.modules, saved_by_formula("moe_act", scenario["architecture"])
+    assert (module.transferred_bytes, module.expected_bytes) == (transferred * one, transferred * one)
+    assert module.last_group_bytes == kept * one
+    assert account.terms()["never moved"] == 0
+
+
 def test_the_names_of_the_terms_are_those_of_lab_02_s_metrics() -> None:
     account = dict.fromkeys((field.name for field in fields(ModuleAccount)), 0) | {"name": "moe_act"}
     record = record_of(None)
