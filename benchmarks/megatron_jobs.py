@@ -431,6 +431,7 @@ def shared_experts_and_routers(of: Callable[..., Iterator[Job]]) -> Iterator[Job
                    {"moe_router_pre_softmax": True}, {"moe_aux_loss_coeff": 0.0}):  # fmt: skip
         yield from of(QWEN, 2, alone, {}, recompute("moe_act"), config=config)
     losses: list[dict[str, Any]] = [{"moe_z_loss_coeff": 1e-3}, {"freeze_moe_router": True}]
+    losses += [{"moe_permute_fusion": False}]
     losses += [{"moe_router_load_balancing_type": kind} for kind in ("none", "seq_aux_loss", "global_aux_loss")]
     for state in losses:
         yield from of(QWEN, 2, alone, {}, recompute("moe_act"), state=state)
@@ -545,6 +546,7 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", state=lora(16))
     yield from of(LLAMA, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE, state=lora(16))
     yield from of(QWEN, 4, "EP2 DP2", {}, FULL, state=lora(16))
+    yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(8) | {"moe_permute_fusion": False})
     yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
     yield from of(LLAMA, 4, "CP2", state=lora(16))
 

@@ -55,7 +55,7 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
-    **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type")},
+    **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
 }
 """Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (

@@ -8,7 +8,7 @@
 - ``crashes``: a step after SkyRL #563's load, whose condition is never true, and the gradients that verl #5251 would
   pass on without its copy; each in a process of its own, since CUDA is lost to a process after such an error
 
-Labs 03 to 06 quote the figures.
+Labs 04 to 06 and 10 quote the figures.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def crash_without_clone() -> None:
 
 
 def pass_on_emptied_gradient() -> None:
-    """Does what lab 04 does on the CPU: the backward of a checkpoint, and then that of the layer before it."""
+    """Does what lab 05 does on the CPU: the backward of a checkpoint, and then that of the layer before it."""
     hidden = torch.ones(1024, device="cuda", requires_grad=True)
     output = hidden.exp()
     leaf = output.detach().requires_grad_()

@@ -26,9 +26,9 @@ from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, trained_of_rank
+from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, bytes_of_shard, trained_of_rank
 from memlab.config.scenario import Scenario
-from memlab.engines.megatron.layers import torch_moe
+from memlab.engines.megatron.layers import torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
@@ -105,9 +105,9 @@ def bytes_per_parameter(scenario: Scenario) -> int:
     Between the steps of FSDP2 there are parameter and moments, all in the type of the shards.
     Scales and copies are not counted: they depend on how parameters are grouped.
     """
-    parameter = 2 if scenario.dtype == "bf16" else 4
     if scenario.engine == "fsdp2":
-        return 3 * (4 if scenario.state.fp32_sharded_params else parameter)
+        return 3 * bytes_of_shard(scenario)
+    parameter = 2 if scenario.dtype == "bf16" else 4
     return parameter + bytes_of_gradient(scenario) + sum(bytes_of_optimizer(scenario.state, scenario.dtype))
 
 
@@ -143,6 +143,7 @@ def cuda_replaced_on_ranks() -> Iterator[None]:
 def _replacements() -> dict[str, Any]:
     """Returns what megatron-core takes from CUDA or Transformer Engine, with the replacement of each."""
     from megatron.core import utils
+    from megatron.core.transformer.moe import token_dispatcher
 
     random, optimizer = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
     offload = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
@@ -185,6 +186,7 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_sort_chunks_by_index": torch_moe.sort_chunks_by_index,
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
         f"{dispatcher}.maybe_move_tensor_to_cpu": _counts_to_host,
+        f"{dispatcher}.permute": unfused_permutation.selecting_by_mask(token_dispatcher.permute),
         f"{loss}.calculate_predicted_logits": fused_cross_entropy.native_predicted_logits,
         f"{loss}.calculate_gradients": fused_cross_entropy.native_gradients,
         f"{language_module}.te_parallel_cross_entropy": fused_cross_entropy.te_parallel_cross_entropy,

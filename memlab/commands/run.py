@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -27,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "notebook",
         type=Path,
         metavar="NOTEBOOK",
-        help="the lab to run, such as labs/00_quickstart.ipynb; or the name of one of memlab's labs, such as "
-        "01_recompute",
+        help="the lab to run, such as labs/00_quickstart.ipynb; or the name of a lab, such as 02_recompute, in the "
+        "folder labs here, or else of one of memlab's labs",
     )
     parser.add_argument(
         "-p",
@@ -71,14 +72,31 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _notebook(given: Path) -> Path:
-    """Returns the path of a notebook that is given by its path, or by the name of one of memlab's labs."""
-    if given.suffix or len(given.parts) != 1 or given.exists():
+    """Returns the path of a notebook that is given by its path, or by the name of a lab.
+
+    A name is looked up in ``labs`` of the current folder, which may be an edited copy, before memlab's own labs. A lab
+    whose number has changed is found by the rest of its name.
+    """
+    if given.exists():
         return given
-    named = labs_folder() / f"{given}.ipynb"
-    if not named.is_file():
-        names = ", ".join(sorted(path.stem for path in named.parent.glob("*.ipynb")))
-        raise ValueError(f"notebook {given} is no file and none of memlab's labs: choose from {names}, or give a path")
-    return named
+    is_name = not given.suffix and len(given.parts) == 1
+    folders = [labs_folder(), Path("labs")] if is_name else [given.parent]
+    file = f"{given.name}.ipynb" if is_name else given.name
+    labs = {path.name: path for folder in folders for path in sorted(folder.glob("*.ipynb"))}
+    if file in labs:
+        return labs[file]
+    renumbered = [name for name in labs if _without_number(name) == _without_number(file) != file]
+    if len(renumbered) == 1:
+        print(f"{given} has another number now: {Path(renumbered[0]).stem}", flush=True)
+        return labs[renumbered[0]]
+    if not is_name:
+        return given
+    names = ", ".join(Path(name).stem for name in labs)
+    raise ValueError(f"notebook {given} is no file and none of memlab's labs: choose from {names}, or give a path")
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"^\d\d_", "", name)
 
 
 def _new_folder(stem: str) -> Path:

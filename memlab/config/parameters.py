@@ -1,7 +1,7 @@
 """What a rank keeps between steps, without torch: how many parameters, and how many bytes of each kind of state.
 
-For what never builds a model: searches, bounds, and the check of the host's memory. Under Megatron's DDP, parameters
-and gradients are whole on each rank, and the distributed optimizer shards its state. Torch's FSDP2 shards all of them.
+This is for what never builds a model: searches, bounds, and the check of the host's memory. In Megatron's DDP,
+parameters and gradients are whole on each rank, and the distributed optimizer shards its state; FSDP2 shards all three.
 """
 
 from __future__ import annotations
@@ -73,17 +73,16 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(scenario: Scenario) -> KeptBytes:
-    """Returns what the scenario's rank keeps on the device; FSDP2's gradients only from backward to the update's end.
+    """Returns what the scenario's rank keeps on the device.
 
     A CPU optimizer keeps the moments of its share on the host, and with the precision-aware optimizer also the main
-    parameters.
+    parameters. Of FSDP2 these are the shards that each rank has, the gradients only until the update.
     """
+    if scenario.engine == "fsdp2":
+        shards = bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
+        return KeptBytes(shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
-    if scenario.engine == "fsdp2":  # gradients and the two moments have the type of the parameters
-        of_parameter = 4 if state.fp32_sharded_params else of_parameter
-        of_all = sum(counts) * of_parameter
-        return KeptBytes(parameters=of_all, gradients=of_all, optimizer=2 * of_all)
     in_layers = 1 if state.fp8_param_gather else of_parameter
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
     main, moments = bytes_of_optimizer(state, scenario.dtype)
@@ -103,6 +102,11 @@ def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
     if scenario.engine == "fsdp2":  # each has its own share
         return (counts.outside_experts, 1), (counts.experts, 1)
     return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
+
+
+def bytes_of_shard(scenario: Scenario) -> int:
+    """Returns the bytes of a parameter in a shard of FSDP2, of its gradient, and of each of its moments."""
+    return 2 if scenario.dtype == "bf16" and not scenario.state.fp32_sharded_params else 4
 
 
 def bytes_of_gradient(scenario: Scenario) -> int:

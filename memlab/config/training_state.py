@@ -225,6 +225,12 @@ class TrainingState:
         **_FORWARD,
     )
     """Probabilities have this type too, up to the experts. Megatron's config has None for ``params_dtype``."""
+    # The token dispatcher reads it when it is built and in each forward (transformer/moe/token_dispatcher.py).
+    moe_permute_fusion: bool = option(
+        True, "sort tokens by their experts in one kernel", group="", rebuilds="model", megatron="model"
+    )
+    """Megatron's own default is False: the token of each row and, of all tokens and experts, a mask and the
+    probabilities are then kept for backward."""
     # Layers read them when they are built (transformer/transformer_layer.py, extensions/transformer_engine.py,
     # tensor_parallel/layers.py).
     hidden_dropout: float = option(

@@ -19,7 +19,7 @@ class Curve:
 def unseen_curves() -> list[tuple[str, list[Curve]]]:
     """Returns runs of large models: the kind of each, and its steps.
 
-    Their shapes differ from those of lab 05 in what a careless rule looks at: peaks vary under a leak, a leak begins
+    Their shapes differ from those of lab 06 in what a careless rule looks at: peaks vary under a leak, a leak begins
     late, a spike comes in the first or in the last step, state is allocated in the third step, a retention lies under
     peaks that vary, and caches for new lengths lift the start of a spike a little.
     """

@@ -11,6 +11,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copi
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.bounds_of_fsdp2 import BOUNDS_OF_FSDP2
 from memlab.jobs.frameworks.framework import NotModelled, Reading
 from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS
 from memlab.vocabulary import RESIDUAL_CATEGORIES
@@ -246,20 +247,6 @@ def _unspread_optimizer_bytes(scenario: Scenario) -> int:
     return sum(round((main + moments) * (count - count // copies)) for count, copies in counts)
 
 
-def _unfused_permutation_bytes(scenario: Scenario) -> int:
-    """Returns what the permutation of tokens keeps where it is not fused, and its temporary tensors.
-
-    In each layer in flight these are an index of 8 bytes per row of the experts, twice, and for each token and expert
-    two masks, an index and the probabilities; while one layer permutes, there are two more tensors of its rows
-    (``permute`` and ``unpermute`` in megatron/core/transformer/moe/moe_utils.py, 0.16.1). The fused permutation keeps
-    less than that: one index of 4 bytes for each token and expert, twice.
-    """
-    model = scenario.architecture
-    kept = 16 * model.moe_router_topk + (1 + 1 + 8 + 8) * (model.num_moe_experts or 0)
-    at_once = 2 * 2 * scenario.tokens_of_rank * model.moe_router_topk * model.hidden_size
-    return _routing_rows(scenario) * kept + at_once
-
-
 def _received_ahead_bytes(scenario: Scenario) -> int:
     """Returns the inputs and their gradients that a stage receives ahead, of each of its chunks."""
     elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -278,13 +265,13 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "param_name_patterns_for_fp32_local_accumulation": lambda one: 4 * sum(parameters_of_rank(one)),
     "store_param_remainders": _remainder_bytes,
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
-    "moe_permute_fusion": _unfused_permutation_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
+    **dict.fromkeys(("loss_fn._target_", "loss_fn.fp32_upcast"), _whole_loss_bytes),
     **dict.fromkeys(
         (
             "create_attention_mask_in_dataloader",
@@ -319,6 +306,7 @@ What freezes parameters (`FREEZES`) may also keep fewer activations, which are n
 
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] = {
     "sequence_parallel": _whole_rows_bytes,
+    **BOUNDS_OF_FSDP2,
 }
 """The same, of what the memory settings decide too."""
 
@@ -367,6 +355,11 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
             "mlp_padding_free",
             "no_overlap_p2p_communication",
             "no_rope_freq",
+            "backend.rms_norm",
+            "use_liger_kernel",
+            "distributed.activation_checkpointing",
+            "loss_fn._target_",
+            "loss_fn.fp32_upcast",
         ),
         RESIDUAL_CATEGORIES,
     ),

@@ -182,6 +182,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         num_microbatches=num_microbatches,
         packed_sequences=values.get("packed_sequences"),
         dtype=values.get("dtype") or "bf16",
+        engine=values.get("engine") or "megatron",
         layout=layout,
         state=state_of(reading, layout),
         allocator=_allocator(reading),

@@ -108,7 +108,7 @@ class OffloadAudit:
     def terms(self) -> dict[str, int]:
         """Returns where the expected bytes are, in words; the values add up to `expected_bytes`.
 
-        Lab 02 makes metrics of the names, so that a new name changes its baselines.
+        Lab 03 makes metrics of the names, so that a new name changes its baselines.
         """
         modules = self.modules
         return {

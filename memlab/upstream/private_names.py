@@ -850,6 +850,13 @@ _MEGATRON = (
         why="It copies numbers of tokens only from a CUDA device, and an array would hold the memory of the tensor.",
     ),
     Internal(
+        owner=_DISPATCHER,
+        names=("permute",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
+    ),
+    Internal(
         owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",
         names=("cuda_dtoh_stream",),
         use="used",

@@ -54,7 +54,7 @@ def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: 
 
 
 def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
-    lab = read_notebook(ROOT / "labs" / "01_recompute.ipynb")
+    lab = read_notebook(ROOT / "labs" / "02_recompute.ipynb")
     (step,) = [cell for cell in lab.cells if cell.source.startswith("lab = Lab(")][:1] or [lab.cells[6]]
     figure = {"application/vnd.plotly.v1+json": {"data": [], "layout": {"title": "a figure"}}, "text/plain": "its text"}
     step.outputs = [nbformat.v4.new_output("display_data", data=figure)]
@@ -105,7 +105,7 @@ def test_a_course_has_the_files_to_which_its_pages_link(tmp_path: Path, monkeypa
     shutil.copytree(ROOT / "labs", labs, ignore=shutil.ignore_patterns("*.ipynb", "*.jsonl"))
     monkeypatch.setattr("memlab.commands.course.labs_folder", lambda: labs)
     assert main(["course", str(tmp_path / "course")]) == 0
-    pages = sorted((tmp_path / "course").glob("s*/*.md"))
+    pages = sorted((tmp_path / "course").glob("s*/**/*.md"))
     links = {page: re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text()) for page in pages}
     assert sum(map(len, links.values())) > 20
     assert not [(page, link) for page, of in links.items() for link in of if not _exists(page.parent / link)]

@@ -149,7 +149,7 @@ RECOMPUTE_MOE = ', recompute_granularity="selective", recompute_modules=["moe"]'
 CORE_ATTN = 'MemorySettings(recompute_granularity="selective", recompute_modules=["core_attn"])'
 ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 EXERCISES = {
-    "01_recompute": [
+    "02_recompute": [
         Exercise(
             solution=selective("moe"),
             wrong=(
@@ -209,7 +209,7 @@ EXERCISES = {
             ),
         ),
     ],
-    "02_activation_offload": [
+    "03_activation_offload": [
         Exercise(
             solution=step("everything.settings"),
             also_right=("lab.step(everything.settings); mine = lab.step(warm_up=False)",),  # steady, as the solution is
@@ -271,7 +271,7 @@ EXERCISES = {
             ),
         ),
     ],
-    "03_parameters_gradients_optimizer": [
+    "04_parameters_gradients_optimizer": [
         Exercise(
             solution='lab.offload("gradients", "optimizer state")',
             wrong=('lab.offload("gradients")', "lab.offload(*GROUPS)", 'lab.offload("parameters", "optimizer state")'),
@@ -295,7 +295,7 @@ EXERCISES = {
             ),
         ),
     ],
-    "04_moe_checkpoint_retention": [
+    "05_moe_checkpoint_retention": [
         Exercise(
             solution=selective("moe_act"),
             wrong=(
@@ -348,7 +348,7 @@ EXERCISES = {
             ),
         ),
     ],
-    "05_phi4_activation_peak": [
+    "06_phi4_activation_peak": [
         Exercise(
             solution=selective("mlp"),
             wrong=(
@@ -391,7 +391,7 @@ EXERCISES = {
         ),
         Exercise(solution=KIND_OF.strip(), wrong=('return "leak"', "pass", "return len(steps)")),
     ],
-    "06_weight_sync": [
+    "10_weight_sync": [
         Exercise(
             solution=step("MemorySettings(offload_optimizer=True)"),
             wrong=(
@@ -562,7 +562,7 @@ EXERCISES = {
             also_right=(layout(tp=4),),  # more ranks than query groups
         ),
     ],
-    "10_one_layer": [
+    "01_one_layer": [
         Exercise(
             solution=for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
             also_right=in_styles("(6*h + 4 + 6*a*d + 6*g*d + 8*d) * t", DENSE_LETTERS),
@@ -600,7 +600,7 @@ EXERCISES = {
     ],
 }
 DENSE_ANSWERS = {
-    "01_recompute": [
+    "02_recompute": [
         Exercise(solution=selective("mlp"), wrong=(selective("layernorm"),)),
         Exercise(solution=selective("mlp"), wrong=(selective("core_attn"),), also_right=(step("half.settings"),)),
         Exercise(
@@ -615,16 +615,16 @@ DENSE_ANSWERS = {
 }
 """The same for the dense model, which has no residual, in labs whose exercises are others with it."""
 SMALLER: dict[str, dict[str, Any]] = {
-    "01_recompute": {"num_layers": 2, "seq_length": 256},
-    "02_activation_offload": {"num_layers": 3, "seq_length": 128},  # of two layers, one is offloaded, which is too few
-    "03_parameters_gradients_optimizer": {"num_layers": 2, "seq_length": 128},
-    "04_moe_checkpoint_retention": {"num_layers": 4, "seq_length": 128},
-    "05_phi4_activation_peak": {"num_layers": 2, "longest": 256},
-    "06_weight_sync": {"num_layers": 2, "seq_length": 128},
+    "02_recompute": {"num_layers": 2, "seq_length": 256},
+    "03_activation_offload": {"num_layers": 3, "seq_length": 128},  # of two layers, one is offloaded, which is too few
+    "04_parameters_gradients_optimizer": {"num_layers": 2, "seq_length": 128},
+    "05_moe_checkpoint_retention": {"num_layers": 4, "seq_length": 128},
+    "06_phi4_activation_peak": {"num_layers": 2, "longest": 256},
+    "10_weight_sync": {"num_layers": 2, "seq_length": 128},
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
     "08_training_state": {"num_layers": 1},
     "09_ranks": {"layouts": ["TP2"], "full_num_layers": 4},
-    "10_one_layer": {
+    "01_one_layer": {
         "seq_length": 64,
         "full_seq_length": 64,
         "full_dense_architecture": "phi-4-tiny",
@@ -634,9 +634,9 @@ SMALLER: dict[str, dict[str, Any]] = {
 """Parameters with which a lab is quick and its exercises are what they are."""
 
 FORMULAS = {
-    "02_activation_offload": {"by_hand"},
+    "03_activation_offload": {"by_hand"},
     "07_full_size": {"by_hand", "counted"},
-    "10_one_layer": {"dense_formula", "log_sum_exp", "moe_formula", "dispatcher"},
+    "01_one_layer": {"dense_formula", "log_sum_exp", "moe_formula", "dispatcher"},
 }
 """What the cells name that compare a formula with metered bytes: they are run too, though no answer needs them."""
 
@@ -790,7 +790,7 @@ class PredictedOnce:
 
 INSTEAD: dict[str, dict[str, Any]] = {"09_ranks": {"Lab": PredictedJob, "Ranks": MagicMock()}}
 """What a lab imports, and gets in this form instead."""
-ONLY_STEPS = {"01_recompute", "04_moe_checkpoint_retention", "08_training_state", "10_one_layer"}
+ONLY_STEPS = {"02_recompute", "05_moe_checkpoint_retention", "08_training_state", "01_one_layer"}
 """Labs whose answers and cells do nothing but steps, without a pass of another kind: they get a `LabOfAnswers`."""
 
 pytestmark = pytest.mark.notebook
@@ -896,7 +896,7 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
     if lab in ONLY_STEPS:
         monkeypatch.setattr("memlab.Lab", LabOfAnswers)
         monkeypatch.setattr(LabOfAnswers, "known", {})
-    elif lab == "02_activation_offload":
+    elif lab == "03_activation_offload":
         monkeypatch.setattr("memlab.Lab", LabOfAudits)
     work, exercises = exercises_of(lab)
     answers = [

@@ -72,6 +72,15 @@ def test_no_paragraph_begins_like_a_heading(path: Path) -> None:
 
 
 @every_lab
+def test_a_lab_is_short_enough_for_a_sitting(path: Path) -> None:
+    """What a reader can leave folded does not count, and a sentence that only stands in parentheses can go."""
+    text = "\n\n".join(cell.source for cell in read_notebook(path).cells if cell.cell_type == "markdown")
+    assert text.count("<details>") == text.count("</details>") == text.count("<summary>") == text.count("</summary>")
+    assert len(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL).split()) <= 3500
+    assert re.findall(r"(?<=[.!?:* \n][ \n])\([A-Z`*][^()]*[.!?:]\)", text) == []
+
+
+@every_lab
 def test_a_lab_has_its_parts_in_order(path: Path) -> None:
     notebook = read_notebook(path)
     title, *_ = notebook.cells

@@ -31,6 +31,45 @@ def test_a_run_says_where_notebook_and_page_are(
         assert path.startswith("papermill_runs/runs/")
 
 
+@pytest.mark.parametrize(
+    ("given", "found", "said"),
+    [
+        ("02_small", "labs/02_small.ipynb", ""),
+        ("labs/02_small.ipynb", "labs/02_small.ipynb", ""),
+        ("07_small", "labs/02_small.ipynb", "07_small has another number now: 02_small\n"),
+        ("labs/07_small.ipynb", "labs/02_small.ipynb", "labs/07_small.ipynb has another number now: 02_small\n"),
+        ("other", "memlab/other.ipynb", ""),
+        ("labs/small.ipynb", "labs/small.ipynb", ""),
+        (
+            "01_other_small",
+            None,
+            "notebook 01_other_small is no file and none of memlab's labs: choose from 02_small, other, or give a path\n",
+        ),
+    ],
+)
+def test_a_lab_is_found_in_the_current_folder_first_and_under_its_former_number(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    found: str | None,
+    said: str,
+) -> None:
+    for folder, names in (("labs", ["02_small"]), ("memlab", ["02_small", "other"])):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            write_lab(tmp_path / folder, name=name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("memlab.commands.run.labs_folder", lambda: Path("memlab"))
+    prepared: list[Path] = []
+    monkeypatch.setattr("memlab.regression.run.runner.prepare_lab", lambda notebook, *_: prepared.append(notebook))
+    monkeypatch.setattr("memlab.commands.run._run", lambda _: 0)
+    assert main(["run", given]) == (0 if found else 2)
+    assert prepared == ([Path(found)] if found else [])
+    out, complaint = capsys.readouterr()
+    assert (out or complaint) == said
+
+
 def test_a_failed_run_exits_with_1_and_says_what_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lab = write_lab(tmp_path, "1 / 0")
     earlier = tmp_path / "run.failed" / "notes.txt"

@@ -61,10 +61,10 @@ def test_the_labs_are_copied_and_opened(site: Path, tmp_path: Path) -> None:
 
 
 def test_a_lab_of_the_wheel_is_run_by_its_name(site: Path, tmp_path: Path) -> None:
-    checked = memlab(site, tmp_path, "run 01_recompute -p num_layers two")
+    checked = memlab(site, tmp_path, "run 02_recompute -p num_layers two")
     assert checked.stderr == "parameter num_layers is 'two', must be a whole number: give another value\n"
     unknown = memlab(site, tmp_path, "run 01_recomputation")
-    assert "is no file and none of memlab's labs: choose from 00_quickstart, 01_recompute, " in unknown.stderr
+    assert "is no file and none of memlab's labs: choose from 00_quickstart, 01_one_layer, " in unknown.stderr
     assert list(tmp_path.iterdir()) == []
 
 

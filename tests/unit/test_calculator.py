@@ -1,4 +1,4 @@
-"""The calculator of lab 10: its formulas are those of the cheat sheet, and its sum is that of a predicted step."""
+"""The calculator of lab 01: its formulas are those of the cheat sheet, and its sum is that of a predicted step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formulas of lab 10 and of the labs' cheat sheet, compared with what memlab meters and with steps of an H200."""
+"""The formulas of lab 01 and of the labs' cheat sheet, compared with what memlab meters and with steps of an H200."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_lab_10_quotes_what_an_h200_measured() -> None:
                 kept.setdefault(scenario.num_layers, set()).add(parts["activations"] + parts["workspace"])
         return {four - two for four in kept[4] for two in kept[2]}
 
-    text = "\n".join(cell.source for cell in nbformat.read(LABS / "10_one_layer.ipynb", as_version=4).cells)
+    text = "\n".join(cell.source for cell in nbformat.read(LABS / "01_one_layer.ipynb", as_version=4).cells)
     table = re.findall(r"^\| (.+) \| ([\d,]+) \| ([\d,]+)(?: to ([\d,]+))? \| ", text, flags=re.MULTILINE)
     assert len(table) == 5
     for name, formula, least, most in table:

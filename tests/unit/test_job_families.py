@@ -13,7 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
-from tests.unit.test_job_round_trip import read_lines
+from tests.unit.test_job_round_trip import FILES, read_lines
 
 QWEN, LLAMA = ARCHITECTURES["qwen2.5-7b"], ARCHITECTURES["llama-3.1-8b"]
 SIZES = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944
@@ -31,7 +31,7 @@ def read(folder: Path, name: str, text: str) -> Job:
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_job_that_is_written_is_read_as_the_same_model(name: str, model: Architecture, tmp_path: Path) -> None:
     lines = written(name, Scenario.of(model, seq_length=4096), MemorySettings()).lines
-    job = read_lines(name, list(lines), 1, tmp_path / f"job.{'yaml' if name in ('bridge', 'nemo-rl') else 'sh'}")
+    job = read_lines(name, list(lines), 1, tmp_path / f"job.{'yaml' if name in FILES else 'sh'}")
     assert job.required()[0].architecture == model
     assert not [one for one in job.not_modelled if "bias" in one.key and "fusion" not in one.key]
 

@@ -258,7 +258,6 @@ MOE = """--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --expert
     [
         ("", "moe_token_dispatcher_type", "allgather"),
         ("", "moe_grouped_gemm", False),
-        ("", "moe_permute_fusion", False),
     ],
 )
 def test_defaults_of_megatron_lm_that_are_not_modelled_are_said_of_models_with_experts(
@@ -326,10 +325,8 @@ def test_extra_arguments_of_ms_swift_are_fields_of_the_model(tmp_path: Path) -> 
 
 
 def test_unfused_permutation_is_a_default_of_ms_swift(tmp_path: Path) -> None:
-    assert missing(read(tmp_path, "", SWIFT), "moe_permute_fusion").place == "default"
-    assert "moe_permute_fusion" not in {
-        one.key for one in read(tmp_path, "--moe_permute_fusion true", SWIFT).not_modelled
-    }
+    for flags, is_fused in (("", False), ("--moe_permute_fusion true", True)):
+        assert read(tmp_path, flags, SWIFT).required()[0].state.moe_permute_fusion == is_fused
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def lab_metrics(case: str) -> dict[str, int]:
     ("lab", "case", "names"),
     [
         (
-            "03_parameters_gradients_optimizer",
+            "04_parameters_gradients_optimizer",
             "residency",
             {
                 "bytes of parameters": "parameters_bytes",
@@ -53,7 +53,7 @@ def lab_metrics(case: str) -> dict[str, int]:
             },
         ),
         (
-            "06_weight_sync",
+            "10_weight_sync",
             "weight-sync",
             {
                 "on the device before a sync, bytes": "idle_device_bytes",
@@ -88,7 +88,7 @@ PEAK, SAVED, TRANSFERRED, R, SPREAD, RATIO, TOKENS = 0, 1, 2, 4, 8, 9, 10  # col
 @pytest.mark.parametrize("model", MODELS)
 def test_lab_02_quotes_what_offload_saves_and_costs(model: str) -> None:
     measured = settings_on_h200(MODELS[model])
-    for name, cells in table_after(f"offload, {model}", text_of("02_activation_offload")).items():
+    for name, cells in table_after(f"offload, {model}", text_of("03_activation_offload")).items():
         setting = name.strip("`")
         row = measured[setting if setting == "none" else f"offload {setting}"]
         quoted = [row[column] for column in (SAVED, TRANSFERRED, R, TOKENS, SPREAD)]
@@ -96,7 +96,7 @@ def test_lab_02_quotes_what_offload_saves_and_costs(model: str) -> None:
 
 
 def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
-    text = text_of("01_recompute")
+    text = text_of("02_recompute")
     for name, (_, *cells) in table_after("recompute", text).items():
         module = name.strip("`")
         settings = FULL if module == "whole layers" else recompute(module)
@@ -112,7 +112,7 @@ def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
 
 
 def test_lab_02_quotes_the_flops_of_full_recompute() -> None:
-    text = text_of("02_activation_offload")
+    text = text_of("03_activation_offload")
     quoted = re.search(
         r"([\d.]+) million FLOPs per token and layer with the ([\d,]+) tokens.*?([\d.]+) million with (\d+)", text
     )
@@ -122,7 +122,7 @@ def test_lab_02_quotes_the_flops_of_full_recompute() -> None:
         assert flops == f"{recomputed_operations(FULL, one_layer) / 1e6:.1f}"
 
 
-@pytest.mark.parametrize("lab", ["01_recompute", "02_activation_offload"])
+@pytest.mark.parametrize("lab", ["02_recompute", "03_activation_offload"])
 def test_the_job_of_the_story_is_the_predicted_one(lab: str) -> None:
     path = ROOT / "papermill_runs" / "baselines" / "simulated" / "full-size-seq_length=4096.json"
     records = json.loads(path.read_text())["measured"]["records"]
@@ -141,7 +141,7 @@ def test_the_rounds_of_lab_02_are_those_that_were_measured(name: str) -> None:
     lines = [json.loads(line) for line in (ROOT / "labs/results/h200_throughput.jsonl").read_text().splitlines()]
     rounds = [(StepRecord.from_dict(line["record"]), line["seconds"]) for line in lines]
     plain, *others = [each for each in rounds if each[0].scenario.architecture.name == MODELS[name]]
-    rows = table_after(name, text_of("02_activation_offload"))
+    rows = table_after(name, text_of("03_activation_offload"))
     assert len(rows) == 1 + len(others)
     for record, seconds in (plain, *others):
         settings = "full recompute" if record.settings.recompute_granularity == "full" else str(record.settings)
@@ -173,13 +173,13 @@ def test_lab_04_quotes_what_the_copies_of_gradients_took_on_an_h200() -> None:
     assert len({row["peak_allocated_bytes"] for row in rows.values()}) == 1, "equal to the byte"
     assert len({row["loss"] for row in rows.values()}) == 1
     more = {name: rows[name]["allocated_in_backward_bytes"] for name in ("release_storage", "detach")}
-    text = text_of("04_moe_checkpoint_retention")
+    text = text_of("05_moe_checkpoint_retention")
     assert f"allocated {(more['release_storage'] - more['detach']) / 2**20:.0f} MiB more" in text
     assert f"By hand it is {4 * 2 * 4096 * 2048 / 2**20:.0f} MiB" in text
 
 
 def test_lab_05_quotes_the_bytes_after_each_line_of_a_release_on_an_h200() -> None:
-    table = table_after("H200, GiB", text_of("05_phi4_activation_peak"))
+    table = table_after("H200, GiB", text_of("06_phi4_activation_peak"))
     lines = {name.removeprefix("after ").strip("`"): cells for name, cells in table.items()}
     for column, model in ((0, "phi-4"), (2, "qwen3-30b-a3b")):
         rows = [row for row in upstream_errors("release") if row["model"].startswith(f"{model},")][:7]
@@ -193,7 +193,7 @@ def test_lab_06_says_what_its_timers_show() -> None:
     rows = {row["timed"].partition(":")[0]: row for row in upstream_errors("timers")}
     shown = {name: 1e3 * statistics.median(row["without_waiting_seconds"]) for name, row in rows.items()}
     taken = {name: 1e3 * statistics.median(row["with_waiting_seconds"]) for name, row in rows.items()}
-    text = text_of("06_weight_sync")
+    text = text_of("10_weight_sync")
     load, num_bytes = "load, weights only", rows["load, weights only"]["copied_bytes"]
     assert f"the timer shows {shown[load]:.1f} ms" in text
     assert f"takes {taken[load]:.0f} ms, at {num_bytes / taken[load] / 1e6:.0f} GB/s" in text
@@ -204,7 +204,7 @@ def test_lab_06_says_what_its_timers_show() -> None:
 
 
 def test_lab_03_says_where_an_error_appears_on_a_gpu() -> None:
-    text = text_of("03_parameters_gradients_optimizer")
+    text = text_of("04_parameters_gradients_optimizer")
     first = "inverted condition, first line of the step"
     (late,) = upstream_errors("crashes", error=first, launch_blocking=False)
     (there,) = upstream_errors("crashes", error=first, launch_blocking=True)

@@ -12,11 +12,11 @@ import pytest
 
 from memlab.config.architectures import ARCHITECTURES, find_architecture
 from memlab.config.scenario import Scenario
-from memlab.jobs.job import FRAMEWORKS, Job
+from memlab.jobs.job import Job
 from memlab.jobs.layer_pattern import layer_pattern
 from memlab.jobs.writing import written
 from tests.unit.test_architectures import qwen_config
-from tests.unit.test_job_round_trip import LAUNCHERS, read_lines
+from tests.unit.test_job_round_trip import LAUNCHERS, OF_MEGATRON, read_lines
 
 _SIZES = (
     "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention "
@@ -81,7 +81,7 @@ def test_dense_layers_among_them_are_taken(value: str, pattern: tuple[int, ...],
     assert plain.required()[0].architecture == replace(scenario.architecture, moe_layer_freq=None)
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", OF_MEGATRON)
 def test_every_framework_reads_back_the_pattern_that_is_written(name: str, tmp_path: Path) -> None:
     scenario, settings = job_of("'[0]+[1]*47'", tmp_path).required()
     lines = written(name, scenario, settings).lines

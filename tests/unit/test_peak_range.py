@@ -20,7 +20,6 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.engines.megatron import build
 from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict, judge, judge_phases
 from memlab.fitting.measured_margin import MARGIN_WITHOUT_EXPERTS
@@ -47,7 +46,6 @@ from memlab.views.text.peak_range import range_lines
 from memlab.views.text.record import record_table
 from memlab.views.text.search import nothing_fits_line
 from tests.unit.builders import AnsweredSteps, record_of
-from tests.unit.live import FULL
 
 JOB = Scenario.of("phi-4-tiny")
 BY_CATEGORY = {"parameters": 200 * MIB, "gradients": 300 * MIB, "optimizer state": 400 * MIB, "activations": 100 * MIB}
@@ -313,27 +311,6 @@ def test_what_a_framework_cannot_express_is_not_proposed() -> None:
         )
     )
     assert not bridge(replace(base, offload_optimizer_except_update=True))
-
-
-def test_the_bound_of_an_unfused_permutation_holds_for_megatron_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    job: dict[str, Any] = {"num_layers": 3, "seq_length": 512}
-    config_of, peaks = build.transformer_config, dict[tuple[bool, MemorySettings], int]()
-    for is_fused in (True, False):
-
-        def config(*arguments: Any, fused: bool = is_fused) -> Any:
-            made = config_of(*arguments)
-            made.moe_permute_fusion = fused
-            return made
-
-        monkeypatch.setattr(build, "transformer_config", config)
-        with Lab("qwen3-moe-tiny", backend="cpu", **job) as lab:
-            for settings in (MemorySettings(), FULL):
-                peaks[is_fused, settings] = lab.step(settings).activation_peak_bytes
-    bound = bound_bytes(
-        NotModelled("moe_permute_fusion", None, "either", ""), Scenario.of("qwen3-moe-tiny", **job), MemorySettings()
-    )
-    for settings in (MemorySettings(), FULL):
-        assert bound is not None and 0 < abs(peaks[False, settings] - peaks[True, settings]) <= bound
 
 
 @pytest.mark.parametrize("is_distributed", [True, False])

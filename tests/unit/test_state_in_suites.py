@@ -31,7 +31,7 @@ def test_options_as_text_are_those_of_python_and_of_the_command_line() -> None:
         "use_distributed_optimizer": False,
         "ddp_bucket_size": 7,
     }
-    parameters = read_parameters(nbformat.read(LABS / "01_recompute.ipynb", as_version=4))
+    parameters = read_parameters(nbformat.read(LABS / "02_recompute.ipynb", as_version=4))
     assert resolve(parameters, {"state": ",".join(options)})["state"] == options
     assert TrainingState.from_dict(AWARE.to_dict()) == TrainingState.from_dict(AWARE.changed()) == AWARE
 

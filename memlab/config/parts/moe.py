@@ -50,7 +50,6 @@ class Experts(FeedForward):
     megatron: ClassVar = {
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
-        "moe_permute_fusion": True,
     }
     recompute_modules: ClassVar = ("moe", "moe_act", "shared_experts")
     offload_modules: ClassVar = ("expert_fc1", "moe_act")

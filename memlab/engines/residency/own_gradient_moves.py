@@ -1,7 +1,7 @@
 """Gradients are released and loaded by a reader's own two functions, which cannot access memory that is not there.
 
 A function gets the model as Megatron's DDP has it: lists of buffers, each with its ``grad_data``. The buffers are
-stand-ins. On the real ones, code that writes to a storage that is too small ends the process (lab 03 shows it), and an
+stand-ins. On the real ones, code that writes to a storage that is too small ends the process (lab 04 shows it), and an
 attribute that the reader adds, such as ``grad_data_size``, would be read by megatron-core later.
 """
 

@@ -13,8 +13,9 @@ from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, SIZES
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
-PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True}
-"""Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``)."""
+PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True, "moe_permute_fusion": True}
+"""Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``), and
+those of models with experts the permutation of tokens (``models/qwen/qwen3_moe_bridge.py`` and others)."""
 _CORE = {key.field: key.default for key in COMPUTE}
 """Megatron-Core's own defaults: a framework that has another one says it, and the provider does not replace it."""
 _OF_DEEPSEEK = {

@@ -159,8 +159,6 @@ class Framework:
     """The release of Transformer Engine that the framework's own images or requirements install with that version; the
     usual one where they name none."""
     signs: Signs
-    engine: EngineName = "megatron"
-    """The training engine of its jobs."""
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]
@@ -188,7 +186,8 @@ class Framework:
     writes_sizes: bool = False
     """Whether its lines give the sizes of the model, beside the model's name."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """Fields of memlab that the framework decides by itself, whatever its keys say, each with the value."""
+    """Fields of memlab that the framework decides by itself, whatever its keys say, each with the value; among them the
+    ``engine`` of its jobs, where that is not Megatron."""
     leaves_out: Callable[[Any], bool] = lambda _: False
     """Whether leaving the key out expresses a value, as false for a switch of a command line."""
     switches: tuple[str, ...] = ()
@@ -197,6 +196,11 @@ class Framework:
     """Names of the framework's own configurations, whose values are the defaults of `keys`."""
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
+
+    @property
+    def engine(self) -> EngineName:
+        """The training engine of its jobs."""
+        return self.fixed.get("engine", "megatron")  # type: ignore[no-any-return]
 
     def read(self, reading: Reading) -> None:
         """Reads all keys of a job's file.

@@ -74,6 +74,7 @@ _STATE = _keys(
     deallocate_pipeline_outputs=True,
     bias_activation_fusion=False,
     moe_router_dtype="params_dtype",
+    moe_permute_fusion=False,
 )
 RECOMPUTE = (
     *(key for key in _SETTINGS if key.field.startswith("recompute_")),
@@ -231,7 +232,6 @@ MISSING = (
     ),
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
     Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
-    Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", is_false),
     Missing("moe_expert_capacity_factor", "either", "tokens above an expert's capacity are dropped"),
     Missing("moe_pad_expert_input_to_capacity", "more", "the experts' inputs are padded to their capacity"),
     Missing("overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"),

@@ -183,7 +183,6 @@ _SWITCHED_OFF = {
 _DEFAULTS = {
     "moe_token_dispatcher_type": "allgather",
     "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
 }
 """What Megatron-LM does unless told otherwise, and memlab does not model."""
 _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)

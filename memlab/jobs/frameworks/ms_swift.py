@@ -164,14 +164,13 @@ _CORE_ARGUMENTS = (
     "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
-    "moe_permute_fusion", "moe_shared_expert_overlap",
+    "moe_shared_expert_overlap",
     "moe_token_dispatcher_type", "mtp_num_layers",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
 )  # fmt: skip
 """Those of Megatron's that ms-swift has too, in 4.6.0 or in 3.12."""
-_DEFAULTS = {"moe_permute_fusion": False}
 _OF_CORE = {row.name: row for row in MISSING}
 _NOT_MODELLED = (*MISSING, *REPLACED)
 """Fields of TransformerConfig, which ``megatron_extra_kwargs`` sets."""
@@ -180,7 +179,7 @@ _NOT_MODELLED = (*MISSING, *REPLACED)
 _OF_ENGINE = ("speculative_config", "quantization", "cpu_offload_gb", "kv_cache_memory_bytes", "dtype")
 """vLLM's arguments that change how much memory the engine takes apart from its share of the GPU."""
 FRAMEWORK_MISSING = (
-    *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in FLAGS_MISSING if row.name in _CORE_ARGUMENTS),
+    *(replace(row, default=ABSENT) for row in FLAGS_MISSING if row.name in _CORE_ARGUMENTS),
     *missing_under(_EXTRA, _NOT_MODELLED),
     *(
         row

@@ -108,6 +108,7 @@ KEYS = (
     Key(f"{_MEGATRON}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp64"),
     # ``examples/configs/grpo_math_1B.yaml``
     Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
@@ -157,7 +158,7 @@ KEYS = (
     *adapter_keys(_PEFT, "dim", rank=8, alpha=32, dropout=0.0, dropout_position="post", target_modules=()),
 )
 _OWN_ARGUMENTS = (
-    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion",
+    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm",
     "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
     "transformer_impl",
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks.automodel import AUTOMODEL
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.megatron_lm import MEGATRON_LM
@@ -18,7 +19,7 @@ from memlab.jobs.frameworks.verl_sft import VERL_SFT
 
 FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
-    for framework in (MEGATRON_LM, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
+    for framework in (MEGATRON_LM, AUTOMODEL, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
 }
 
 

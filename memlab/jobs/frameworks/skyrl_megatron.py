@@ -56,6 +56,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
             recompute_method="uniform",
             recompute_num_layers=1,
             attention_backend=None,
+            moe_permute_fusion=True,
         ),
         *under(prefix, (key for key in COMPUTE if key.name.startswith("fp8"))),  # of a branch of August 2026
         Key(f"{transformer}.num_layers", "num_layers", WHOLE),

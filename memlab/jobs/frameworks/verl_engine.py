@@ -202,7 +202,7 @@ def _complete_offload(reading: Reading, engine: str) -> None:
 def _take_defaults_of_mbridge(reading: Reading, engine: str) -> None:
     """Takes the fusions of mbridge (0.15.1), where verl builds the model by it, and no key says them."""
     # models/qwen3moe.py sets the one; Megatron-Core's default of the other is false.
-    of_mbridge = {"bias_activation_fusion": True, "gradient_accumulation_fusion": False}
+    of_mbridge = {"bias_activation_fusion": True, "gradient_accumulation_fusion": False, "moe_permute_fusion": False}
     given = {one.field for one in reading.taken if one.place != "default"}
     if reading.get(f"{engine}.vanilla_mbridge"):
         reading.values.update({name: value for name, value in of_mbridge.items() if name not in given})

@@ -1,0 +1,112 @@
+"""How much what memlab does not model can change on a rank of FSDP2: what NeMo Automodel's own classes do otherwise.
+
+memlab steps transformers' models. Bytes are those of transformers 5.24: its RMSNorm keeps its input in fp32 and the
+normalized input in the layers' type, and its MLP keeps the activation of the gate (``modeling_llama.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memlab.config.parameters import bytes_of_shard, kept_bytes
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+
+
+def _width(scenario: Scenario) -> int:
+    return 2 if scenario.dtype == "bf16" else 4
+
+
+def _layers(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns of how many layers the tensors inside are kept."""
+    return 1 if settings.recompute_granularity == "full" else scenario.num_layers
+
+
+def _norms(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns what all norms keep beside their inputs, and five tensors of one norm in fp32 while backward is in it."""
+    hidden = scenario.tokens_of_rank * scenario.architecture.hidden_size
+    return hidden * ((2 * _layers(scenario, settings) + 1) * (4 + _width(scenario)) + 5 * 4)
+
+
+def _liger(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns `_norms`, and what MLPs keep of the gate's activation, with four such tensors in backward.
+
+    Liger's loss is not in use: Automodel calls the model without labels (``recipes/llm/train_ft.py``).
+    """
+    gate = _width(scenario) * scenario.tokens_of_rank * scenario.architecture.ffn_hidden_size
+    return _norms(scenario, settings) + gate * (_layers(scenario, settings) + 4)
+
+
+def _parts_of_layers(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns at most what three more inputs of each layer take, or twice all that one layer keeps.
+
+    A checkpoint of each norm, of attention and of the MLP keeps its own input, where one of a layer keeps only the
+    layer's; but backward then recomputes a part at a time (``apply_submodule_checkpointing``). Of selective
+    checkpoints, for which memlab predicts none, it is all that layers keep.
+    """
+    model, tokens, width = scenario.architecture, scenario.tokens_of_rank, _width(scenario)
+    queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    inputs = 3 * width * tokens * model.hidden_size * scenario.num_layers
+    of_attention = width * (3 * queries + 4 * keys) + 12 * queries
+    of_layer = tokens * (of_attention + 4 * width * model.ffn_hidden_size + (12 + 4 * width) * model.hidden_size)
+    is_full = settings.recompute_granularity == "full"
+    return max(inputs, 2 * of_layer) if is_full else of_layer * scenario.num_layers
+
+
+def _scores(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns the probabilities in fp32 and in the layers' type of each layer, and four such tensors in fp32 in one."""
+    heads, width = scenario.architecture.num_attention_heads, _width(scenario)
+    of_layer = scenario.micro_batch_size * heads * scenario.seq_length**2
+    return of_layer * ((4 + width) * _layers(scenario, settings) + 4 * 4)
+
+
+def _mask(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns a mask of whole sequences in each layer in the layers' type, and one in 8 bytes while it is made."""
+    elements = scenario.micro_batch_size * scenario.seq_length**2
+    return elements * (_width(scenario) * _layers(scenario, settings) + 8)
+
+
+def _packing(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns copies of a layer's queries, keys and values in forward and backward, and 8 bytes a token a few times."""
+    model = scenario.architecture
+    row = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+    return scenario.tokens_of_rank * (2 * _width(scenario) * row + 4 * 8)
+
+
+def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns the gathered parameters of four layers: depths are at most 3 in public recipes, and 1 or 2 by default."""
+    two, one = (scenario.architecture.with_layers(count).num_parameters for count in (2, 1))
+    return 4 * _width(scenario) * (two - one)
+
+
+def _hidden_states(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns the input of each layer, and the output of the last one and of the norm after it."""
+    hidden = scenario.tokens_of_rank * scenario.architecture.hidden_size
+    return _width(scenario) * hidden * (scenario.num_layers + 2)
+
+
+def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns the output of each layer in fp32 twice, and the logits."""
+    model = scenario.architecture
+    return 4 * scenario.tokens_of_rank * (2 * model.hidden_size * (scenario.num_layers + 1) + model.vocab_size)
+
+
+BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
+    "backend.rms_norm": _norms,
+    "use_liger_kernel": _liger,
+    "distributed.activation_checkpointing": _parts_of_layers,
+    "model.attn_implementation": _scores,
+    "step_scheduler.local_batch_size": _mask,
+    "packed_sequence.packed_sequence_size": _packing,
+    "enable_fsdp2_prefetch": _prefetch,
+    "output_hidden_states": _hidden_states,
+    "mp_policy.output_dtype": _fp32_outputs,
+    # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.
+    "backend.rope": lambda scenario, _: 2 * 4 * scenario.seq_length * scenario.architecture.kv_channels,
+    "optimizer.weight_decay": lambda scenario, _: kept_bytes(scenario).gradients,
+    "neftune.noise_alpha": lambda scenario, _: 2 * 4 * scenario.tokens_of_rank * scenario.architecture.hidden_size,
+    "optimizer.amsgrad": lambda scenario, _: 2 * kept_bytes(scenario).gradients,
+    # Transformer Engine's has a main parameter and two moments in fp32, and no temporary tensors of the shards' size.
+    "optimizer._target_": lambda scenario, _: 16 * kept_bytes(scenario).gradients // bytes_of_shard(scenario),
+}
+"""By the end of a key, as in `memlab.jobs.bounds`."""

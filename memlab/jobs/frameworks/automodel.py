@@ -1,0 +1,342 @@
+"""NeMo Automodel's recipes: FSDP2 over models of transformers, or over Automodel's own classes of them.
+
+Names and defaults: ``nemo_automodel/components/distributed/config.py`` and ``parallelizer.py``,
+``recipes/llm/train_ft.py``, ``_transformers/auto_model.py`` and ``model_init.py`` (36044ad3, main of August 2026; the
+same in 0.7.0 but for the output type of `MixedPrecisionPolicy`, which changes no bytes where layers compute in bf16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.adapters import LORA, no_adapters
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Conversion, Key, Missing, is_given
+from memlab.jobs.frameworks.lines import yaml_lines
+from memlab.jobs.frameworks.megatron_lm import common, named
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+_RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction")
+_POLICY = "distributed.mp_policy"
+_CHECKPOINTING = "distributed.activation_checkpointing"
+_OWN_CLASSES = ("llama", "qwen2", "qwen3")
+"""Dense families of which Automodel has classes of its own (``_transformers/registry.py``); of the others it takes
+those of transformers."""
+_LONGEST = ("dataset.seq_length", "dataset.seq_len")
+_OF_CLASSES = ("model.backend.rms_norm", "model.backend.rope", "model.use_liger_kernel", "model.force_hf")
+_RANKS_OF_A_NODE = 8
+"""Of the machines on which Automodel's own tests run its recipes."""
+
+
+def _read_size(value: Any) -> Any:
+    return None if value in (None, "none", "None") else COUNT.read(value)
+
+
+def _read_checkpointing(value: Any) -> str | None:
+    # ``_normalize_activation_checkpointing`` in recipes/_dist_utils.py
+    word = str(value).lower().replace("-", "_")
+    if word in ("none", "false", "off", "disabled", "no"):
+        return None
+    if word in ("true", "on", "full", "enabled", "yes"):
+        return "full"
+    if word != "selective":
+        raise ValueError("must be true, false, full or selective")
+    return word
+
+
+def _read_storage(value: Any) -> Any:
+    return "auto" if value in (None, "auto") else LONG_DTYPE.read(value)
+
+
+_SIZE = Conversion(_read_size, lambda value: value)
+_MODE = Conversion(_read_checkpointing, lambda value: value == "full" if value in (None, "full") else value)
+_STORAGE = Conversion(_read_storage, lambda value: value if value == "auto" else LONG_DTYPE.write(value))
+_RESHARDED = {None: "all_but_last", True: "all", False: "none"}
+_RESHARD = Conversion(
+    lambda value: _RESHARDED[None if value is None else SWITCH.read(value)],
+    lambda value: {name: given for given, name in _RESHARDED.items()}[value],
+)
+
+KEYS = (
+    Key("model.pretrained_model_name_or_path", "architecture", TEXT),
+    Key("model.config", "architecture", TEXT),
+    Key("model.config.pretrained_model_name_or_path", "architecture", TEXT),
+    Key("model.config.name_or_path", "architecture", TEXT),
+    Key("model.num_hidden_layers", "num_layers", WHOLE),
+    Key("model.config.num_hidden_layers", "num_layers", WHOLE),
+    Key("model.torch_dtype", "storage", _STORAGE, "auto"),
+    Key("model.dtype", "storage", _STORAGE),
+    Key("distributed.strategy", "strategy", TEXT, "fsdp2"),
+    Key("distributed.dp_size", "data_ranks", _SIZE, None),
+    Key("distributed.dp_replicate_size", "replicas", _SIZE, None),
+    Key("distributed.tp_size", "tensor_model_parallel_size", COUNT, 1),
+    Key("distributed.cp_size", "context_parallel_size", COUNT, 1),
+    Key("distributed.pp_size", "pipeline_model_parallel_size", COUNT, 1),
+    Key("distributed.ep_size", "expert_model_parallel_size", COUNT, 1),
+    Key(_CHECKPOINTING, "checkpointing", _MODE, None),
+    Key("distributed.reshard_after_forward", "reshard_after_forward", _RESHARD, "all_but_last"),
+    Key("distributed.defer_fsdp_grad_sync", "defer_fsdp_grad_sync", SWITCH, True),
+    Key(f"{_POLICY}.param_dtype", "compute", LONG_DTYPE, "bf16"),
+    Key(f"{_POLICY}.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
+    Key("step_scheduler.local_batch_size", "micro_batch_size", COUNT, 1),
+    Key("step_scheduler.global_batch_size", "global_batch_size", COUNT, 32),
+    Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
+    *(Key(name, "longest", COUNT) for name in _LONGEST),
+    Key("optimizer._target_", "optimizer", TEXT, "torch.optim.AdamW"),
+    Key("optimizer.foreach", "is_foreach", SWITCH),
+    Key("optimizer.fused", "is_fused", SWITCH),
+)
+
+_WHOLE_LOGITS = "the loss does not make all logits at once, or not in fp32"
+FRAMEWORK_MISSING = (
+    Missing("loss_fn.fp32_upcast", "less", _WHOLE_LOGITS, lambda value: value is False),
+    Missing("model.output_hidden_states", "more", "the hidden states of all layers stay until backward ends"),
+    Missing("model.attn_implementation", "more", "attention keeps the scores of all heads",
+            lambda value: value == "eager"),
+    Missing(f"{_POLICY}.output_dtype", "more", "each layer returns its hidden states in fp32",
+            lambda value: "32" in str(value)),
+    Missing("distributed.autocast_dtype", "either", "autocast chooses types operation by operation", is_given),
+    Missing("distributed.enable_fsdp2_prefetch", "more", "parameters of more layers are gathered ahead"),
+    Missing("distributed.enable_compile", "either", "compiled layers keep other tensors"),
+    Missing("compile.enabled", "either", "compiled layers keep other tensors"),
+    Missing("fp8.enabled", "either", "matrices are multiplied in FP8"),
+    Missing("qat.enabled", "more", "fake quantization adds tensors to each matrix"),
+    Missing("model.backend.attn", "either", "memlab has no attention of this kind",
+            lambda value: value not in ("te", "sdpa")),
+    Missing("model.backend.te_fp8.recipe", "either", "matrices are multiplied in FP8", is_given),
+    Missing("model.backend.compile_attn", "either", "compiled attention keeps other tensors"),
+    Missing("optimizer.amsgrad", "more", "a third moment"),
+    Missing("neftune.noise_alpha", "more", "noise on the embeddings", is_given),
+    Missing("tool_call_eval._target_", "more", "the model generates texts between steps", is_given),
+)  # fmt: skip
+
+
+def complete(reading: Reading) -> None:
+    """Derives what trains, ranks, types, lengths, checkpoints and the optimizer."""
+    values = reading.values
+    _refuse(reading)
+    _take_ranks(reading)
+    _take_types(reading)
+    _take_rows(reading)
+    _take_optimizer(reading)
+    checkpointing = values.pop("checkpointing")
+    if checkpointing == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif checkpointing:
+        reading.miss(_CHECKPOINTING, "less", "memlab checkpoints whole layers of FSDP2 only, so here none")
+    for key, entry in reading.entries.by_key.items():
+        is_known = key in {one.name for one in KEYS} or AUTOMODEL.ignores(key)
+        if key.startswith(("model.config.", "model.text_config.")) and is_given(entry.value) and not is_known:
+            reading.miss(key, "either", "it replaces a value of the published model")
+    if any(key.startswith("peft.") for key in reading.entries.by_key):
+        reading.known |= {key for key in reading.entries.by_key if key.startswith("peft.")}
+        reading.miss("peft", "less", f"{LORA} (memlab has none under FSDP2)")
+
+
+def _refuse(reading: Reading) -> None:
+    """Notes what the engine does not have: of these, no number would be near."""
+    values, by_key = reading.values, reading.entries.by_key
+    for key in ("recipe", "recipe._target_"):
+        name = str(reading.get(key, default=_RECIPES[0])).rpartition(".")[2]
+        if name not in _RECIPES:
+            _block(reading, key, f"the recipe {name}")
+    target = str(reading.get("model._target_", default="")).rpartition(".")[0].rpartition(".")[2]
+    if target not in ("", "NeMoAutoModelForCausalLM"):
+        _block(reading, "model._target_", f"models of {target}")
+    for section in ("teacher_model", "recipe_args", "quantization"):
+        keys = [key for key in by_key if key.startswith(f"{section}.")]
+        if keys:
+            _block(reading, keys[0], f"a recipe with {section}")
+    if is_given(reading.get("distributed.offload_policy")) or "distributed.offload_policy._target_" in by_key:
+        _block(reading, "distributed.offload_policy", "shards on the host (CPUOffloadPolicy)")
+    rows = {
+        "strategy": ("fsdp2", "strategies other than fsdp2"),
+        "replicas": (1, "shards of which groups of ranks have copies (HSDP)"),
+        "tensor_model_parallel_size": (1, "tensor parallelism by DTensor"),
+        "context_parallel_size": (1, "context parallelism of FSDP2"),
+        "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
+    }
+    for field, (usual, what) in rows.items():
+        given = values.get(field)
+        if given not in (None, usual):
+            taken = next(one for one in reversed(reading.taken) if one.field == field)
+            _block(reading, taken.key, what)
+    del values["strategy"], values["replicas"]
+
+
+def _block(reading: Reading, key: str, what: str) -> None:
+    entry = reading.entries.by_key.get(key)
+    reading.known.add(key)
+    place = "" if entry is None else f" {entry.value} ({entry.place})"
+    reading.blocked.append(f"{key}{place}: {what}")
+
+
+def _take_ranks(reading: Reading) -> None:
+    """Takes the number of ranks, which the launcher decides: from the data parallel size, else a node or more."""
+    values, data = reading.values, reading.values.pop("data_ranks")
+    reading.known |= {"benchmark.num_nodes", *_OF_CLASSES}
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    copy = values[names[0]] * values[names[1]] * values[names[2]]
+    if values.get("world_size") is None and data is not None:
+        values["world_size"] = data * copy
+    if values.get("world_size") is None:
+        nodes = reading.get("ci.nodes") or reading.get("benchmark.num_nodes") or 1
+        of_node = reading.get("ci.nproc_per_node", default=_RANKS_OF_A_NODE)
+        ranks = COUNT.read(nodes) * COUNT.read(of_node)
+        rows = values["global_batch_size"] // values["micro_batch_size"]
+        while ranks > copy and (ranks % copy or rows % (ranks // copy)):
+            ranks -= 1
+        values["world_size"] = ranks
+        reading.assumed.append("the number of ranks")
+        reading.warnings.append(
+            f"the number of ranks is the launcher's and not in the file, so memlab takes {ranks}: give --world-size"
+        )
+    if values["world_size"] == copy:
+        reading.miss("distributed.dp_size", "either", "Automodel does not shard a model on a single data parallel rank")
+
+
+def _take_types(reading: Reading) -> None:
+    """Takes the types of shards, of what layers compute in, and of the gradients' reduction."""
+    values = reading.values
+    storage, compute, reduced = values.pop("storage"), values.pop("compute"), values.pop("reduced")
+    given = {key for key in reading.entries.by_key if key.startswith(f"{_POLICY}.")}
+    if storage == "auto":
+        reading.warnings.append(
+            "model.torch_dtype is auto, the type of the checkpoint, and memlab takes bf16: give --set "
+            "model.torch_dtype=float32 for another"
+        )
+        storage = "bf16"
+    if given and f"{_POLICY}.param_dtype" not in given:  # torch's `MixedPrecisionPolicy` changes no type by itself
+        compute = storage
+    if given and f"{_POLICY}.reduce_dtype" not in given:
+        reduced = compute
+    values["dtype"] = "fp32" if compute == "fp32" else "bf16"
+    values["fp32_sharded_params"] = storage == "fp32" and compute != "fp32"
+    values["grad_reduce_in_bf16"] = reduced != "fp32"
+
+
+def _take_rows(reading: Reading) -> None:
+    """Takes the tokens of a row: a packed row's, or those of the longest sequence."""
+    values = reading.values
+    packed, longest = values.pop("packed_tokens") or 0, values.pop("longest", None)
+    if packed > 0:
+        reading.take("packed_sequence.packed_sequence_size", "seq_length", packed)
+        reading.miss("packed_sequence.packed_sequence_size", "more", "attention copies and counts packed sequences")
+    elif longest:
+        values["seq_length"] = longest
+    else:
+        reading.assumed.append("the length of its sequences")
+        reading.warnings.append(
+            "the length of sequences is the data's and not in the file, so memlab takes the model's usual one: give "
+            "--seq-length"
+        )
+    is_of_one_length = "mock" in str(reading.get("dataset._target_"))
+    if not packed and not is_of_one_length and values["micro_batch_size"] > 1:
+        reading.miss("step_scheduler.local_batch_size", "more", "rows are padded, and attention then has a mask")
+
+
+def _take_optimizer(reading: Reading) -> None:
+    values = reading.values
+    kind, is_foreach = str(values.pop("optimizer")), values.pop("is_foreach", None)
+    values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
+    if values.pop("is_fused", None):
+        values["adam_implementation"] = "fused"
+    name = kind.rpartition(".")[2]
+    decay = reading.get("optimizer.weight_decay")
+    if kind.startswith("torch.optim.") and name in ("Adam", "AdamW"):
+        if name == "Adam" and decay and values["adam_implementation"] != "fused":
+            # ``_multi_tensor_adam`` and ``_single_tensor_adam`` of torch 2.13 add it to a copy of the gradients.
+            reading.miss("optimizer.weight_decay", "more", "Adam adds it to a copy of the gradients")
+        return
+    # Of Adam with other types the state is bounded; Muon gathers whole matrices for its update.
+    key = "optimizer._target_" if name in ("FusedAdam", "FlashAdamW") else "optimizer"
+    reading.known.add("optimizer._target_")
+    reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW under FSDP2, not {name}")
+
+
+def complete_of_model(reading: Reading, architecture: Architecture) -> None:
+    """Notes in what the class that Automodel builds of this model differs from that of transformers."""
+    family = architecture.family
+    if family not in FAMILIES_OF_FSDP2:
+        reading.lacks.append(f"the family {family} under FSDP2")
+        return
+    loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
+    if loss != "MaskedCrossEntropy":
+        reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
+    if family not in _OWN_CLASSES or reading.get("model.force_hf", default=False):
+        if reading.get("model.use_liger_kernel", default=True):
+            reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
+        return
+    reading.miss("model.backend.rms_norm", "less", "Automodel's norms keep no copies of their inputs in fp32")
+    reading.miss("model.backend.rope", "more", "Automodel keeps cosines and sines of all positions")
+    if reading.values.get("recompute_granularity") == "full":
+        reading.miss(_CHECKPOINTING, "either", "Automodel checkpoints the parts of a layer of its own classes, each")
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    state = scenario.state
+    is_fp32 = scenario.dtype == "fp32"
+    return (
+        common(scenario, settings)
+        | named(scenario)
+        | {
+            "storage": "fp32" if is_fp32 or state.fp32_sharded_params else "bf16",
+            "compute": scenario.dtype,
+            "reduced": "bf16" if state.grad_reduce_in_bf16 else "fp32",
+            "data_ranks": scenario.layout.data_parallel_size,
+            "checkpointing": settings.recompute_granularity,
+            "longest": scenario.seq_length,
+            "optimizer": "torch.optim.AdamW",
+            "is_foreach": False if state.adam_implementation == "for_loop" else None,
+            "is_fused": True if state.adam_implementation == "fused" else None,
+        }
+    )
+
+
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what a recipe cannot express of these settings."""
+    is_full = settings.recompute_granularity == "full"
+    if is_full and (settings.recompute_method, settings.recompute_num_layers) != ("uniform", 1):
+        return {"recompute_method": "Automodel checkpoints all layers, each by itself"}
+    return {}
+
+
+_STAYS = "Automodel keeps it on the device between steps"
+AUTOMODEL = Framework(
+    name="automodel",
+    title="NeMo Automodel",
+    source="36044ad3, and 0.7.0",
+    transformer_engine="2.16",
+    signs=Signs(
+        looked_for="step_scheduler or dist_env with model",
+        of_tree=lambda begins: begins("model.") and (begins("step_scheduler.") or begins("dist_env.")),
+    ),
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=keys_without_effect("automodel"),
+    complete=complete,
+    complete_of_model=complete_of_model,
+    compose=compose,
+    fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+    cannot_write=no_adapters("memlab's engine fsdp2")
+    | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
+    | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    cannot_write_of=cannot_write,
+    without_own_key=frozenset(
+        (
+            "dtype",
+            "fp32_sharded_params",
+            "grad_reduce_in_bf16",
+            "adam_implementation",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+        )
+    ),
+    render=yaml_lines,
+)

@@ -1,0 +1,274 @@
+"""NeMo Automodel's recipes: fields and defaults of its own, what the engine does not have, and what its classes differ in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.bounds import bound_bytes
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+RECIPE = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: microsoft/phi-4
+  torch_dtype: bf16
+  use_liger_kernel: false
+step_scheduler:
+  global_batch_size: 64
+  local_batch_size: 4
+distributed:
+  strategy: fsdp2
+  dp_size: 8
+  tp_size: 1
+  activation_checkpointing: true
+loss_fn:
+  _target_: nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset
+  seq_len: 2048
+optimizer:
+  _target_: torch.optim.Adam
+  lr: 1.0e-5
+  weight_decay: 0
+ci:
+  nodes: 1
+"""
+
+
+def read(folder: Path, changes: str = "", **options: Any) -> Job:
+    """Reads the recipe with other values: YAML of dotted keys; one without a value is removed."""
+    tree = yaml.safe_load(RECIPE)
+    for name, value in (yaml.safe_load(changes) or {}).items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+        if value is None:
+            del node[last]
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return Job.read(path, **options)
+
+
+def test_a_recipe_is_the_step_of_each_of_its_ranks(tmp_path: Path) -> None:
+    job = read(tmp_path)
+    assert job.required() == (
+        Scenario.of(
+            "phi-4",
+            seq_length=2048,
+            micro_batch_size=4,
+            num_microbatches=2,
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=8),
+            state=TrainingState(defer_fsdp_grad_sync=True),
+            versions=job.required()[0].versions,
+        ),
+        FULL,
+    )
+    assert (job.framework, job.not_modelled, job.guesses, job.warnings) == ("automodel", (), (), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ("{model.torch_dtype: float32}", {"fp32_sharded_params": True}),
+        ("{model.torch_dtype: null}", {}),
+        ("{distributed.mp_policy.reduce_dtype: bfloat16, distributed.mp_policy.param_dtype: bfloat16}", {"grad_reduce_in_bf16": True}),
+        ("{distributed.mp_policy.param_dtype: torch.bfloat16}", {"grad_reduce_in_bf16": True}),
+        ("{distributed.defer_fsdp_grad_sync: false}", {"defer_fsdp_grad_sync": False}),
+        ("{distributed.reshard_after_forward: true}", {"reshard_after_forward": "all"}),
+        ("{distributed.reshard_after_forward: false}", {"reshard_after_forward": "none"}),
+        ("{optimizer.foreach: false}", {"adam_implementation": "for_loop"}),
+        ("{optimizer._target_: torch.optim.AdamW, optimizer.fused: true}", {"adam_implementation": "fused"}),
+        ("{distributed: {dp_size: 8}}", {"defer_fsdp_grad_sync": True}),
+    ],
+)  # fmt: skip
+def test_types_resharding_and_optimizer(changes: str, state: dict[str, Any], tmp_path: Path) -> None:
+    found = read(tmp_path, changes).required()[0].state
+    assert found == TrainingState(**({"defer_fsdp_grad_sync": True} | state))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "passes", "ranks", "guesses"),
+    [
+        ("{packed_sequence.packed_sequence_size: 1024}", 1024, 2, 8, ()),
+        ("{step_scheduler: {max_steps: 3}}", 2048, 4, 8, ()),  # 32 samples, of which each rank has one at a time
+        ("{dataset.seq_len: null}", 4096, 2, 8, ("the length of its sequences",)),
+        ("{distributed.dp_size: none, ci.nodes: 2}", 2048, 1, 16, ("the number of ranks",)),
+        ("{distributed.dp_size: null, ci.nproc_per_node: 2}", 2048, 8, 2, ("the number of ranks",)),
+        ("{distributed.dp_size: null, step_scheduler.global_batch_size: 24}", 2048, 1, 6, ("the number of ranks",)),
+    ],
+)
+def test_rows_and_ranks(
+    changes: str, tokens: int, passes: int, ranks: int, guesses: tuple[str, ...], tmp_path: Path
+) -> None:
+    job = read(tmp_path, changes)
+    scenario, _ = job.required()
+    assert (scenario.seq_length, scenario.num_microbatches) == (tokens, passes)
+    assert (scenario.layout.world_size, job.guesses) == (ranks, guesses)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ("{recipe: FinetuneRecipeForVLM}", "the recipe FinetuneRecipeForVLM"),
+        ("{distributed.tp_size: 2}", "tensor parallelism by DTensor"),
+        ("{distributed.cp_size: 2}", "context parallelism of FSDP2"),
+        ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
+        ("{distributed.dp_replicate_size: 2}", "shards of which groups of ranks have copies (HSDP)"),
+        ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
+        ("{distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", "shards on the host (CPUOffloadPolicy)"),
+        ("{quantization.load_in_4bit: true}", "a recipe with quantization"),
+        ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", "models of NeMoAutoModelForImageTextToText"),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}", "the family qwen3_moe under FSDP2"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: str, tmp_path: Path) -> None:
+    job = read(tmp_path, changes)
+    assert job.scenario is None and job.lacks == (lacks,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ("{model.use_liger_kernel: null}", {"model.use_liger_kernel": "less"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, distributed.activation_checkpointing: false}",
+         {"model.backend.rms_norm": "less", "model.backend.rope": "more"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B}",
+         {"model.backend.rms_norm": "less", "model.backend.rope": "more", "distributed.activation_checkpointing": "either"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.force_hf: true}", {}),
+        ("{distributed.activation_checkpointing: selective}", {"distributed.activation_checkpointing": "less"}),
+        ("{peft.dim: 8, peft.alpha: 32}", {"peft": "less"}),
+        ("{optimizer.weight_decay: 0.1}", {"optimizer.weight_decay": "more"}),
+        ("{optimizer.weight_decay: 0.1, optimizer._target_: torch.optim.AdamW}", {}),
+        ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam}", {"optimizer._target_": "either"}),
+        ("{dataset._target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset}", {"step_scheduler.local_batch_size": "more"}),
+        ("{packed_sequence.packed_sequence_size: 1024}", {"packed_sequence.packed_sequence_size": "more"}),
+        ("{model.attn_implementation: eager}", {"model.attn_implementation": "more"}),
+        ("{loss_fn._target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy, model.output_hidden_states: true}",
+         {"loss_fn._target_": "less", "model.output_hidden_states": "more"}),
+        ("{distributed.enable_fsdp2_prefetch: true}", {"distributed.enable_fsdp2_prefetch": "more"}),
+        ("{distributed.mp_policy: {param_dtype: bfloat16, output_dtype: float32}}", {"distributed.mp_policy.output_dtype": "more"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_modelled_has_a_bound(changes: str, missing: dict[str, str], tmp_path: Path) -> None:
+    job = read(tmp_path, changes)
+    assert {one.key: one.effect for one in job.not_modelled} == missing
+    assert all(one.bound_bytes for one in job.not_modelled)
+
+
+def test_one_rank_is_not_sharded_by_automodel(tmp_path: Path) -> None:
+    (one,) = read(tmp_path, "{distributed.dp_size: 1}").not_modelled
+    assert (one.key, one.bound_bytes) == ("distributed.dp_size", None)
+
+
+@pytest.mark.parametrize("settings", [MemorySettings(), FULL], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("kind", ["float32 everywhere", "foreach", "for_loop", "fused", "bf16 reduction"])
+def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"defer_fsdp_grad_sync": True, "reshard_after_forward": "all"}
+    if kind in ("foreach", "for_loop", "fused"):
+        state |= {"adam_implementation": kind, "fp32_sharded_params": kind == "fused"}
+    scenario = Scenario.of(
+        "llama-3.1-8b",
+        num_layers=8,
+        seq_length=512,
+        num_microbatches=2,
+        dtype="fp32" if kind == "float32 everywhere" else "bf16",
+        engine="fsdp2",
+        layout=Layout(data_parallel_size=4),
+        state=TrainingState(**state, grad_reduce_in_bf16=kind == "bf16 reduction"),
+    )
+    said = written("automodel", scenario, settings)
+    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
+    job = Job.read(tmp_path / "recipe.yaml")
+    assert not said.unsaid and not job.guesses
+    read_scenario, read_settings = job.required()
+    assert (read_scenario.to_dict() | {"versions": None}, read_settings) == (
+        scenario.to_dict() | {"versions": None},
+        settings,
+    )
+    first = written("automodel", scenario, MemorySettings(**{**FULL.to_dict(), "recompute_method": "block"}))
+    assert first.unsaid == {"recompute_method": "Automodel checkpoints all layers, each by itself"}
+
+
+def saved_bytes(change: Any, attention: str = "sdpa") -> int:
+    """Returns what transformers' own Llama of three layers saves for backward, each storage once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    config = LlamaConfig(**sizes, **heads, attn_implementation=attention, use_cache=False)
+    with torch.device("cpu"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    change(model)
+    kept, weights = dict[int, int](), {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (held.append(tensor), note(tensor))[1], lambda one: one
+    ):
+        _ = model(input_ids=torch.zeros(1, 64, dtype=torch.long)).logits
+    return sum(kept.values())
+
+
+def fused_norms(model: Any) -> None:
+    for name in [name for name, _ in model.named_modules()]:
+        if name.endswith("norm"):
+            fused = torch.nn.RMSNorm(128, eps=1e-6, dtype=torch.bfloat16)
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, fused)
+
+
+def whole_layers(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def parts_of_layers(model: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for layer in model.model.layers:
+        for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, checkpoint_wrapper(getattr(layer, name)))
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "variant", "usual"),
+    [
+        ("model.backend.rms_norm", MemorySettings(), (fused_norms, "sdpa"), (lambda model: None, "sdpa")),
+        ("model.attn_implementation", MemorySettings(), (lambda model: None, "eager"), (lambda model: None, "sdpa")),
+        ("distributed.activation_checkpointing", FULL, (parts_of_layers, "sdpa"), (whole_layers, "sdpa")),
+    ],
+    ids=["fused norms", "eager attention", "parts of layers"],
+)
+def test_a_bound_holds_for_what_the_modules_save(key: str, settings: MemorySettings, variant: Any, usual: Any) -> None:
+    pytest.importorskip("transformers", reason="the modules are those of transformers")
+    from dataclasses import replace
+
+    from memlab.config.architectures import find_architecture
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "vocab_size": 64, "kv_channels": 16}
+    model = replace(find_architecture("llama-3-tiny"), num_attention_heads=8, num_query_groups=4, num_layers=3, **sizes)
+    scenario = Scenario.of(model, seq_length=64, engine="fsdp2")
+    difference = abs(saved_bytes(*variant) - saved_bytes(*usual))
+    bound = bound_bytes(NotModelled(key, None, "either", ""), scenario, settings)
+    assert bound is not None and 0 < difference <= bound < 12 * difference
