@@ -41,6 +41,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-7b-v0.3": ("mistral", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
                                     "num_key_value_heads": 8, "vocab_size": 32768, "rope_theta": 1e6,
                                     "rms_norm_eps": 1e-5, "sliding_window": None}),
+    "qwen3-30b-a3b": ("qwen3_moe", {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+                                    "num_key_value_heads": 4, "vocab_size": 151936, "rope_theta": 1e6,
+                                    "rms_norm_eps": 1e-6, "head_dim": 128, "num_experts": 128,
+                                    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}),
 }  # fmt: skip
 """From the models' config.json."""
 
@@ -112,6 +116,16 @@ def jobs() -> list[Job]:
             replace(qwen, model="qwen2.5-7b", seq_length=4096, checkpointing=True),
             replace(llama, model="mistral-7b-v0.3", fp32_sharded_params=True, adam_implementation="fused"),
         ]
+        moe = Job(model="qwen3-30b-a3b", num_layers=4, num_ranks=num_ranks)
+        found += [
+            moe,
+            replace(moe, checkpointing=True),
+            replace(moe, seq_length=4096, adam_implementation="fused"),
+            replace(moe, seq_length=8192, checkpointing=True, adam_implementation="fused"),
+            replace(moe, num_microbatches=2, defer_fsdp_grad_sync=True, adam_implementation="fused"),
+            replace(moe, num_layers=2, fp32_sharded_params=True),
+            replace(moe, micro_batch_size=2, reshard_after_forward="none", grad_reduce_in_bf16=True),
+        ]
         if num_ranks > 1:
             found += [replace(phi, num_layers=40), replace(phi, num_layers=40, checkpointing=True)]
     return found
@@ -129,6 +143,7 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.phi3 import modeling_phi3  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     num_gpus = torch.cuda.device_count()
     file, context, failed = folder / "steps.jsonl", multiprocessing.get_context("fork"), 0
@@ -187,6 +202,8 @@ def build(job: Job, *, on_gpu: bool) -> Any:
     if not on_gpu:
         values = values | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
                            "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32}  # fmt: skip
+        if family == "qwen3_moe":
+            values |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = AutoConfig.for_model(family, num_hidden_layers=job.num_layers, use_cache=False, **without, **values)
     dtype = torch.float32 if job.fp32 else torch.bfloat16

@@ -56,6 +56,8 @@ ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
 GIB, MIB = 2**30, 2**20
+_OPTIONS_OF_STATE = ("deallocate_pipeline_outputs", "mtp_num_layers")
+"""Fields of Megatron's config of the model that memlab has in its training state."""
 
 
 def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float) -> int:
@@ -171,7 +173,7 @@ def summary(job: Job, row: dict[str, Any]) -> str:
 def predict(path: Path, at_once: int) -> None:
     """Predicts each rank of each measured job, and prints the errors."""
     measured = [json.loads(line) for line in path.read_text().splitlines()]
-    predicted = [row for row in measured if "ranks" in row and "mtp_num_layers" not in row["config"]]
+    predicted = [row for row in measured if "ranks" in row]
     pairs = [(row, rank) for row in predicted for rank in range(len(row["ranks"]))]
     heads = ("job", "rank", "start GiB", "error", "peak GiB", "predicted", "error", "reserved GiB", "error")
     heads += ("outside torch GiB", "stated")
@@ -240,13 +242,9 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
 
-    if "mtp_num_layers" in job["config"]:
-        raise ValueError(
-            f"{job['name']} has layers of multi-token prediction, which memlab does not predict: leave it out"
-        )
     architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
-    deallocates = {name: True for name in ("deallocate_pipeline_outputs",) if name in job["config"]}
+    of_state = {name: job["config"][name] for name in _OPTIONS_OF_STATE if name in job["config"]}
     environment = job["ranks"][rank]["environment"]
     versions = Versions(transformer_engine=environment["transformer-engine"], torch=environment["torch"])
     with Lab(
@@ -255,7 +253,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         seq_length=job["seq_length"],
         num_microbatches=job["num_microbatches"],
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
-        state=TrainingState.of_options(job["state"] | deallocates),
+        state=TrainingState.of_options(job["state"] | of_state),
         routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),
         versions=versions,
         backend="simulated",

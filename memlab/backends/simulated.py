@@ -69,8 +69,7 @@ def _fill_workspaces(scenario: Scenario) -> None:
     if scenario.engine == "fsdp2":
         hold_fake_workspaces(linears=False)
         return
-    weights = scenario.architecture.weights_of(scenario.layers_of_rank)
-    hold_fake_workspaces(grouped=any(weight.num_experts for weight in weights))
+    hold_fake_workspaces(grouped=any(weight.num_experts for weight in scenario.weights_of_rank))
 
 
 @contextmanager

@@ -48,6 +48,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             with the offload modules.
     """
     _check_checkpointing(settings, scenario)
+    _check_extra_layers(settings, scenario)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -117,6 +118,29 @@ def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
             f"recompute_num_layers is {settings.recompute_num_layers} with recompute_method 'uniform', must be 1 with "
             f"engine {scenario.engine!r}, which checkpoints each layer by itself: choose 1, or engine 'megatron'",
             *("recompute_num_layers", "engine"),
+        )
+
+
+def _check_extra_layers(settings: MemorySettings, scenario: Scenario) -> None:
+    """Refuses what layers of multi-token prediction fail with under full recompute (``_checkpointed_forward``, 0.16.1).
+
+    Its module is ``megatron/core/transformer/multi_token_prediction.py``. Under ``block``, it recomputes none of them.
+    """
+    if scenario.state.mtp_num_layers is None or settings.recompute_method != "uniform":
+        return
+    if settings.recompute_num_layers != 1:
+        raise RuleError(
+            f"recompute_num_layers is {settings.recompute_num_layers} with mtp_num_layers "
+            f"{scenario.state.mtp_num_layers} and recompute_method 'uniform', must be 1 there by a rule of "
+            "Megatron-Core: choose 1, or leave mtp_num_layers out",
+            *("recompute_num_layers", "mtp_num_layers"),
+        )
+    if scenario.packed_sequences is not None:
+        raise RuleError(
+            f"recompute_method is 'uniform' with mtp_num_layers {scenario.state.mtp_num_layers} and packed_sequences "
+            f"{scenario.packed_sequences}, where the step of megatron-core 0.16 fails, because its checkpoint takes "
+            "tensors only: choose recompute_granularity 'selective', or leave one of the others out",
+            *("recompute_method", "packed_sequences", "mtp_num_layers"),
         )
 
 

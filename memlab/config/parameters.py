@@ -30,17 +30,20 @@ class Parameters(NamedTuple):
 def parameters_of_rank(scenario: Scenario) -> Parameters:
     """Counts the parameters that the scenario's rank keeps: under FSDP2 its share, up to the padding of single ones."""
     model, layout = scenario.architecture, scenario.layout
-    weights = model.weights_of(scenario.layers_of_rank).items()
+    weights = scenario.weights_of_rank.items()
     inside, outside = (
         sum(count * layout.elements_of(weight) for weight, count in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)
     )
-    has_embedding = layout.pipeline_stage == 0
+    has_embedding = layout.pipeline_stage == 0 or scenario.extra_layers_of_rank > 0
     has_output = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+    # With multi-token prediction, the norm is where the model's last layer is (``has_final_layernorm_in_this_stage`` in
+    # megatron/core/transformer/transformer_block.py, 0.16.1).
+    has_norm = scenario.num_layers - 1 in scenario.layers_of_rank if scenario.state.mtp_num_layers else has_output
     is_tied = model.share_embeddings_and_output_weights and has_embedding and has_output
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
-    vocabulary += has_embedding * model.num_parameters_of_positions + has_output * model.num_parameters_of_final_norm
+    vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
     shards = layout.data_parallel_size if scenario.engine == "fsdp2" else 1
     return Parameters(*(-(-count // shards) for count in (outside, vocabulary, inside)))
 

@@ -35,28 +35,40 @@ def layers_of_pipeline_chunks(text: str) -> tuple[int, ...]:
     wrong = set(unrolled) - {*_LETTERS.values(), "|"}
     if wrong:
         raise _refusal(text, "may have only E, t, m, L, | and repetitions such as (tt|)*3: correct it")
-    if "m" in unrolled:
-        raise _refusal(text, "must have no m, since memlab has no layers of multi-token prediction: leave them out")
-    layers = unrolled.replace("|", "")
+    if "m" in unrolled.rpartition("|")[2].rstrip("L").rstrip("m") or "m" in unrolled.rpartition("|")[0]:
+        raise _refusal(
+            text,
+            "must have m only just before L, since memlab has layers of multi-token prediction on the stage of the "
+            "loss: move them",
+        )
+    layers = unrolled.replace("|", "").replace("m", "")
     if not (layers.startswith("E") and layers.endswith("L")) or layers.count("E") != 1 or layers.count("L") != 1:
         raise _refusal(text, "must begin with one E and end with one L, by a rule of Megatron-Core: correct it")
     return tuple(chunk.count("t") for chunk in unrolled.split("|"))
 
 
+def extra_layers(text: str) -> int:
+    """Returns how many layers of multi-token prediction a text names."""
+    return sum(int(times or 1) for times in re.findall(r"m(?:\*(\d{1,5}))?", text))
+
+
+def without_extra_layers(text: str) -> str:
+    """Returns a text without its layers of multi-token prediction."""
+    return re.sub(r"m(\*\d+)?", "", text)
+
+
 def text_of_layout(value: Any) -> str:
     """Returns the text of a layout that a job gives, as text or as lists of words such as ``decoder``.
-
-    Layers of multi-token prediction are left out: `Missing` rows of job files name them.
 
     Raises:
         ValueError: If it is neither.
     """
     if isinstance(value, str):
-        return re.sub(r"m(\*\d+)?", "", value)
+        return value
     names = {word for chunk in value for word in chunk} if _is_lists(value) else {""}
     if not names <= _LETTERS.keys():
         raise ValueError("must be a text such as 'Ett|tt|ttL', or lists of embedding, decoder, mtp and loss")
-    return "|".join("".join(_LETTERS[word] for word in chunk if word != "mtp") for chunk in value)
+    return "|".join("".join(_LETTERS[word] for word in chunk) for chunk in value)
 
 
 def _is_lists(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import accumulate
@@ -14,7 +15,9 @@ from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.option import EngineName, check_engine, check_options, option
+from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
+from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
@@ -23,8 +26,8 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
-FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-"""The families that the engine fsdp2 builds, all dense."""
+FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""The families that the engine fsdp2 builds."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -145,6 +148,7 @@ class Scenario:
                 "num_layers",
             )
         self._check_architecture()
+        self._check_extra_layers()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -168,6 +172,15 @@ class Scenario:
                 "bias_activation_fusion",
             )
 
+    def _check_extra_layers(self) -> None:
+        text, number = self.layout.pipeline_model_parallel_layout, self.state.mtp_num_layers or 0
+        if isinstance(text, str) and extra_layers(text) != number:
+            raise RuleError(
+                f"pipeline_model_parallel_layout is {shortened(text)}, must have {number} m, one for each of "
+                "mtp_num_layers, by a rule of Megatron-Core: correct one of them",
+                *("pipeline_model_parallel_layout", "mtp_num_layers"),
+            )
+
     def _check_engine(self) -> None:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
@@ -185,6 +198,13 @@ class Scenario:
                 f"{self.architecture.family}, which this engine does not build yet: choose a model of "
                 f"{', '.join(FAMILIES_OF_FSDP2)}, or engine 'megatron'",
                 "engine",
+            )
+        if self.architecture.routes and self.dtype != "bf16":
+            # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
+            raise RuleError(
+                f"dtype is {self.dtype!r} with engine {self.engine!r} and experts, must be 'bf16', the only type that "
+                "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
+                *("dtype", "engine"),
             )
 
     def _check_attention(self) -> None:
@@ -409,6 +429,23 @@ class Scenario:
     def layers_of_rank(self) -> tuple[int, ...]:
         """The layers of all chunks of the rank, as `chunks_of_rank`."""
         return tuple(layer for chunk in self.chunks_of_rank for layer in chunk)
+
+    @property
+    def extra_layers_of_rank(self) -> int:
+        """Layers of multi-token prediction on the rank: all of them are on the last pipeline stage, or none."""
+        layout = self.layout
+        is_last = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+        return (self.state.mtp_num_layers or 0) * is_last
+
+    @property
+    def weights_of_rank(self) -> dict[Weight, int]:
+        """How many of the rank's layers have each of their parameters, those of multi-token prediction too."""
+        model, extra = self.architecture, self.extra_layers_of_rank
+        counts = Counter(model.weights_of(self.layers_of_rank))
+        joining = joining_weights(model.hidden_size, model.normalization)
+        for weight in (*joining, *model.weights_of([self.num_layers - 1])) if extra else ():
+            counts[weight] += extra
+        return counts
 
     def weights_of_adapters(self) -> Iterator[Weight]:
         """Yields the weights of all adapters of the rank."""

@@ -265,6 +265,19 @@ class TrainingState:
         at_most=10**6,
         advice="give a number, or leave it out",
     )
+    # The model is built with them, and its forward computes their losses (transformer/multi_token_prediction.py and
+    # models/gpt/gpt_model.py).
+    mtp_num_layers: int | None = option(
+        None,
+        "layers of multi-token prediction, each with logits and a loss of its own (default: none)",
+        group="",
+        rebuilds="model",
+        megatron="model",
+        shown_for_none=0,
+        at_most=16,
+    )
+    """They are on the last pipeline stage, which then has embeddings too, and each is a layer like the model's last
+    one, behind two norms and a matrix that joins hidden states and the embeddings of the following tokens."""
     # NeMo-RL and SkyRL do it before DDP's buffers are made.
     freeze_moe_router: bool = option(
         False, "do not train the weight of the router of experts", group="", rebuilds="model"
@@ -337,6 +350,7 @@ class TrainingState:
         self._check_loss()
         self._check_fp8()
         self._check_lora()
+        self._check_extra_layers()
 
     def _check_optimizer(self) -> None:
         if not self.use_precision_aware_optimizer:
@@ -374,6 +388,14 @@ class TrainingState:
                 "fp32_output is True, but loss 'cross_entropy' does not read it, since the model returns no logits: "
                 "choose another loss, or leave fp32_output out",
                 *("fp32_output", "loss"),
+            )
+        if self.mtp_num_layers is not None and self.loss != "cross_entropy":
+            # Without labels the model fails (``_postprocess`` in models/gpt/gpt_model.py, 0.16.1).
+            raise RuleError(
+                f"mtp_num_layers is {self.mtp_num_layers} with loss {self.loss!r}, must have 'cross_entropy', since "
+                "Megatron-Core's model itself computes the losses of multi-token prediction: choose it, or leave "
+                "mtp_num_layers out",
+                *("mtp_num_layers", "loss"),
             )
         if self.cross_entropy_loss_fusion and self.loss != "cross_entropy":
             raise RuleError(
@@ -439,6 +461,16 @@ class TrainingState:
                     f"lora_rank is {self.lora.rank} with {name} {getattr(self, name)!r}, which memlab does not predict "
                     "together yet: leave one of the two out",
                     *("lora_rank", name),
+                )
+
+    def _check_extra_layers(self) -> None:
+        others = {"fp8_format": self.fp8_format, "lora_rank": self.lora and self.lora.rank}
+        for name, value in others.items():
+            if self.mtp_num_layers is not None and value is not None:
+                raise RuleError(
+                    f"mtp_num_layers is {self.mtp_num_layers} with {name} {value!r}, which memlab does not predict "
+                    "together yet: leave one of the two out",
+                    *("mtp_num_layers", name),
                 )
 
     @classmethod

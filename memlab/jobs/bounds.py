@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 
 def _weights(scenario: Scenario) -> dict[Weight, int]:
     """Returns how many of the rank's layers have each of their parameters."""
-    return scenario.architecture.weights_of(scenario.layers_of_rank)
+    return scenario.weights_of_rank
 
 
 def _is_router(weight: Weight) -> bool:

@@ -11,6 +11,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.option import options_of, unread
+from memlab.config.pipeline_layout import without_extra_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
@@ -18,7 +19,7 @@ from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import CONVERSIONS, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, Effect, Missing, refusal
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(options_of(TrainingState))
@@ -163,6 +164,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         CannotStartError: If Megatron's own rules refuse the layout.
         ValueError: If memlab refuses a value.
     """
+    _drop_extra_layers(reading)
     layout = layout_of(reading, architecture)
     values = reading.values
     num_layers = values.get("num_layers") or architecture.num_layers
@@ -190,6 +192,42 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     )
     _drop_overlap(reading, scenario)
     return scenario
+
+
+_OF_EXTRA_LAYERS: dict[str, tuple[Effect, str]] = {
+    "mtp_detach_heads": ("less", "the heads' gradients end at the model's layers"),
+    "mtp_decoder_input_detach": ("less", "the heads' gradients end at the embeddings"),
+    "mtp_use_repeated_layer": ("less", "all further tokens are predicted by one layer"),
+    "mtp_shared_weights": ("less", "all further tokens are predicted by one layer"),
+    "mtp_hybrid_override_pattern": ("either", "the layers of multi-token prediction are of another kind"),
+}
+"""Options of Megatron-Core since 0.17 and of ms-swift 4.6.0 that only multi-token prediction reads."""
+
+
+def _drop_extra_layers(reading: Reading) -> None:
+    """Names the layers of multi-token prediction that memlab does not have beside something else of the job."""
+    values = reading.values
+    text = values.get("pipeline_model_parallel_layout")
+    beside = {
+        "a loss that the framework computes from the logits": values.get("loss", "cross_entropy") != "cross_entropy",
+        "FP8": values.get("fp8_format") is not None,
+        "adapters": values.get("lora_rank") is not None,
+        "a pipeline layout that has them on another stage than the loss": bool(re.search("m.*[|]", text or "")),
+    }
+    found = next((what for what, is_there in beside.items() if is_there), "")
+    if values.get("mtp_num_layers") and found:
+        taken = [one for one in reading.taken if one.field == "mtp_num_layers" and one.memlab_value]
+        reading.taken = [one for one in reading.taken if one not in taken]
+        reason = f"multi-token prediction: a layer and a set of logits more, which memlab does not have beside {found}"
+        for one in taken:
+            reading.miss(one.key, "more", reason)
+        values["mtp_num_layers"] = None
+    if text and not values.get("mtp_num_layers"):
+        values["pipeline_model_parallel_layout"] = without_extra_layers(text)
+    if values.get("mtp_num_layers"):
+        for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _OF_EXTRA_LAYERS]:
+            if reading.get(key) not in (None, False, ""):
+                reading.miss(key, *_OF_EXTRA_LAYERS[key.rpartition(".")[2]])
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:

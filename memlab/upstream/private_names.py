@@ -1157,6 +1157,20 @@ _MEGATRON = (
         why="A tensor that the class keeps for the process.",
     ),
     Internal(
+        owner="megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler",
+        names=("main_loss_backward_scale",),
+        use="used",
+        where="engines/megatron/retention/megatron_globals.py",
+        why="The same, of the losses of multi-token prediction.",
+    ),
+    Internal(
+        owner="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
+        names=("tracker",),
+        use="used",
+        where="engines/megatron/retention/megatron_globals.py",
+        why="The losses that layers of multi-token prediction log, kept for the process.",
+    ),
+    Internal(
         owner=_MOE_UTILS,
         names=("get_moe_layer_wise_logging_tracker",),
         use="used",

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.notebook_page import RUN_SECONDS
+from tests.browser.notebook_page import RUN_SECONDS, NotebookPage
 from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
@@ -61,7 +61,6 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
 
 
 def test_each_setting_alone_is_in_one_table_that_needs_no_scrolling(panel: PanelPage) -> None:
-    panel.press("search-toggle")
     panel.press("search-alone")
     expect(panel.part("search-status")).to_contain_text("each change to it alone", timeout=RUN_SECONDS * 1000)
     points = f"{STATE}.found.points"
@@ -74,6 +73,25 @@ def test_each_setting_alone_is_in_one_table_that_needs_no_scrolling(panel: Panel
     expect(rows.last).to_be_in_viewport(ratio=1)
     rows.first.locator("td").last.click()
     expect(panel.part("status")).to_contain_text(f"The controls show '{lowest}'")
+
+
+@pytest.mark.slow
+def test_a_first_time_user_opens_a_model_and_asks_what_saves_most_on_one_screen(notebook_page: NotebookPage) -> None:
+    notebook_page.open_shared("from memlab import panel", "row = panel(predict=False)\nrow")
+    notebook_page.run_all()
+    row = notebook_page.page.locator(".memlab-opening-row")
+    row.get_by_role("button", name="Open").click()
+    panel = PanelPage(notebook_page)
+    try:
+        expect(panel.root).to_be_visible()
+        row.evaluate("row => row.scrollIntoView()")
+        for part in (*row.locator("select, input, button").all(), panel.part("run"), panel.root):
+            expect(part).to_be_in_viewport(ratio=1)
+        panel.press("search-alone")
+        expect(panel.part("search-answer")).to_contain_text("saves most: ", timeout=RUN_SECONDS * 1000)
+        expect(panel.part("search-answer", "tbody tr").first).to_be_in_viewport(ratio=1)
+    finally:
+        notebook_page.ask("row.lab.close()")
 
 
 def test_the_peak_of_the_selection_is_predicted_before_run_and_is_what_run_measures(panel: PanelPage) -> None:

@@ -134,7 +134,7 @@ def test_rows_and_ranks(
         ("{distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", "shards on the host (CPUOffloadPolicy)"),
         ("{quantization.load_in_4bit: true}", "a recipe with quantization"),
         ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", "models of NeMoAutoModelForImageTextToText"),
-        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}", "the family qwen3_moe under FSDP2"),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}", "Automodel's own experts"),
     ],
 )  # fmt: skip
 def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: str, tmp_path: Path) -> None:

@@ -171,11 +171,11 @@ def compute(lab: Lab) -> Values:
 def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario) -> torch.Tensor:
     """Returns this rank's part of a weight of the whole model."""
     architecture, layout, path = scenario.architecture, scenario.layout, name.split(".")
-    if "layernorm" in name or "layer_norm" in name:
+    if "norm" in path[-2] or "layer_norm" in name:
         return torch.zeros_like(parameter) if name.endswith("bias") else torch.ones_like(parameter)
     if path[0] == "output_layer" and architecture.share_embeddings_and_output_weights:
         path = ["embedding", "word_embeddings", "weight"]  # the last stage's copy
-    if "layers" in path:
+    if path[0] == "decoder" and "layers" in path:
         path[2] = str(model.decoder.layers[int(path[2])].layer_number)
     ranks, rank = layout.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
     if "experts" in path:
@@ -211,8 +211,12 @@ def on_one_rank(job: Job) -> Values:
                 yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
 
     num_microbatches = copies * job.num_microbatches
-    workload = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
-    alone = Lab(job.architecture, dtype="fp32", backend="cpu", packed_sequences=job.packed_sequences, **workload)
+    workload: dict[str, Any] = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
+    workload |= {
+        "packed_sequences": job.packed_sequences,
+        "state": TrainingState(mtp_num_layers=job.state.mtp_num_layers),
+    }
+    alone = Lab(job.architecture, dtype="fp32", backend="cpu", **workload)
     with patch.object(training_step, "_batches", batches), alone as lab:
         return compute(lab)
 
@@ -221,6 +225,7 @@ AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_o
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
 OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
 PLAIN = MemorySettings()
+EXTRA = TrainingState(mtp_num_layers=1)
 ONE_GROUP = {"num_attention_heads": 4, "num_query_groups": 1}
 
 TWO = [
@@ -253,7 +258,9 @@ TWO = [
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
     Job({"tensor_model_parallel_size": 2}, architecture=GPT),
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
-    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, (PLAIN, FULL), state=EXTRA),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA),
+    Job({"context_parallel_size": 2}, state=EXTRA),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         state=TrainingState(deallocate_pipeline_outputs=True),

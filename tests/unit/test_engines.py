@@ -96,6 +96,7 @@ class TestLive:
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("phi-4-tiny", {"dtype": "bf16", "micro_batch_size": 2}, {"adam_implementation": "fused"}),
+        ("qwen3-moe-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
     ],
 )
 def test_a_prediction_is_the_step_of_the_cpu(architecture: str, options: dict[str, Any], state: dict[str, Any]) -> None:
@@ -198,5 +199,7 @@ def test_a_model_that_transformers_would_build_otherwise_is_refused() -> None:
     with pytest.raises(ValueError, match="so it is another model"), torch.device("meta"):
         build_model(Scenario.of(biased, **SIZES), torch.bfloat16, attention="sdpa")
 
-    with pytest.raises(ValueError, match="qwen3-moe-tiny is of the family qwen3_moe, which this engine does not build"):
+    with pytest.raises(ValueError, match="moonlight-16b-a3b is of the family deepseek_v3, which this engine does not"):
+        Scenario.of(find_architecture("moonlight-16b-a3b"), **SIZES)
+    with pytest.raises(ValueError, match="dtype is 'fp32' with engine 'fsdp2' and experts, must be 'bf16'"):
         Scenario.of(find_architecture("qwen3-moe-tiny"), **SIZES)

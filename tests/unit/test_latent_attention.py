@@ -42,7 +42,10 @@ def steps(model: object, backend: object, **state: Any) -> list[StepRecord]:
     scope="module",
     params=[
         (DEEPSEEK, {}),
-        (replace(DEEPSEEK, q_lora_rank=None, moe_shared_expert_gate=True), {"apply_rope_fusion": True}),
+        (
+            replace(DEEPSEEK, q_lora_rank=None, moe_shared_expert_gate=True),
+            {"apply_rope_fusion": True, "mtp_num_layers": 1},
+        ),
     ],
     ids=["DeepSeek-V3's", "DeepSeek-V2-Lite's, fused"],
 )

@@ -65,7 +65,8 @@ def test_a_stage_may_have_no_layer_and_chunks_may_differ() -> None:
     [
         ("Etttt", 2, "must begin with one E and end with one L"),
         ("Ett|txL", 2, "may have only E, t, m, L"),
-        ("Ett|ttmL", 2, "must have no m, since memlab has no layers of multi-token prediction"),
+        ("Ett|ttmL", 2, "must have 0 m, one for each of mtp_num_layers"),
+        ("Etttm|tL", 2, "must have m only just before L"),
         ("Ett|tL", 2, "with 3 layers, must have the 4 of the model"),
         ("Ett|t|tL", 2, "with 3 chunks, must have 1 for each of the 2 pipeline stages"),
         ("E(t)*99999|(t)*99999L", 2, "must have at most 100,000 layers"),
@@ -86,7 +87,7 @@ def test_a_layout_is_asked_for_and_read_from_jobs(tmp_path: Path) -> None:
     )
     assert asked_step(build_parser().parse_args(flags.split())).scenario.layers_of_rank == (0,)
     lists = [["embedding", *["decoder"] * 10], ["decoder"] * 18 + ["mtp", "loss"]]
-    assert text_of_layout(lists) == f"E{'t' * 10}|{'t' * 18}L"
+    assert text_of_layout(lists) == f"E{'t' * 10}|{'t' * 18}mL"
     nemo = {
         "policy": {
             "model_name": "Qwen/Qwen3-0.6B",

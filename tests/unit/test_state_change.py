@@ -32,7 +32,9 @@ pytestmark = pytest.mark.versions
 
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
-FUSED_GRADIENTS = TrainingState(grad_reduce_in_bf16=True, gradient_accumulation_fusion=True, moe_permute_fusion=False)
+FUSED_GRADIENTS = TrainingState(
+    grad_reduce_in_bf16=True, gradient_accumulation_fusion=True, moe_permute_fusion=False, mtp_num_layers=1
+)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
 IN_PLACE = TrainingState(

@@ -41,6 +41,14 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
 
     sizes = architecture
     channels = {"head_dim": sizes.kv_channels} if sizes.family not in ("phi3", "qwen2") else {}
+    experts = {}
+    if sizes.routes:
+        experts = {
+            "num_experts": sizes.num_moe_experts,
+            "num_experts_per_tok": sizes.moe_router_topk,
+            "moe_intermediate_size": sizes.moe_ffn_hidden_size,
+            "norm_topk_prob": not sizes.moe_router_pre_softmax,
+        }
     window = {"sliding_window": None} if sizes.family in ("mistral", "phi3") else {}
     rope = {"rope_type": "default", "rope_theta": sizes.rotary_base, "partial_rotary_factor": sizes.rotary_percent}
     return AutoConfig.for_model(
@@ -60,6 +68,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **channels,
         **window,
+        **experts,
     )
 
 

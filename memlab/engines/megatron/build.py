@@ -20,6 +20,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.layout import Layout
@@ -134,7 +138,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
             _cast_buffers(model, config)
-            config.memlab_routing.add_layers(layer for layer in model.decoder.layers if layer.is_moe_layer)
+            config.memlab_routing.add_layers(layer for layer in _layers_of(model) if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
             if scenario.state.lora is not None:
@@ -197,6 +201,12 @@ def release_optimizer(live: LiveModel) -> None:
             vars(parameter).pop(name, None)
 
 
+def _layers_of(model: GPTModel) -> list[Any]:
+    """Returns the transformer layers of a chunk, those in layers of multi-token prediction last."""
+    extra = model.mtp.layers if model.mtp_process else ()
+    return [*model.decoder.layers, *(each.transformer_layer for each in extra)]
+
+
 def _freeze_routers(model: GPTModel) -> None:
     # As ``freeze_moe_router`` of nemo_rl/models/megatron/setup.py does, in a hook before DDP.
     for layer in model.decoder.layers:
@@ -215,7 +225,7 @@ def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
 def _spread_experts(model: GPTModel) -> None:
     # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
     # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
-    for layer in model.decoder.layers:
+    for layer in _layers_of(model):
         for weight in layer.mlp.experts.parameters() if layer.is_moe_layer else ():
             weight.allreduce = False
 
@@ -258,6 +268,11 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
+    extra = None
+    if config.mtp_num_layers and parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place):
+        of_last = specs[architecture.parts_of(scenario.num_layers - 1)[-1]]
+        layer = get_mtp_layer_spec_for_backend(of_last, provider())
+        extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
     # Latent attention asks by class which of its linears are whole on each rank.
     with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
         model = GPTModel(
@@ -271,6 +286,7 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            mtp_block_spec=extra,
             **place,
         )
     if model.pre_process and model.embedding.add_position_embedding:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, moe_utils
 
@@ -39,6 +39,19 @@ def check_latent_attention(name: str) -> None:
             f"{name} has multi-latent attention, which memlab builds with megatron-core 0.16, and a newer one is "
             "installed, which takes Transformer Engine's own modules for it: install megatron-core 0.16.1, or choose "
             "another model"
+        )
+
+
+def check_extra_layers() -> None:
+    """Refuses multi-token prediction where Megatron computes and logs its losses otherwise.
+
+    Raises:
+        ValueError: If the installed version does, as 0.19 (``process_mtp_loss``).
+    """
+    if hasattr(multi_token_prediction, "process_mtp_loss"):
+        raise ValueError(
+            "mtp_num_layers is given, and memlab has multi-token prediction with megatron-core 0.16, and a newer one "
+            "is installed: install megatron-core 0.16.1, or leave mtp_num_layers out"
         )
 
 

@@ -263,6 +263,12 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     if family not in FAMILIES_OF_FSDP2:
         reading.lacks.append(f"the family {family} under FSDP2")
         return
+    if architecture.routes and not reading.get("model.force_hf", default=False):
+        reading.lacks.append("Automodel's own experts")
+        raise ValueError(
+            f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "
+            "transformers: set model.force_hf to true, or leave the recipe out"
+        )
     loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
     if loss != "MaskedCrossEntropy":
         reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)

@@ -16,7 +16,7 @@ from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, compl
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
-    complete_provider,
+    complete_trained_provider,
 )
 from memlab.jobs.frameworks.bridge_recipes import RECIPES
 from memlab.jobs.frameworks.bridge_recipes import VERSION as RECIPES_OF
@@ -361,7 +361,7 @@ BRIDGE = Framework(
     | keys_without_effect("megatron_core_ddp", "ddp")
     | keys_without_effect("megatron_core_optimizer", "optimizer"),
     complete=complete,
-    complete_of_model=complete_provider,
+    complete_of_model=complete_trained_provider,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     writes_sizes=True,

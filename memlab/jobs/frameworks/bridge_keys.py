@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.architectures import Architecture, Family
+from memlab.config.architectures import ARCHITECTURES, Architecture, Family
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, SIZES
@@ -29,12 +29,11 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py`` and
 ``models/deepseek/deepseek_v3_bridge.py``); those of the other families set nothing of it."""
-_NOT_MODELLED_OF_DEEPSEEK = {
-    "moe_shared_expert_overlap": "the provider of this family overlaps shared experts with the exchange of tokens",
-    "mtp_num_layers": "the provider of this family trains the layers of multi-token prediction that the model has",
-    "cross_entropy_loss_fusion": "the provider of this family fuses the cross entropy, where the model computes it",
-}
-_WITH_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2")
+_OVERLAPS_SHARED_EXPERTS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2")
+_EXTRA_LAYERS = {"deepseek-v3": 1}
+"""Layers of multi-token prediction of published models (``num_nextn_predict_layers`` of their config.json), which
+Megatron-Bridge itself trains by default (``CONFIG_MAPPING`` in ``models/conversion/model_bridge.py``); verl and SkyRL
+switch them off."""
 
 
 def complete_provider(reading: Reading, architecture: Architecture) -> None:
@@ -42,11 +41,30 @@ def complete_provider(reading: Reading, architecture: Architecture) -> None:
     said = {one.field for one in reading.taken if one.place != "default" or one.memlab_value != _CORE.get(one.field)}
     set_by_provider = _SET_BY_PROVIDER.get(architecture.family, {})
     reading.values.update({name: value for name, value in set_by_provider.items() if name not in said})
-    if architecture.family in _WITH_EXTRA_LAYERS:
-        given = {key.rpartition(".")[2] for key in reading.entries.by_key} | said
-        for key, reason in _NOT_MODELLED_OF_DEEPSEEK.items():
-            if key not in given:
-                reading.miss(key, "less" if key.startswith("cross") else "more", reason)
+    given = _given(reading)
+    if architecture.family in _OVERLAPS_SHARED_EXPERTS and "moe_shared_expert_overlap" not in given:
+        reason = "the provider of this family overlaps shared experts with the exchange of tokens"
+        reading.miss("moe_shared_expert_overlap", "more", reason)
+
+
+def complete_trained_provider(reading: Reading, architecture: Architecture) -> None:
+    """Takes `complete_provider`, and what decides where the model itself computes its loss."""
+    complete_provider(reading, architecture)
+    given = _given(reading)
+    if "mtp_num_layers" not in given and architecture.name in _EXTRA_LAYERS:
+        reading.take("model.mtp_num_layers", "mtp_num_layers", _EXTRA_LAYERS[architecture.name])
+    may_have = architecture.family in _OVERLAPS_SHARED_EXPERTS and architecture.name not in ARCHITECTURES
+    if "mtp_num_layers" not in given and may_have:
+        reason = "the provider of this family trains the layers of multi-token prediction that config.json has"
+        reading.miss("mtp_num_layers", "more", reason)
+    if "cross_entropy_loss_fusion" not in given and architecture.family in _OVERLAPS_SHARED_EXPERTS:
+        reason = "the provider of this family fuses the cross entropy, where the model computes it"
+        reading.miss("cross_entropy_loss_fusion", "less", reason)
+
+
+def _given(reading: Reading) -> set[str]:
+    """Returns the last names of the keys that a job gives."""
+    return {key.rpartition(".")[2] for key in reading.entries.by_key}
 
 
 PROVIDER_MISSING = (

@@ -172,6 +172,8 @@ LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
 PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
+EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
+"""Megatron-Core's configs have None or 0 for none."""
 BACKEND = Conversion(_read_backend, _same)
 CONVERSIONS: dict[Kind, Conversion] = {
     "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER,

@@ -21,6 +21,7 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
     CONVERSIONS,
+    EXTRA_LAYERS,
     LOAD_BALANCING,
     LONG_DTYPE,
     NOT,
@@ -89,11 +90,13 @@ _CONVERSIONS = {
     "attention_backend": BACKEND,
     "moe_router_dtype": ROUTER_DTYPE,
     "moe_router_load_balancing_type": LOAD_BALANCING,
+    "mtp_num_layers": EXTRA_LAYERS,
 }
 COMPUTE = tuple(
     replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion)) for key in _STATE if key not in PIPELINE
 )
 FUSIONS = tuple(key for key in COMPUTE if key.field in ("gradient_accumulation_fusion", "bias_activation_fusion"))
+EXTRA = tuple(key for key in COMPUTE if key.field == "mtp_num_layers")
 TRANSFORMER = (*ENDS, *PIPELINE, *RECOMPUTE, *OFFLOAD, *COMPUTE)
 """Megatron-Core's configuration of the model, apart from what `SIZES`, `CHUNKS` and `ARCHITECTURE` have."""
 OPTIMIZER = _keys(TrainingState, "optimizer", optimizer_offload_fraction=0.0)
@@ -223,7 +226,6 @@ MISSING = (
     Missing("moe_router_padding_for_quantization", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
     Missing("moe_input_jitter_eps", "more", "the router's input is multiplied by noise, which keeps a copy"),
     Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
-    Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
     Missing(
         "moe_token_dispatcher_type",
         "either",

@@ -165,7 +165,7 @@ _CORE_ARGUMENTS = (
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
     "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
     "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type", "mtp_num_layers",
+    "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "position_embedding_type",
     "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",

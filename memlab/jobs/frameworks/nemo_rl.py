@@ -40,6 +40,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     ENDS,
+    EXTRA,
     FUSIONS,
     LAYERS,
     MISSING,
@@ -111,6 +112,7 @@ KEYS = (
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
+    *under(_MEGATRON, EXTRA),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
@@ -159,8 +161,7 @@ KEYS = (
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm",
-    "moe_shared_expert_overlap", "moe_token_dispatcher_type", "mtp_num_layers",
-    "transformer_impl",
+    "moe_shared_expert_overlap", "moe_token_dispatcher_type", "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
 _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")

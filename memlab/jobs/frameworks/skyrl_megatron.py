@@ -27,6 +27,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
     COMPUTE,
+    EXTRA,
     LAYERS,
     MISSING,
     MISSING_OPTIMIZER,
@@ -49,6 +50,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
             prefix,
             (key for key in LAYERS if key.field in ("moe_router_score_function", "moe_router_enable_expert_bias")),
         ),
+        *under(prefix, EXTRA),
         *under(
             transformer,
             (CHUNKS, *LAYERS, *TRANSFORMER),
@@ -86,7 +88,7 @@ def complete_skyrl_adapters(reading: Reading, section: str, megatron: str) -> No
 
 _BESIDE = (
     "moe_token_dispatcher_type", "moe_grouped_gemm",
-    "moe_enable_routing_replay", "mtp_num_layers",
+    "moe_enable_routing_replay",
 )  # fmt: skip
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
 

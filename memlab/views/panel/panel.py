@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from typing import Any
+from typing import Any, overload
 
 import ipywidgets
 
 from memlab.views.panel.lab_protocol import LabLike
+from memlab.views.panel.opening import Opening
 from memlab.views.panel.preset_choice import PresetChoice
 from memlab.views.panel.run_bar import RunBar
 from memlab.views.panel.runs_view import RunsView, text_twin
@@ -42,7 +43,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.training_state = StateControls(self.state)
         self.what_if = WhatIf(self.state)
         self.search = SearchView(SearchState(self.state, what_if=self.what_if))
-        self.run_bar = RunBar(self.state, self.what_if, self.search.toggle)
+        self.run_bar = RunBar(self.state, self.what_if, self.search.alone, self.search.toggle)
         self.presets = PresetChoice(self.state, self.search.state)
         self.timeline = TimelineView(self.state)
         self.table_toggle = ipywidgets.ToggleButton(description="Text table", tooltip="The chart's numbers as text")
@@ -53,6 +54,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         scenario = lab.scenario
         ranks = scenario.layout.world_size
         where = f"{ranks} ranks ({scenario.layout}), {lab.backend.name}" if ranks > 1 else lab.backend.name
+        where = where if scenario.engine == "megatron" else f"{where}, {scenario.engine}"
         title = html.escape(f"{scenario.architecture.name}, {scenario.num_layers} layers, on {where}")
         heading = ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>")
         controls = ipywidgets.VBox([heading, self.presets.box, self.controls.box, self.training_state.box])
@@ -120,20 +122,35 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table.value = f'<pre tabindex="0">{text}</pre>'
 
 
-def panel(lab: LabLike, *, predict: bool = True) -> Panel:
+@overload
+def panel(lab: None = None, *, predict: bool = True) -> Opening: ...
+@overload
+def panel(lab: LabLike, *, predict: bool = True) -> Panel: ...
+def panel(lab: LabLike | None = None, *, predict: bool = True) -> Panel | Opening:
     """Shows a lab's memory settings as controls, with its runs. As the last expression of a cell it shows itself.
+
+    Without a lab, a row of controls opens one: the model, the engine, the versions, and LoRA.
 
     Panels of labs that have been closed are removed, from their cells too: each would keep its lab and all timelines,
     and a page that is loaded again waits for the widgets of all panels of the kernel.
 
     Args:
-        lab: An open lab. Steps that cells took are in the table too.
+        lab: An open lab. Steps that cells took are in the table too. None asks for a model first.
         predict: Whether the panel predicts each change of a control at first; its switch changes this later. Next to a
             live lab, another process predicts; a simulated lab takes the step at once.
 
     Returns:
         The same panel for the same lab, so that a cell that runs again shows the panel that it showed.
     """
+    if lab is None:
+        from memlab.lab.lab import Lab  # with torch, which the panel of an open lab has already
+
+        def panel_inside(opened: Lab) -> Panel:
+            made = panel(opened, predict=False)
+            made.what_if.is_on = predict  # a panel that a cell does not show by itself does not turn it on
+            return made
+
+        return Opening(panel_inside, Lab)
     for other in [other for other in _panels.values() if other.state.lab.closed and other.state.lab is not lab]:
         other.close()
     shown = _panels.get(id(lab))

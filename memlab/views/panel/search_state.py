@@ -163,7 +163,7 @@ class SearchState(traitlets.HasTraits):
         """
         with self._state.lock:
             if self.found is None:
-                self.notice = "There is no search result: press Each setting alone, or Combinations, first."
+                self.notice = "There is no search result: press What saves most?, or Combinations, first."
                 return
             if number is None:
                 self._state.notice = "Another search ended before your click arrived: click again."

@@ -26,14 +26,14 @@ class SearchView:
         self.state = state
         self.toggle = ipywidgets.ToggleButton(description="Find settings")
         self.toggle.tooltip = "Which settings save most, which fit a limit, and the extra work that each costs"
+        self.alone = ipywidgets.Button(description="What saves most?")
+        self.alone.tooltip = "Predicts each setting alone: which one saves most, and the extra work that it costs"
         on_cpu = not KINDS[state.backend].has_allocator
         self.limit = ipywidgets.Text(
             description="memory limit" if on_cpu else "limit for torch", continuous_update=False
         )
         self.limit.style.description_width = "initial"
         self.limit.tooltip = "The most that a step may need, such as 40 MiB or 76 GiB"
-        self.alone = ipywidgets.Button(description="Each setting alone")
-        self.alone.tooltip = "Which single setting saves most, and the extra work that each costs"
         self.search = ipywidgets.Button(description="Combinations")
         self.search.tooltip = "Which combinations of settings fit, and which of them need the least extra work"
         self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search, and shows what it has found")
@@ -47,9 +47,13 @@ class SearchView:
         self.answer, self.table = (FoundTable(state.take, state.lock) for _ in range(2))
         self.chart: ChartWidget | None = None
         self._num_found = 0
-        self._bar = ipywidgets.Box([self.limit, self.alone, self.search, self.stop, self.status])
+        self._bar = ipywidgets.Box([self.limit, self.search, self.stop, self.status])
         self.box = self._section = ipywidgets.VBox([self._bar, self.answer, self.what, self.table])
-        names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
+        names = {
+            "search-toggle": self.toggle,
+            "search-limit": self.limit,
+            "search-start": self.search,
+        }
         names |= {
             "search-alone": self.alone,
             "search-stop": self.stop,
@@ -63,7 +67,7 @@ class SearchView:
         self.toggle.observe(lambda change: state.set_trait("is_open", change["new"]), names=["value"])
         self.limit.observe(lambda change: state.set_trait("limit", change["new"]), names=["value"])
         self.search.on_click(lambda _: state.start())
-        self.alone.on_click(lambda _: state.start(alone=True))
+        self.alone.on_click(lambda _: self._ask_what_saves_most())
         self.stop.on_click(lambda _: state.stop())
         # Each part of the page is written only when its own part of the state changes. Otherwise the progress of a
         # search would overwrite what the user has entered and what has not reached the state yet.
@@ -74,6 +78,10 @@ class SearchView:
         state.observe(lambda _: self._show_found(), names=["found"])
         for show in (self._show_limit, self._show_section, self._show_progress):
             show()
+
+    def _ask_what_saves_most(self) -> None:
+        self.state.is_open = True
+        self.state.start(alone=True)
 
     def _show_limit(self) -> None:
         self.limit.value = self.state.limit
@@ -98,7 +106,7 @@ class SearchView:
         suggested = f" The suggested limit is {source}." if source else ""
         kept = html.escape(self.state.kept, quote=False)
         self.what.value = (
-            "<b>Each setting alone</b> predicts single changes, which takes seconds. <b>Combinations</b> predicts "
+            "<b>What saves most?</b> predicts single changes, which takes seconds. <b>Combinations</b> predicts "
             "settings that are changed together, which takes up to a few minutes. It lists every combination that no "
             "other one matches or beats in all three: peak, recomputed FLOPs and bytes copied to the host."
             f"{suggested} Both take this from the controls and do not change it: {kept}. Both predict "

@@ -17,6 +17,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.build import LiveModel, release_optimizer, take_apart
@@ -26,6 +27,8 @@ from memlab.engines.megatron.retention.fp8_caches import fp8_caches
 from memlab.live_objects import instances_of
 
 _ROPES = (RotaryEmbedding, YarnRotaryEmbedding)
+_FIRST_SCALE = MTPLossAutoScaler.main_loss_backward_scale
+"""Megatron's own, on the host, until a step replaces it."""
 
 
 def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
@@ -54,6 +57,10 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     # transformer/moe/moe_utils.py
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
     yield from auxiliary_losses()
+    # transformer/multi_token_prediction.py
+    yield from _tensors_in(MTPLossLoggingHelper.tracker)
+    if live.config.mtp_num_layers is not None:
+        yield from _tensors_in({"scale": MTPLossAutoScaler.main_loss_backward_scale})
     yield from transformer_engine_caches.tensors()
 
 
@@ -71,6 +78,7 @@ def empty_caches_of_steps() -> None:
     _forget_angles()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     forget_auxiliary_losses()
+    _forget_losses_of_extra_layers()
     parallel_state.get_global_memory_buffer().buffer.clear()
     transformer_engine_caches.forget_causal_masks()
     transformer_engine_caches.forget_unused_gradients()
@@ -124,6 +132,7 @@ def _holders_of_a_model() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "the caches of angles of RotaryEmbedding.forward and YarnRotaryEmbedding.forward", _forget_angles
     yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     yield "the log of auxiliary losses", forget_auxiliary_losses
+    yield "the losses of multi-token prediction and their scale", _forget_losses_of_extra_layers
     yield "the offload manager's buffers", offload_manager.forget
     yield "random states", _forget_random_states
     for name, _, empty in transformer_engine_caches.caches():
@@ -134,6 +143,11 @@ def _holders_of_a_model() -> Iterator[tuple[str, Callable[[], object]]]:
 def _forget_angles() -> None:
     for rope in _ROPES:
         rope.forward.cache_clear()
+
+
+def _forget_losses_of_extra_layers() -> None:
+    MTPLossLoggingHelper.tracker.clear()
+    MTPLossAutoScaler.main_loss_backward_scale = _FIRST_SCALE
 
 
 def _empty_dispatchers() -> None:
