@@ -32,7 +32,13 @@ def transformers_config(model: Architecture) -> Any:
         "head_dim": model.kv_channels,
         "vocab_size": model.vocab_size,
         "rms_norm_eps": model.layernorm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": model.rotary_base,
+            "partial_rotary_factor": model.rotary_percent,
+        },
+        "attention_bias": model.family == "glm4_moe",
+        "use_qk_norm": model.qk_layernorm,
         "tie_word_embeddings": model.share_embeddings_and_output_weights,
         "pad_token_id": 0,
     }
@@ -48,7 +54,7 @@ def transformers_config(model: Architecture) -> Any:
 def routing_sizes(model: Architecture) -> dict[str, Any]:
     """Returns the fields of a config with experts and shared experts."""
     shared, width = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size
-    experts = "n_routed_experts" if model.multi_latent_attention else "num_experts"
+    experts = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts"}.get(model.family, "n_routed_experts")
     return {
         experts: model.num_moe_experts,
         "num_experts_per_tok": model.moe_router_topk,
@@ -148,7 +154,7 @@ def expert_weights(state: dict[str, torch.Tensor], model: Architecture, of: str)
         weights[f"mlp.experts.linear_fc1.weight{expert}"] = state[f"{of}mlp.experts.gate_up_proj"][expert]
         weights[f"mlp.experts.linear_fc2.weight{expert}"] = state[f"{of}mlp.experts.down_proj"][expert]
     if model.moe_shared_expert_intermediate_size:
-        shared = "mlp.shared_experts" if model.multi_latent_attention else "mlp.shared_expert"
+        shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
         rows = [state[f"{of}{shared}.{name}_proj.weight"] for name in ("gate", "up")]
         weights["mlp.shared_experts.linear_fc1.weight"] = torch.cat(rows)
         weights["mlp.shared_experts.linear_fc2.weight"] = state[f"{of}{shared}.down_proj.weight"]
@@ -180,15 +186,15 @@ def largest_difference(model: Architecture) -> tuple[float, float]:
 def main() -> None:
     """Prints both tables."""
     for model in ARCHITECTURES.values():
-        is_counted = not model.routes or model.moe_shared_expert_intermediate_size
-        if not is_counted or model.family == "phi3" or model.name.endswith("-tiny"):
+        if model.family in ("phi3", "qwen3_moe", "gpt2") or model.name.endswith("-tiny"):
             continue
         with torch.device("meta"):
             counted = AutoModelForCausalLM.from_config(transformers_config(model)).num_parameters()
         print(
             f"{model.name}: {counted:,}{'' if counted == model.num_parameters else f', not {model.num_parameters:,}'}"
         )
-    tiny = [ARCHITECTURES[f"{name}-tiny"] for name in ("llama-3", "qwen3-dense", "qwen2.5")]
+    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5")
+    tiny = [ARCHITECTURES[f"{name}-tiny"] for name in names]
     deepseek, qwen_moe = ARCHITECTURES["deepseek-tiny"], ARCHITECTURES["qwen2-moe-tiny"]
     # Without the scaling of angles, whose factors memlab leaves at Megatron's own.
     deepseek = replace(deepseek, rope_type="rope")

@@ -195,6 +195,61 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 5632,
         "moe_shared_expert_gate": True,
     },
+    # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json, and likewise
+    "mixtral-8x7b": {
+        **_MOE,
+        "qk_layernorm": False,
+        "layernorm_epsilon": 1e-5,
+        "moe_aux_loss_coeff": 0.02,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 14336,
+    },
+    "glm-4.5-air": {
+        **_MOE,
+        **_NO_AUX,
+        "qk_layernorm": False,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-5,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 10944,
+        "num_attention_heads": 96,
+        "num_query_groups": 8,
+        "num_moe_experts": 128,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_intermediate_size": 1408,
+        "moe_router_num_groups": 1,
+        "moe_router_group_topk": 1,
+        "moe_layer_freq": (0,) + (1,) * 45,
+    },
+    # The angles are those of rope: how they are scaled changes no tensor's size.
+    "gpt-oss-20b": {
+        **_MOE,
+        "qk_layernorm": False,
+        "kv_channels": 64,
+        "layernorm_epsilon": 1e-5,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "add_bias_linear": True,
+        "bias_dropout_fusion": False,
+        "softmax_type": "learnable",
+        "window_size": (127, 0),
+        "window_attn_skip_freq": 2,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "hidden_size": 2880,
+        "ffn_hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_query_groups": 8,
+        "num_moe_experts": 32,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 2880,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -222,6 +277,9 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {"vocab_size": 102400},
     "deepseek-v3": {"vocab_size": 129280},
     "qwen1.5-moe-a2.7b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "mixtral-8x7b": {"vocab_size": 32000, "rotary_base": 1000000},
+    "glm-4.5-air": {"vocab_size": 151552, "rotary_base": 1000000, "rotary_percent": 0.5},
+    "gpt-oss-20b": {"vocab_size": 201088, "rotary_base": 150000},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -283,7 +341,8 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, MOONLIGHT, LITE, V3, QWEN_MOE = MODELS
+QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
+MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS = _OF_EXPERTS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -360,7 +419,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
     yield from latent_attention(of)
-    yield from shared_experts_and_routers(of)
+    yield from chain(shared_experts_and_routers(of), families_of_experts(of))
     yield from adapters(of)
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of))
@@ -384,7 +443,25 @@ def jobs() -> Iterator[Job]:
 
 
 FEW_EXPERTS = {"num_moe_experts": 16}
+EXTRA = {"mtp_num_layers": 1}
 V3_OF_TWO_LAYERS = {"num_moe_experts": 32, "moe_layer_freq": (0, 1)}
+
+
+def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with further families of experts, multi-token prediction, sinks and windows."""
+    alone, some_experts = "one rank", {"num_moe_experts": 32}
+    yield from of(GLM, 3, alone, {}, FULL, *map(recompute, ("shared_experts", "moe_act", "layernorm")), EXPERTS,
+                  ATTENTION, config=some_experts)  # fmt: skip
+    yield from of(GLM, 3, alone, {}, FULL, config=some_experts | EXTRA)
+    yield from of(MIXTRAL, 2, alone, {}, FULL, *map(recompute, ("moe_act", "moe", "core_attn")), EXPERTS, ATTENTION)
+    yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS | {"mtp_num_layers": 2})
+    yield from of(MOONLIGHT, 3, alone, num_microbatches=3, config=FEW_EXPERTS | EXTRA)
+    yield from of(QWEN, 2, alone, ATTENTION, recompute("core_attn"), recompute("moe"), config=EXTRA)
+    yield from of(PHI, 2, alone, {}, FULL, recompute("mlp"), config=EXTRA)
+    for parts in ({"softmax_type": "learnable"}, {"window_size": (127, 0), "window_attn_skip_freq": 2}):
+        yield from of(LLAMA_1B, 4, alone, {}, FULL, config=parts)
+    yield from of(GPT_OSS, 2, alone, {}, FULL, *map(recompute, ("moe_act", "core_attn")), EXPERTS)
+    yield from of(GPT_OSS, 2, alone, state=UNFUSED_ACTIVATION)
 
 
 def latent_attention(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -515,6 +592,22 @@ OF_ATTENTION = ("linear_qkv", "linear_proj")
 OF_MLP = ("linear_fc1", "linear_fc2")
 
 
+def lora_of_ms_swift(rank: int, *targets: str, dropout: float = 0.05) -> dict[str, Any]:
+    """Returns the fields of ms-swift's adapters, with its permutation of tokens."""
+    state = lora(rank, *targets, dropout=dropout, library="mcore_bridge", enable_input_require_grads=True)
+    return state | FUSED_GRADIENTS | {"moe_permute_fusion": False}
+
+
+def adapters_of_ms_swift(of: Callable[..., Iterator[Job]], layouts: tuple[str, ...]) -> Iterator[Job]:
+    """Yields jobs that train ms-swift's adapters: of a dense model, and one for each expert."""
+    for layout in layouts:
+        if "EP" not in layout:
+            yield from of(LLAMA, 2, layout, {}, FULL, state=lora_of_ms_swift(8))
+        if "TP" not in layout:
+            yield from of(QWEN, 2, layout, {}, FULL, state=lora_of_ms_swift(8))
+    yield from of(QWEN, 2, layouts[0], state=lora_of_ms_swift(32, *OF_ATTENTION, dropout=0.0))
+
+
 def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of one rank that train adapters."""
     alone = "one rank"
@@ -537,6 +630,7 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(model, 2, alone, {}, state=lora(16) | FUSED_GRADIENTS)
         yield from of(model, 2, alone, {}, state=lora(16) | LOW_PRECISION)
         yield from of(model, 2, alone, {}, state=lora(16) | UNFUSED_ACTIVATION)
+    yield from adapters_of_ms_swift(of, (alone,))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -549,6 +643,7 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(8) | {"moe_permute_fusion": False})
     yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
     yield from of(LLAMA, 4, "CP2", state=lora(16))
+    yield from adapters_of_ms_swift(of, ("EP2 DP2", "TP2"))
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -40,6 +40,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -187,13 +188,13 @@ def transformer_config(job: Job) -> TransformerConfig:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
+        "bias_dropout_fusion": True,
         **MODELS[job.model],
         **sizes,
         "num_layers": job.num_layers,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": True,
-        "bias_dropout_fusion": True,
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
@@ -209,6 +210,9 @@ def transformer_config(job: Job) -> TransformerConfig:
     }
     is_gated = values["gated_linear_unit"]
     values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
+    if "glu_linear_offset" in values:
+        # The object that the config compares with: memlab's stand-ins replace compiled functions.
+        values["activation_func"] = importlib.import_module(TransformerConfig.__module__).quick_gelu
     if "attention_backend" in values:
         values["attention_backend"] = AttnBackend[values["attention_backend"]]
     if "moe_layer_freq" in values:
@@ -254,7 +258,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         for layer in model.decoder.layers if is_frozen else ():
             layer.mlp.router.weight.requires_grad = False
         if adapters:
-            add_adapters(model, adapters)
+            add = add_adapters_of_ms_swift if adapters.get("lora_library") == "mcore_bridge" else add_adapters
+            add(model, adapters)
         model = Float16Module(config, model.cuda())
         chunks.append(
             DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
@@ -284,8 +289,7 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
     blocks = SimpleNamespace(HybridStack=type("HybridStack", (), {}))
     sys.modules.setdefault("megatron.core.models.hybrid.hybrid_block", blocks)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
-        sys.modules.setdefault("transformer_engine.pytorch", SimpleNamespace(ops=SimpleNamespace(Sequential=object)))  # type: ignore[arg-type]
-        sys.modules.setdefault("transformer_engine", SimpleNamespace(pytorch=sys.modules["transformer_engine.pytorch"]))  # type: ignore[arg-type]
+        stand_in_for_transformer_engine()
         layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
         utils = importlib.import_module("megatron.bridge.peft.utils")
         utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
@@ -300,6 +304,49 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
     lora = importlib.import_module("megatron.bridge.peft.lora")
     values = {name.removeprefix("lora_"): value for name, value in options.items()}
     lora.LoRA(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
+
+
+def stand_in_for_transformer_engine() -> None:
+    """Lets packages import Transformer Engine in a rehearsal."""
+    engine = SimpleNamespace(ops=SimpleNamespace(Sequential=object))
+    sys.modules.setdefault("transformer_engine.pytorch", engine)  # type: ignore[arg-type]
+    sys.modules.setdefault("transformer_engine", SimpleNamespace(pytorch=engine))  # type: ignore[arg-type]
+
+
+def add_adapters_of_ms_swift(model: GPTModel, options: dict[str, Any]) -> None:
+    """Freezes a model chunk, and adds the adapters of mcore-bridge to it, which ms-swift trains.
+
+    Of its package, 1.6.5, the folder ``tuners`` needs to be there, and what that imports of peft and transformers. A
+    rehearsal lets its code take memlab's stand-ins for the classes of Transformer Engine.
+    """
+    if not torch.cuda.is_available():
+        stand_in_for_transformer_engine()
+    lora = importlib.import_module("mcore_bridge.tuners.lora")
+    if not torch.cuda.is_available():
+        layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
+        lora.TELinear, lora.TEGroupedLinear = layers.TorchLinear, layers.TorchGroupedLinear
+        lora.TEColumnParallelLinear, lora.TERowParallelLinear = layers.TorchColumnLinear, layers.TorchRowLinear
+        lora.TELayerNormColumnParallelLinear = layers.TorchNormLinear
+        lora.TEColumnParallelGroupedLinear = layers.TorchGroupedLinear
+        lora.TERowParallelGroupedLinear = layers.TorchGroupedRowLinear
+        lora._is_replicated_base, lora.is_expert_layer = lambda _: False, lambda base: hasattr(base, "num_gemms")
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    targets = options.get("lora_target_modules", ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    for name, linear in [one for one in model.named_modules() if one[0].rpartition(".")[2] in targets]:
+        owner, _, own = name.rpartition(".")
+        if not torch.cuda.is_available():
+            linear.out_features, linear.in_features = next(each for each in linear.parameters() if each.dim() > 1).shape
+            linear.config = model.config
+        values = {
+            "r": options["lora_rank"],
+            "lora_alpha": options["lora_rank"],
+            "lora_dropout": options["lora_dropout"],
+        }
+        setattr(model.get_submodule(owner), own, lora.LoraParallelLinear(linear, "default", **values))
+    # ``enable_input_require_grads`` of transformers, which ms-swift calls.
+    if hasattr(model, "embedding"):
+        model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True))
 
 
 def take_step(job: Job, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
@@ -449,6 +496,8 @@ def release(chunks: list[Any], optimizer: Any) -> None:
     YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     parallel_state.get_global_memory_buffer().buffer.clear()
     FineGrainedActivationOffloadingInterface.reset_instance()
     for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets them, and refuses a model with another backend

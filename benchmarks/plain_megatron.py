@@ -173,7 +173,7 @@ def summary(job: Job, row: dict[str, Any]) -> str:
 def predict(path: Path, at_once: int) -> None:
     """Predicts each rank of each measured job, and prints the errors."""
     measured = [json.loads(line) for line in path.read_text().splitlines()]
-    predicted = [row for row in measured if "ranks" in row]
+    predicted = [row for row in measured if "ranks" in row and not unknown_parts(row)]
     pairs = [(row, rank) for row in predicted for rank in range(len(row["ranks"]))]
     heads = ("job", "rank", "start GiB", "error", "peak GiB", "predicted", "error", "reserved GiB", "error")
     heads += ("outside torch GiB", "stated")
@@ -184,6 +184,8 @@ def predict(path: Path, at_once: int) -> None:
     for row in measured:
         if "error" in row:
             print(f"\n{row['name']} failed: {row['error']}")
+        elif unknown_parts(row):
+            print(f"\n{row['name']} is not predicted: memlab does not have {', '.join(unknown_parts(row))}")
     print_outside_torch([rank for row in measured for rank in row.get("ranks", ()) if rank["first_uses"]])
 
 
@@ -229,6 +231,16 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
         f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{'' if inside else ', wrong'}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def unknown_parts(job: dict[str, Any]) -> list[str]:
+    """Names what of a measured job memlab does not have: its model, or fields of Megatron's config."""
+    from memlab.config.architectures import ARCHITECTURES
+
+    if job["model"] not in ARCHITECTURES:
+        return [job["model"]]
+    known = (*type(ARCHITECTURES[job["model"]]).__slots__, *_OPTIONS_OF_STATE, "moe_router_bias_update_rate")
+    return [name for name in job["config"] if name not in known]
 
 
 def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:

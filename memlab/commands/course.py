@@ -15,6 +15,16 @@ from memlab.lab_files import labs_folder
 _LINKED = ("*.md", "results", "book/*.md", "pictures", "slurm_profile", "teaching")
 """What the labs link to and read."""
 
+_NBGRADER_FILE = "nbgrader_config.py"
+_NBGRADER = """\
+c = get_config()  # nbgrader defines it, and reads this file in the folder in which it is started
+c.CourseDirectory.course_id = "memlab"
+c.CourseDirectory.source_directory = "."  # the folder student is the assignment "student"
+c.ClearSolutions.enabled = False  # it would also remove the lines that students change
+c.ExecutePreprocessor.timeout = 600  # seconds for a cell
+"""
+"""For nbgrader 0.9, with which it was tried."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
@@ -55,6 +65,7 @@ def _write(source: Path, folder: Path, requirement: str | None, *, runs: bool) -
         (folder / name).mkdir(parents=True, exist_ok=True)
     for plan in sorted((source / "teaching").glob("*.md")):
         shutil.copy(plan, folder)
+    (folder / _NBGRADER_FILE).write_text(_NBGRADER, encoding="utf-8")
     num_failed = 0
     for path in sorted(source.glob("*.ipynb")):
         lab = read_notebook(path)

@@ -29,7 +29,7 @@ from memlab.config.validation import (
 
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
-    "kimi_k2", "gpt2",
+    "kimi_k2", "glm4_moe", "gpt2",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -307,6 +307,16 @@ _QWEN2_MOE: dict[str, Any] = {
     "family": "qwen2_moe", "kv_channels": 128, "rotary_base": 1e6, "layernorm_epsilon": 1e-6, "add_qkv_bias": True,
     "moe_router_pre_softmax": True, "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3,
 }  # fmt: skip
+_MIXTRAL: dict[str, Any] = {
+    "family": "mixtral", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 32000, "rotary_base": 1e6,
+    "layernorm_epsilon": 1e-5, "num_moe_experts": 8, "moe_router_topk": 2,
+}  # fmt: skip
+_GLM: dict[str, Any] = {
+    "family": "glm4_moe", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 151552, "rotary_base": 1e6,
+    "rotary_percent": 0.5, "layernorm_epsilon": 1e-5, "add_qkv_bias": True, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_num_groups": 1, "moe_router_group_topk": 1,
+    "moe_router_topk": 8, "moe_aux_loss_coeff": 1e-3,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128, "kv_channels": 128, "qk_layernorm": True, "moe_aux_loss_coeff": 1e-3,
@@ -399,6 +409,19 @@ ARCHITECTURES: dict[str, Architecture] = {
              moe_router_topk=8, moe_ffn_hidden_size=2560, moe_shared_expert_intermediate_size=20480, **_QWEN2_MOE),
         _row("qwen2-moe-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64,
              moe_shared_expert_intermediate_size=128, **(_QWEN2_MOE | _TINY)),
+        # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json, and likewise
+        _row("mixtral-8x7b", 32, 4096, 14336, 32, moe_ffn_hidden_size=14336, moe_aux_loss_coeff=0.02, **_MIXTRAL),
+        _row("mixtral-8x22b", 56, 6144, 16384, 48, moe_ffn_hidden_size=16384, moe_aux_loss_coeff=1e-3, **_MIXTRAL),
+        _row("mixtral-tiny", 4, 128, 64, 4, moe_ffn_hidden_size=64, moe_aux_loss_coeff=0.02, **(_MIXTRAL | _TINY)),
+        # https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json, and likewise
+        _row("glm-4.5", 92, 5120, 12288, 96, num_moe_experts=160, moe_ffn_hidden_size=1536, qk_layernorm=True,
+             moe_shared_expert_intermediate_size=1536, moe_layer_freq=_after(3, 92), moe_router_topk_scaling_factor=2.5,
+             **_GLM),
+        _row("glm-4.5-air", 46, 4096, 10944, 96, num_moe_experts=128, moe_ffn_hidden_size=1408,
+             moe_shared_expert_intermediate_size=1408, moe_layer_freq=_after(1, 46), **_GLM),
+        _row("glm-4.5-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64, qk_layernorm=True,
+             moe_shared_expert_intermediate_size=64, moe_layer_freq=_after(1, 4), moe_router_topk_scaling_factor=2.5,
+             **(_GLM | _TINY | {"moe_router_topk": 2})),
         # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json, and likewise. (How the angles of
         # these models are scaled changes no tensor's size: Megatron's own factors are applied here.)
         _row("deepseek-v2-lite", 27, 2048, 10944, 16, num_query_groups=16, num_moe_experts=64, moe_ffn_hidden_size=1408,
@@ -438,6 +461,9 @@ HUGGING_FACE_NAMES = {
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
+    **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
+    "glm-4.5": "zai-org/GLM-4.5",
+    "glm-4.5-air": "zai-org/GLM-4.5-Air",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "deepseek-v2": "deepseek-ai/DeepSeek-V2",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
@@ -457,6 +483,8 @@ HUGGING_FACE_NAMES = {
 SAME_SIZES = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
     **dict.fromkeys(("deepseek-r1", "deepseek-v3-0324", "deepseek-v3.1", "deepseek-r1-0528"), "deepseek-v3"),
+    **dict.fromkeys(("mixtral-8x7b-v0.1", "mixtral-8x7b-instruct-v0.1"), "mixtral-8x7b"),
+    "mixtral-8x22b-v0.1": "mixtral-8x22b",
     "deepseek-coder-v2-lite": "deepseek-v2-lite",
     "deepseek-coder-v2": "deepseek-v2",
     **{f"kimi-k2-instruct{date}": "kimi-k2" for date in ("", "-0905")},

@@ -21,6 +21,12 @@ class ModelType:
     """None divides the hidden size by the attention heads."""
     qk_layernorm: bool = False
     add_qkv_bias: bool = False
+    qk_norm_field: str = ""
+    """The field that says whether queries and keys are normalised, if one does."""
+    qkv_bias_field: str = ""
+    """The field that says whether queries, keys and values have biases, if one does and other matrices have none."""
+    rotary_percent: float = 1.0
+    """The share of the channels that is rotated, where the field is left out."""
     uses_window: bool = True
     """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
     experts: Literal["own width", "width of the MLP"] | None = None
@@ -70,6 +76,10 @@ class ConfigJson:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {shortened(value)}, must be true or false: correct it")
         return value
+
+    def says(self, name: str) -> bool:
+        """Whether a field that may be left out says so; False without a name."""
+        return bool(name) and self.flag(name, default=False)
 
     def _field(self, name: str, default: Any) -> Any:
         if default is None and name not in self.values:

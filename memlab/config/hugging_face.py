@@ -22,6 +22,15 @@ _MODEL_TYPES = {
     "qwen2_moe": ModelType(
         num_key_value_heads=16, add_qkv_bias=True, uses_window=False, experts="own width", shared_expert_gate=True
     ),
+    "glm4_moe": ModelType(
+        num_key_value_heads=8,
+        qkv_bias_field="attention_bias",
+        qk_norm_field="use_qk_norm",
+        rotary_percent=0.5,
+        experts="own width",
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
     "deepseek_v2": ModelType(experts="own width", qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
@@ -56,7 +65,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
     base = ConfigJson(rope).number("rope_theta", default=10000.0)
-    share = ConfigJson(rope).number("partial_rotary_factor", default=1.0)
+    share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     read: dict[str, Any] = {
         "family": name,
         "num_layers": fields.whole("num_hidden_layers"),
@@ -85,9 +94,11 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
         if name in config and config[name] not in values:
             raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
     for name in ("attention_bias", "qkv_bias", "mlp_bias"):
-        is_known = name == "qkv_bias" and kind.add_qkv_bias
+        is_known = (name == "qkv_bias" and kind.add_qkv_bias) or name == kind.qkv_bias_field
         if fields.flag(name, default=False) and not is_known:
-            raise ValueError(f"{name} true is not supported: of biases, memlab has those of Qwen2's attention only")
+            raise ValueError(
+                f"{name} true is not supported: of biases, memlab has those of Qwen2's and GLM's attention only"
+            )
     longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
     is_whole = is_whole_number(longest) and is_whole_number(window, at_least=int(longest or 0))
     if window is not None and not is_whole and fields.flag("use_sliding_window", default=kind.uses_window):

@@ -16,6 +16,7 @@ from memlab.config.parts.part import Weight
 from memlab.config.validation import RuleError, shortened
 
 DropoutPosition = Literal["pre", "post"]
+Library = Literal["megatron_bridge", "mcore_bridge"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears that adapters can be added to."""
 _ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
@@ -56,10 +57,16 @@ class LoRA:
     )
     """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
     ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
-    share_expert_adapters: bool = option(
-        True, "give the experts of a rank one adapter for each of their linears, not one each", **_WITHOUT_CONTROL
+    library: Library = option(
+        "megatron_bridge",
+        "whose adapters they are: Megatron-Bridge's, one for all experts of a rank (default megatron_bridge), or "
+        "ms-swift's, one for each expert (mcore_bridge)",
+        **_WITHOUT_CONTROL,
     )
-
+    """Those of Megatron-Bridge consist of Megatron-Core's linears. Its further kinds, such as one adapter for each
+    expert, are not modelled. Those of ms-swift consist of Transformer Engine's. Under tensor parallelism, the former
+    split the first matrix over the ranks and gather its input and its output; the latter have it whole on each rank,
+    and gather its output only (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5)."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
@@ -109,18 +116,22 @@ class LoRA:
         """Returns the two weights of a linear's adapter.
 
         Of the first, tensor parallel ranks share what they share of the linear's: its rows, or its columns. Of the
-        second they always share the rows (``ParallelLinearAdapter`` in ``peft/utils.py``).
+        second they always share the rows (``ParallelLinearAdapter`` in ``peft/utils.py``). Of ms-swift's two, they
+        share only that which has the linear's split side.
 
         Args:
             linear: The linear's weight.
             ranks_of_experts: The expert parallel ranks, each of which has adapters that its experts share.
         """
         name, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts
-        if count and self.share_expert_adapters:
+        if count and self.library == "megatron_bridge":
             count = ranks_of_experts
+        splits: tuple[int | None, int | None] = linear.split, 0
+        if self.library == "mcore_bridge":
+            splits = (None, linear.split) if linear.split == 0 else (linear.split, None)
         return (
-            Weight(f"{name}.adapter.linear_in.weight", (self.rank, inputs), linear.split, count),
-            Weight(f"{name}.adapter.linear_out.weight", (outputs, self.rank), 0, count),
+            Weight(f"{name}.adapter.linear_in.weight", (self.rank, inputs), splits[0], count),
+            Weight(f"{name}.adapter.linear_out.weight", (outputs, self.rank), splits[1], count),
         )
 
 

@@ -262,17 +262,17 @@ class Scenario:
             ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
             ("expert_tensor_parallel_size", of_experts),
         ):
-            if lora.rank % ranks:
+            if lora.rank % ranks and lora.library == "megatron_bridge":
                 raise RuleError(
                     f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
                     "whose ranks share the rows of an adapter: choose another",
                     *("lora_rank", name),
                 )
-        if not lora.share_expert_adapters and layout.expert_tensor_size > 1 and self.architecture.routes:
+        if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
-                f"lora_share_expert_adapters is False with expert_tensor_parallel_size {layout.expert_tensor_size}, "
-                "where ms-swift adds no adapters: choose 1, or leave lora_share_expert_adapters out",
-                *("lora_share_expert_adapters", "expert_tensor_parallel_size"),
+                f"lora_library is 'mcore_bridge' with expert_tensor_parallel_size {layout.expert_tensor_size}, where "
+                "mcore-bridge adds no adapters: choose 1, or leave lora_library out",
+                *("lora_library", "expert_tensor_parallel_size"),
             )
 
     def _check_packing(self) -> None:

@@ -35,6 +35,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     """
     _count_ends_as_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
     _count_chunks_in_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
+    _split_fp8(reading)
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
     tensor = values["tensor_model_parallel_size"] or 1
@@ -71,6 +72,20 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         return Layout(**sizes, data_parallel_size=world_size // per_copy)
     except RuleError as error:
         raise CannotStartError(str(error), *error.fields) from error
+
+
+def _split_fp8(reading: Reading) -> None:
+    """Notes that a job in FP8 keeps whole sequences between matrices, which memlab splits there."""
+    tensor = reading.values.get("tensor_model_parallel_size") or 1
+    if reading.values.get("sequence_parallel") is False and tensor > 1 and reading.values.get("fp8_format"):
+        one = next(one for one in reading.taken if one.field == "sequence_parallel")
+        reading.miss(
+            one.key,
+            "more",
+            f"without it, norms and residuals keep whole sequences on each of the {tensor} tensor parallel ranks; "
+            "memlab splits them in FP8",
+        )
+        reading.values["sequence_parallel"] = True
 
 
 def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:

@@ -79,6 +79,8 @@ class Entries:
     program: Entry | None = None
     """The Python program that a script's command starts, such as ``pretrain_gpt.py``; None where none is named.
     Of a command with overrides, the module that takes its own configuration."""
+    recipe: str = ""
+    """Where the values of the recipe that a job names come from; empty where it names none that memlab can read."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a script sets, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
+from memlab.jobs.bridge_package import is_recipe_file, read_recipe_file
 from memlab.jobs.entries import UNKNOWN, Entries, Entry, Line, NoJobError, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import (
@@ -58,7 +59,14 @@ def read_file(
     Raises:
         ValueError: If it cannot be read, is larger than any real one, or is none of the known formats.
     """
-    path = _file_of(path)
+    if is_recipe_file(path):
+        return format_name or "bridge", read_recipe_file(path)
+    return _read_text(_file_of(path), variables, format_name, arguments)
+
+
+def _read_text(
+    path: Path, variables: dict[str, str], format_name: str | None, arguments: list[str] | None
+) -> tuple[str, Entries]:
     text, is_whole = _text(path)
     is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
     if arguments is not None and (not is_script or has_argument_block(text)):
@@ -343,7 +351,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     """Takes the overrides of a command over what they override: a configuration or a recipe that it names."""
     _take_configuration(words, path, framework, entries)
     if framework.name == "bridge":
-        read_recipe(words, entries)
+        read_recipe(words, path, entries)
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
     if not any(word.startswith("--config") for word, _ in words):

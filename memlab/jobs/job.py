@@ -29,7 +29,7 @@ from memlab.jobs.building import (
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
-from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS
+from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 
@@ -399,14 +399,15 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
         reading.lacks += [phrase.partition(": ")[2] for phrase in reading.blocked]
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")
-    if name is not None and reading.values.get("hidden_size") is None:
+    if name is not None and missing_sizes(reading.values):
         try:
             found = architecture_named(str(name), reading.path.parent)
         except ValueError:
             reading.lacks.append(f"the model {shortened(name)}")
             raise
-        said = {one.field: one.memlab_value for one in reading.taken if one.place != "default"}
-        return replace(found, **{name: said[name] for name in SAID_OF_LAYERS if said.get(name) is not None})
+        said = {one.field for one in reading.taken if one.place != "default"} - {"num_layers"}
+        own = {name: reading.values.get(name) for name in SAID_OF_MODELS if name in said}
+        return replace(found, **{name: value for name, value in own.items() if value is not None})
     if missing_sizes(reading.values):
         reading.assumed.append("the model")
     return architecture_of(reading.values, reading.path.stem)

@@ -6,9 +6,12 @@ Names: ``scripts/training/run_recipe.py`` (August 2026).
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
+from memlab.jobs.bridge_package import package_around
 from memlab.jobs.entries import Entries, parse_scalar
-from memlab.jobs.frameworks.bridge_recipes import RECIPES
+from memlab.jobs.frameworks.bridge_recipes import RECIPES, VERSION
+from memlab.jobs.python.values import NotFollowedError
 
 _SIZES = {
     "tp": "model.tensor_model_parallel_size",
@@ -31,10 +34,15 @@ _PROGRAM = "run_recipe.py"
 _SWITCHES = ("--deterministic", "--dry-run", "--dry_run", "--dump-env", "--dump_env", "--packed_sequence")
 
 
-def read_recipe(words: list[tuple[str, int]], entries: Entries) -> None:
+def read_recipe(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
     """Adds the values of the recipe that a command names, and over them what its options say.
 
     A model and a mode stand for the recipe ``MODEL_MODE_config``. An option that stands for no key is a key itself.
+
+    Args:
+        words: Of the command.
+        path: The script's file; the recipes of the checkout that it belongs to come before those that are installed.
+        entries: Of the job.
     """
     given: dict[str, tuple[str, int]] = {}
     starts = [index for index, (word, _) in enumerate(words) if word.rpartition("/")[2] == _PROGRAM]
@@ -51,12 +59,28 @@ def read_recipe(words: list[tuple[str, int]], entries: Entries) -> None:
         given["--recipe"] = (f"{model}_{'peft' if mode in _ADAPTERS else mode}_config", line)
     if "--recipe" in given:
         name, line = given["--recipe"]
-        for key, value in RECIPES.get(name, {}).items():
-            entries.add(key, value, line)
-        entries.add("recipe", name, line)
+        _take_recipe(name, line, path, entries)
         mode = given.get("--mode", ("lora" if "_peft_" in name else "", line))[0]
         if mode in _ADAPTERS:
             entries.add("peft", mode, line)
     for option, (value, line) in given.items():
         if option in _OPTIONS:
             entries.add(_OPTIONS[option], parse_scalar(value), line)
+
+
+def _take_recipe(name: str, line: int, path: Path, entries: Entries) -> None:
+    """Adds the values of a recipe, from the package where there is one, else as memlab has them of one version."""
+    package = package_around(path)
+    recipe = None if package is None else package.find(name)
+    if package is not None and recipe is not None:
+        try:
+            for key, entry in package.entries_of(recipe).by_key.items():
+                entries.by_key.setdefault(key, entry) if key == "world_size" else entries.by_key.update({key: entry})
+            entries.recipe = str(package.file_of(recipe))
+        except NotFollowedError as error:
+            entries.warnings.append(f"the recipe {name} cannot be read without running it: {error}")
+    elif name in RECIPES:
+        for key, value in RECIPES[name].items():
+            entries.add(key, value, line)
+        entries.recipe = f"Megatron-Bridge {VERSION}"
+    entries.add("recipe", name, line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +14,7 @@ from memlab.config.architectures import published_architecture
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
 from memlab.jobs.bounds import is_of_inference_engine
+from memlab.jobs.bridge_package import recipes_in
 from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.registry import FRAMEWORKS
@@ -26,6 +27,8 @@ changes at most. ``unbounded``: of something it does not, or it takes a default 
 ``asked``: memlab needs a value that the file does not have. ``refused``: memlab does not have the model, a kind of
 layer, or the engine. ``cannot start``: the framework itself would refuse the job. ``failed``: a fault of memlab."""
 _ENDINGS = frozenset({".sh", ".bash", ".slurm", ".sbatch", ".yaml", ".yml", ".json"})
+_WITH_RECIPES = ("recipes", "perf_recipes")
+"""Folders of Megatron-Bridge whose programs are recipes."""
 _GENERIC = ("enable", "enabled", "mode", "rank", "target", "type", "method", "model", "dtype")
 """Ends of keys that say nothing without their section."""
 _MODEL = re.compile(r"[a-z]+[-_ ]?[\d.]*")
@@ -103,7 +106,7 @@ def survey(
     def note(error: OSError) -> None:
         unreadable[str(Path(error.filename).relative_to(folder))] = f"{error.strerror}: nothing in it was read"
 
-    paths = sorted(_files(folder, note))
+    paths = sorted(_jobs(_files(folder, note)))
     for number, path in enumerate(paths, start=1):
         on_file(number, len(paths))
         name = str(path.relative_to(folder))
@@ -122,10 +125,21 @@ def survey(
     return Survey(folder=str(folder), num_files=len(paths), files=tuple(files), unreadable=unreadable)
 
 
+def _jobs(files: Iterable[Path]) -> Iterator[Path]:
+    """Yields files, and of a file with recipes each recipe."""
+    for file in files:
+        if file.suffix != ".py":
+            yield file
+        else:
+            yield from (file.with_name(f"{file.name}::{name}") for name in recipes_in(file))
+
+
 def _files(folder: Path, unread: Callable[[OSError], None]) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=unread):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if Path(name).suffix in _ENDINGS)
+        has_recipes = not set(Path(parent).parts).isdisjoint(_WITH_RECIPES)
+        endings = {*_ENDINGS, ".py"} if has_recipes else _ENDINGS
+        yield from (Path(parent, name) for name in names if Path(name).suffix in endings)
 
 
 def _surveyed(name: str, job: Job) -> SurveyedFile:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.prediction import Prediction
@@ -99,7 +100,14 @@ class SimulatedSteps:
         return record
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
-        """Implements `Steps.completes`: sends the requests of the step to an allocator with the limit."""
+        """Implements `Steps.completes`: sends the requests of the step to an allocator with the limit.
+
+        The first predicted step of a lab that reserved no more has completed within the limit already, and is not taken
+        again.
+        """
+        is_first = record.step_index == 1 and KINDS[record.backend].is_prediction
+        if is_first and record.peak_reserved_bytes is not None and record.peak_reserved_bytes <= limit_bytes:
+            return True
         if record is not self._last or self.requests is None:
             record = self(record.settings)
         reserved_bytes = record.peak_reserved_bytes

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import MagicMock
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+from traitlets.config import Config
 
 from memlab.cli import main
+from memlab.commands.course import _NBGRADER
 from memlab.course.notebooks import solved_notebook, student_notebook
 from memlab.course.slides import slides_of
 from memlab.regression.suite.notebooks import read_notebook
@@ -53,6 +59,26 @@ def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: 
             exec(lines)  # noqa: S102
 
 
+def test_only_colab_installs_memlab(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, *_ = student_notebook(nbformat.v4.new_notebook(), "https://example.org/memlab.whl").cells
+    shell = MagicMock()
+    code = compile(TransformerManager().transform_cell(install.source), "install", "exec")
+    exec(code, {"get_ipython": lambda: shell})  # noqa: S102  # the lab's own cell
+    assert shell.mock_calls == []
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    exec(code, {"get_ipython": lambda: shell})  # noqa: S102
+    (call,) = shell.run_line_magic.call_args_list
+    assert call.args[0] == "pip" and call.args[1].endswith(
+        "https://download.pytorch.org/whl/cpu 'https://example.org/memlab.whl'"
+    )
+
+
+def test_nbgrader_is_told_to_keep_the_lines_that_students_change() -> None:
+    config = Config()
+    exec(_NBGRADER, {"get_config": lambda: config})  # noqa: S102  # the file that nbgrader runs
+    assert config.ClearSolutions.enabled is False and config.CourseDirectory.source_directory == "."
+
+
 def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
     lab = read_notebook(ROOT / "labs" / "02_recompute.ipynb")
     (step,) = [cell for cell in lab.cells if cell.source.startswith("lab = Lab(")][:1] or [lab.cells[6]]
@@ -88,7 +114,15 @@ def test_the_course_of_a_small_folder_of_labs(
     assert complaint.startswith("02_broken.ipynb failed ") and complaint.endswith("so its slides have text only\n")
     assert (course / "runs" / "01_small" / "notebook.ipynb").is_file()
     assert "Part 1" in (course / "slides" / "02_broken.slides.html").read_text()
-    assert {path.name for path in course.iterdir()} == {"README.md", "student", "solutions", "slides", "binder", "runs"}
+    assert {path.name for path in course.iterdir()} == {
+        "README.md",
+        "student",
+        "solutions",
+        "slides",
+        "binder",
+        "runs",
+        "nbgrader_config.py",
+    }
     wanted = "--extra-index-url https://download.pytorch.org/whl/cpu\nhttps://example.org/memlab.whl\n"
     assert (course / "binder" / "requirements.txt").read_text() == wanted
     assert "https://example.org/memlab.whl" in read_notebook(course / "student" / "01_small.ipynb").cells[0].source

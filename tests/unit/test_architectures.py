@@ -57,6 +57,10 @@ COUNTED_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2-57b-a14b": 57_408_658_944,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "glm-4.5": 352_797_814_784,
+    "glm-4.5-air": 106_852_245_504,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
@@ -208,6 +212,30 @@ DEEPSEEK_V2_LITE = {
     "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "scoring_func": "softmax",
     "topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False,
 }  # fmt: skip
+
+
+def given(config: dict[str, object]) -> dict[str, object]:
+    """Returns a config without the fields of another one that its own family has not."""
+    return {name: value for name, value in config.items() if value is not None}
+
+
+GLM = {
+    "model_type": "glm4_moe", "num_hidden_layers": 92, "hidden_size": 5120, "intermediate_size": 12288,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "vocab_size": 151552, "rms_norm_eps": 1e-5,
+    "num_experts": None, "n_routed_experts": 160, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "attention_bias": True,
+    "use_qk_norm": True,
+}  # fmt: skip
+AIR = GLM | {
+    "num_hidden_layers": 46, "hidden_size": 4096, "intermediate_size": 10944, "n_routed_experts": 128,
+    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+    "num_experts": None, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": None,
+    "norm_topk_prob": None, "router_aux_loss_coef": 0.02,
+}  # fmt: skip
 QWEN1_5_MOE = {
     "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
     "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "vocab_size": 151936, "num_experts": 60,
@@ -224,6 +252,9 @@ QWEN1_5_MOE = {
         (deepseek_config() | MOONLIGHT, "moonlight-16b-a3b"),
         (deepseek_config() | DEEPSEEK_V2_LITE, "deepseek-v2-lite"),
         (qwen_config() | QWEN1_5_MOE, "qwen1.5-moe-a2.7b"),
+        (given(qwen_config() | GLM), "glm-4.5"),
+        (given(qwen_config() | AIR), "glm-4.5-air"),
+        (given(qwen_config() | MIXTRAL), "mixtral-8x7b"),
         (qwen_config(), "qwen3-30b-a3b"),
         (phi_config(), "phi-4-mini"),
         (newer(qwen_config(), "rope_theta"), "qwen3-30b-a3b"),
@@ -435,7 +466,7 @@ def test_a_damaged_config_is_refused_in_a_line_or_read(config: dict[str, object]
 def test_a_path_that_cannot_be_is_refused_in_a_line(name: str) -> None:
     with pytest.raises(ValueError, match="choose from qwen3-30b-a3b") as refused:
         find_architecture(name)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 720
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 800
 
 
 @pytest.mark.parametrize(

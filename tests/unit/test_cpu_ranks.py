@@ -20,6 +20,7 @@ from memlab.backends import simulated_routing
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -170,7 +171,8 @@ def compute(lab: Lab) -> Values:
 
 def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario) -> torch.Tensor:
     """Returns this rank's part of a weight of the whole model."""
-    architecture, layout, path = scenario.architecture, scenario.layout, name.split(".")
+    architecture, layout = scenario.architecture, scenario.layout
+    path = [each for each in name.split(".") if each != "to_wrap"]
     if "norm" in path[-2] or "layer_norm" in name:
         return torch.zeros_like(parameter) if name.endswith("bias") else torch.ones_like(parameter)
     if path[0] == "output_layer" and architecture.share_embeddings_and_output_weights:
@@ -178,6 +180,8 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
     if path[0] == "decoder" and "layers" in path:
         path[2] = str(model.decoder.layers[int(path[2])].layer_number)
     ranks, rank = layout.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    if "adapter" in path:
+        return own_part_of_adapter(path, parameter, scenario)
     if "experts" in path:
         ranks, rank = layout.expert_tensor_size, parallel_state.get_expert_tensor_parallel_rank()
         local = architecture.num_moe_experts // layout.expert_model_parallel_size
@@ -199,6 +203,20 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
     return weight.chunk(ranks, dim=1 if is_row_parallel else 0)[rank]
 
 
+def own_part_of_adapter(path: list[str], parameter: torch.Tensor, scenario: Scenario) -> torch.Tensor:
+    """Returns this rank's part of an adapter's weight; the side that it has only a part of is the one that is split."""
+    shape = next(one.shape for one in scenario.weights_of_adapters() if one.name == ".".join(path[3:]))
+    generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
+    weight, rank = 0.1 * torch.randn(shape, generator=generator), parallel_state.get_tensor_model_parallel_rank()
+    for dim, (of_rank, whole) in enumerate(zip(parameter.shape, shape, strict=True)):
+        if of_rank == whole:
+            continue
+        if path[-4] == "linear_fc1" and path[-2] == "linear_out":
+            return torch.cat([half.chunk(whole // of_rank)[rank] for half in weight.chunk(2)])
+        return weight.chunk(whole // of_rank, dim)[rank]
+    return weight
+
+
 def on_one_rank(job: Job) -> Values:
     """Computes the step of a job on one rank: as many micro-batches as all copies of the model have together."""
     copies = job.sizes.get("data_parallel_size", 1)
@@ -214,7 +232,7 @@ def on_one_rank(job: Job) -> Values:
     workload: dict[str, Any] = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
     workload |= {
         "packed_sequences": job.packed_sequences,
-        "state": TrainingState(mtp_num_layers=job.state.mtp_num_layers),
+        "state": TrainingState(mtp_num_layers=job.state.mtp_num_layers, lora=job.state.lora),
     }
     alone = Lab(job.architecture, dtype="fp32", backend="cpu", **workload)
     with patch.object(training_step, "_batches", batches), alone as lab:
@@ -227,6 +245,9 @@ OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_att
 PLAIN = MemorySettings()
 EXTRA = TrainingState(mtp_num_layers=1)
 ONE_GROUP = {"num_attention_heads": 4, "num_query_groups": 1}
+
+OF_FOUR_HEADS = replace(PHI, **ONE_GROUP)
+OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
@@ -254,6 +275,14 @@ TWO = [
         {"data_parallel_size": 2},
         (PLAIN, *OF_MOE, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
+    ),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), OF_FOUR_HEADS, TrainingState(lora=LoRA(rank=4, alpha=4))),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), OF_FOUR_HEADS, TrainingState(lora=OF_MS_SWIFT)),
+    Job(
+        {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+        (PLAIN, FULL),
+        OF_FOUR_HEADS,
+        TrainingState(lora=OF_MS_SWIFT),
     ),
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
     Job({"tensor_model_parallel_size": 2}, architecture=GPT),

@@ -320,15 +320,22 @@ RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe qw
     ("command", "expected"),
     [
         (
-            RECIPE + "model.tensor_model_parallel_size=4 model.pipeline_model_parallel_size=2 "
+            RECIPE
+            + "model.tensor_model_parallel_size=4 model.sequence_parallel=true model.pipeline_model_parallel_size=2 "
             "model.expert_model_parallel_size=4 model.seq_length=4096 train.micro_batch_size=1 "
             "train.global_batch_size=32",
             (4, 2, 4, 4096, 1, 32),
         ),
         (RECIPE.replace("=8", "=16"), (1, 1, 16, 4096, 1, 64)),
-        (RECIPE + "-tp 2 -ep 4 -gb 16 -sl 8192", (2, 1, 4, 8192, 1, 4)),
-        (RECIPE + "-tp 2 --expert_model_parallel_size=4 -gb 16 dataset.seq_length=2048", (2, 1, 4, 2048, 1, 4)),
-        (RECIPE + "-tp 2 -ep 4 -gb 16 model.tensor_model_parallel_size=4", (4, 1, 4, 4096, 1, 8)),
+        (RECIPE + "-tp 2 -ep 4 -gb 16 -sl 8192 model.sequence_parallel=true", (2, 1, 4, 8192, 1, 4)),
+        (
+            RECIPE + "-tp 2 --expert_model_parallel_size=4 -gb 16 dataset.seq_length=2048 model.sequence_parallel=true",
+            (2, 1, 4, 2048, 1, 4),
+        ),
+        (
+            RECIPE + "-tp 2 -ep 4 -gb 16 model.tensor_model_parallel_size=4 model.sequence_parallel=true",
+            (4, 1, 4, 4096, 1, 8),
+        ),
     ],
 )
 def test_a_recipe_of_bridge_has_its_values_below_the_overrides(

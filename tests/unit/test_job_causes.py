@@ -37,7 +37,7 @@ CAUSES = {
         "line 1: the sourced file m.sh does not exist",
     ),
     "values that are not given": (
-        f"TP=$1; LEN=$2\n{SWIFT} --tensor_model_parallel_size $TP --max_length $LEN\n",
+        f"TP=$1; LEN=$2\n{SWIFT} --sequence_parallel true --tensor_model_parallel_size $TP --max_length $LEN\n",
         (
             "line 1: the script is started with values that memlab does not know ($1 $2): give them in order behind the "
             "file, as in run.sh -- VALUE1 VALUE2"

@@ -302,7 +302,8 @@ def test_slimes_training_in_4_bits_is_named_wherever_its_variable_is_set(variabl
     [
         (
             "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --hf-checkpoint Qwen/Qwen3-30B-A3B "
-            "--tensor-model-parallel-size 2 --max-tokens-per-gpu 8192 --use-dynamic-batch-size --rollout-max-prompt-len 1000 "
+            "--tensor-model-parallel-size 2 --sequence-parallel --max-tokens-per-gpu 8192 --use-dynamic-batch-size "
+            "--rollout-max-prompt-len 1000 "
             "--rollout-max-response-len 32768"
         ),
         (

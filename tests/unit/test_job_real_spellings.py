@@ -155,7 +155,7 @@ def test_methods_of_nemo_rl_without_generation_keep_everything_on_the_device(
     assert (scenario.micro_batch_size, scenario.num_microbatches) == (2 * pairs, 4)
     assert not (settings.offload_parameters or settings.offload_gradients or settings.offload_optimizer)
     assert job.rollout is None
-    assert "policy.megatron_cfg.sequence_parallel" in {one.key for one in job.not_modelled}
+    assert scenario.layout.sequence_parallel is False
     path.write_text(f"grpo: {{max_num_epochs: 1}}\n{policy}")
     job = Job.read(path)
     scenario, settings = job.required()
@@ -396,7 +396,7 @@ def test_a_step_of_slime_is_a_part_of_a_rollout(flags: str, passes: int, tmp_pat
 
 @pytest.mark.parametrize("nodes", ["$(wc -l hosts)", "$SLURM_NNODES"])
 def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"export NNODES={nodes}\n{_BASES['ms-swift']} --tensor_model_parallel_size 2")
+    (tmp_path / "run.sh").write_text(f"export NNODES={nodes}\n{_BASES['ms-swift']} --expert_model_parallel_size 2")
     job = Job.read(tmp_path / "run.sh")
     assert job.required()[0].layout.world_size == 2
     assert job.warnings[0].startswith(
@@ -759,7 +759,8 @@ def test_bridge_s_overlap_is_that_of_its_buckets_where_these_do_not_say_it(
 @pytest.mark.parametrize(("packed", "seq_length"), [("16384", 16384), ("-1", 2048), ("null", 2048)])
 def test_rows_of_bridge_are_as_long_as_what_is_packed_into_them(packed: str, seq_length: int, tmp_path: Path) -> None:
     keys = ("dataset.seq_length=2048", f"dataset.packed_sequence_specs.packed_sequence_size={packed}")
-    assert _job("bridge", tmp_path, *keys).required()[0].seq_length == seq_length
+    scenario = _job("bridge", tmp_path, *keys).required()[0]
+    assert (scenario.seq_length, scenario.packed_sequences) == (seq_length, 1 if packed == "16384" else None)
 
 
 def test_only_sequence_parallelism_needs_a_length_that_ranks_can_share(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from memlab.jobs.job import Job
 ARGUMENTS = """\
 model: Qwen/Qwen3-30B-A3B
 tensor_model_parallel_size: 2
+sequence_parallel: true
 expert_model_parallel_size: 8
 micro_batch_size: 1
 global_batch_size: 8
@@ -21,7 +22,7 @@ recompute_method: uniform
 recompute_num_layers: 1
 """
 AS_JSON = """\
-{"model": "Qwen/Qwen3-30B-A3B", "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8,
+{"model": "Qwen/Qwen3-30B-A3B", "tensor_model_parallel_size": 2, "sequence_parallel": true, "expert_model_parallel_size": 8,
 \t"micro_batch_size": 1, "global_batch_size": 8, "max_length": 4096, "recompute_granularity": "full",
 \t"recompute_method": "uniform", "recompute_num_layers": 1}
 """

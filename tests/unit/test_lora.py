@@ -30,7 +30,7 @@ pytestmark = pytest.mark.versions
 
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 LORA = TrainingState(lora=LoRA(rank=8))
-OF_EACH_EXPERT = TrainingState(lora=LoRA(rank=4, share_expert_adapters=False, target_modules=("*experts*",)))
+OF_EACH_EXPERT = TrainingState(lora=LoRA(rank=4, library="mcore_bridge", target_modules=("*experts*",)))
 DROPPED = TrainingState(lora=LoRA(rank=4, dropout=0.2, target_modules=("linear_proj", "*.layers.1.*.linear_fc1")))
 
 
@@ -69,7 +69,7 @@ def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: st
     [
         (LoRA(target_modules=("*.layers.99.*",)), Layout(), "names no linear of qwen3-30b-a3b on rank 0"),
         (LoRA(rank=6), Layout(tensor_model_parallel_size=4), "must be a multiple of tensor_model_parallel_size, 4"),
-        (LoRA(share_expert_adapters=False), Layout(tensor_model_parallel_size=2), "ms-swift adds no adapters"),
+        (LoRA(library="mcore_bridge"), Layout(tensor_model_parallel_size=2), "mcore-bridge adds no adapters"),
         (
             LoRA(rank=1),
             Layout(expert_tensor_parallel_size=2, data_parallel_size=2),

@@ -22,7 +22,15 @@ _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
 _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
 MODELS = [
     ARCHITECTURES[name]
-    for name in ("llama-3-tiny", "qwen2.5-tiny", "gpt-tiny", "deepseek-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny")
+    for name in (
+        "llama-3-tiny",
+        "qwen2.5-tiny",
+        "gpt-tiny",
+        "deepseek-tiny",
+        "glm-4.5-tiny",
+        "qwen2-moe-tiny",
+        "qwen3-moe-tiny",
+    )
 ]
 MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
 MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from memlab.lab.fit_with_steps import _StepsOfLab
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks
 from memlab.lab.progress import Progress
-from memlab.lab.search_steps import stepping
+from memlab.lab.search_steps import SimulatedSteps, stepping
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.inside import inside
@@ -320,6 +321,22 @@ def test_what_a_used_lab_has_reserved_is_tried_again_where_that_may_decide(
     session.take.return_value = replace(record, status="out_of_memory", message="fragmentation")
     assert _StepsOfLab(session, None).completes(record, limit) is not is_tried
     assert session.take.called is is_tried and (not is_tried or session.device_memory_bytes == limit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "is_taken"),
+    [({}, GIB, False), ({}, GIB - 1, True), ({"step_index": 2}, GIB, True), ({"backend": "cuda"}, GIB, True)],
+)
+def test_a_first_predicted_step_is_not_taken_again_within_what_it_reserved(
+    changes: dict[str, Any], limit: int, is_taken: bool
+) -> None:
+    plain = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=1)
+    record = replace(plain, **({"backend": "simulated"} | changes))
+    opened = Mock(side_effect=InterruptedError)
+    steps = SimulatedSteps(opened, forward_only=False, on_progress=None)
+    with pytest.raises(InterruptedError) if is_taken else nullcontext():
+        assert steps.completes(record, limit)
+    assert opened.called is is_taken
 
 
 def test_a_pass_is_judged_by_passes_of_its_own_workload() -> None:

@@ -73,7 +73,7 @@ def test_every_flag_exists(page: Path) -> None:
     named = {
         flag
         for code in re.findall(r"`([^`]+)`", inline)
-        if not code.startswith(("pip ", "ip", "sbatch"))
+        if not code.startswith(("pip ", "ip", "sbatch", "uvx "))
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", code)
     }
     assert named - known - of_others == set()

@@ -36,8 +36,8 @@ OF_OTHER_PARTS = {
     "dense Qwen3's": replace(PHI, qk_layernorm=True, share_embeddings_and_output_weights=True),
     "Qwen2.5's": ARCHITECTURES["qwen2.5-tiny"],
     "GPT's": ARCHITECTURES["gpt-tiny"],
-    "dense first": replace(QWEN, moe_layer_freq=(0, 1, 1, 0)),
-    "Mixtral's": replace(QWEN, qk_layernorm=False, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.0),
+    "GLM's": replace(ARCHITECTURES["glm-4.5-tiny"], moe_layer_freq=(0, 1, 1, 0)),
+    "Mixtral's": replace(ARCHITECTURES["mixtral-tiny"], moe_router_pre_softmax=True, moe_aux_loss_coeff=0.0),
 }
 
 

@@ -66,8 +66,8 @@ class GroupedQueryAttention(Part):
             "num_attention_heads": heads,
             "num_query_groups": config.whole("num_key_value_heads", default=kind.num_key_value_heads or heads),
             "kv_channels": config.whole("head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
-            "qk_layernorm": kind.qk_layernorm,
-            "add_qkv_bias": kind.add_qkv_bias,
+            "qk_layernorm": kind.qk_layernorm or config.says(kind.qk_norm_field),
+            "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
         }
 
     @property

@@ -25,12 +25,13 @@ from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
 
 
-def add_adapters(model: GPTModel, scenario: Scenario, chunk: int) -> None:
+def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int) -> None:
     """Freezes a model chunk and adds the adapters of the scenario's training state to its linears.
 
     Args:
         model: Before Megatron's DDP wraps it, so that only adapters are in its buffers.
         scenario: With adapters.
+        provider: Of the classes of linears.
         chunk: Which of the chunks of the rank's pipeline stage it is.
     """
     lora = scenario.state.lora
@@ -42,7 +43,7 @@ def add_adapters(model: GPTModel, scenario: Scenario, chunk: int) -> None:
             for weight in lora.adapted(number, part.weights()):
                 path, _, name = weight.name.removesuffix(".weight").rpartition(".")
                 owner = model.decoder.layers[number].get_submodule(path)
-                setattr(owner, name, AdaptedLinear(getattr(owner, name), weight, lora, model.config))
+                setattr(owner, name, AdaptedLinear(getattr(owner, name), weight, lora, model.config, provider()))
     model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
 
 
@@ -63,18 +64,20 @@ class AdaptedLinear(torch.nn.Module):
         weight: What the linear's weight is in the whole model.
         lora: Rank, scale and dropout.
         config: Of the model.
+        provider: Of the classes of linears.
     """
 
-    def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
+    def __init__(
+        self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig, provider: Any
+    ) -> None:
         super().__init__()
-        self.to_wrap = to_wrap
+        self.to_wrap, is_of_bridge = to_wrap, lora.library == "megatron_bridge"
         returns_its_input = hasattr(to_wrap, "return_layernorm_output")
         if returns_its_input:  # fused with the norm before it: the adapter reads what the norm has made
             to_wrap.return_layernorm_output = True  # type: ignore[assignment]
-            if hasattr(to_wrap, "return_layernorm_output_gathered"):  # Transformer Engine's own
-                to_wrap.return_layernorm_output_gathered = config.sequence_parallel
-        if weight.num_experts and not lora.share_expert_adapters:
-            self.adapter: torch.nn.Module = ExpertAdapters(to_wrap, weight, lora, config)
+            to_wrap.return_layernorm_output_gathered = is_of_bridge and config.sequence_parallel  # type: ignore[assignment]
+        if not is_of_bridge:
+            self.adapter: torch.nn.Module = EngineAdapter(to_wrap, weight, lora, config, provider)
         else:
             self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)
 
@@ -155,33 +158,51 @@ class Adapter(torch.nn.Module):
         return rows[:-padding] if padding else rows
 
 
-class ExpertAdapters(torch.nn.Module):
-    """An adapter for each expert of the rank: two grouped linears of low rank.
+class EngineAdapter(torch.nn.Module):
+    """An adapter whose two linears are Transformer Engine's; of experts, one for each expert of the rank.
 
-    As ms-swift adds them (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5): of the class of the
-    linear that they are added to, without expert tensor parallelism.
+    As ms-swift adds them (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5): that linear is parallel
+    which has the side that the adapted linear splits, and each rank has the other one whole. Experts have grouped
+    linears of the class of the adapted one, and no expert tensor parallelism.
 
     Args:
-        to_wrap: The grouped linear.
-        weight: What its weights are in the whole model.
+        to_wrap: The adapted linear.
+        weight: What its weight is in the whole model.
         lora: Rank, scale and dropout.
         config: Of the model.
+        provider: Of the classes of linears.
     """
 
-    def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
+    def __init__(
+        self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig, provider: Any
+    ) -> None:
         super().__init__()
         outputs, inputs = weight.shape
         self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
-        common = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": True}
-        count, grouped = to_wrap.num_gemms, type(to_wrap)
-        self.linear_in = grouped(count, inputs, lora.rank, init_method=_xavier, **common)
-        self.linear_out = grouped(count, lora.rank, outputs, init_method=_zero, **common)
+        common: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": False}
+        if weight.num_experts:
+            grouped, count = type(to_wrap), to_wrap.num_gemms
+            self.linear_in: Any = grouped(count, inputs, lora.rank, is_expert=True, init_method=_xavier, **common)
+            self.linear_out: Any = grouped(count, lora.rank, outputs, is_expert=True, init_method=_zero, **common)
+            return
+        common["is_expert"] = False
+        whole = partial(
+            provider.linear(), parallel_mode="duplicated", skip_weight_param_allocation=False, **common
+        )  # fmt: skip
+        if weight.split == 1:
+            parallel = partial(provider.row_parallel_linear(), input_is_parallel=True, **common)
+            self.linear_in = parallel(inputs, lora.rank, init_method=_xavier)
+            self.linear_out = whole(lora.rank, outputs, init_method=_zero)
+        else:
+            parallel = partial(provider.column_parallel_linear(), gather_output=False, **common)
+            self.linear_in = whole(inputs, lora.rank, init_method=_xavier)
+            self.linear_out = parallel(lora.rank, outputs, init_method=_zero)
 
-    def forward(self, inputs: torch.Tensor, tokens_per_expert: Any) -> torch.Tensor:
-        """Maps [rows, inputs] to [rows, outputs], `tokens_per_expert` rows for each expert in turn."""
+    def forward(self, inputs: torch.Tensor, *tokens_per_expert: Any) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]; of experts, `tokens_per_expert` rows for each expert in turn."""
         rows = _dropped(inputs, self) if self.dropout_position == "pre" else inputs
-        rows, _ = self.linear_in(rows, tokens_per_expert)
-        rows, _ = self.linear_out(rows, tokens_per_expert)
+        rows, _ = self.linear_in(rows, *tokens_per_expert)
+        rows, _ = self.linear_out(rows, *tokens_per_expert)
         return (_dropped(rows, self) if self.dropout_position == "post" else rows) * self.scale
 
 

@@ -142,7 +142,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
             if scenario.expert_buffers:
                 _spread_experts(model)
             if scenario.state.lora is not None:
-                add_adapters(model, scenario, number)
+                add_adapters(model, scenario, provider, number)
             if scenario.state.freeze_moe_router:
                 _freeze_routers(model)
             if not scenario.state.use_distributed_optimizer or scenario.state.trains_in_part:

@@ -15,7 +15,7 @@ from memlab.jobs.frameworks.keys import NUMBER, TEXT, WHOLE, WORDS, Conversion, 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 _ALL = "all-linear"
 OF_BRIDGE = {
-    "lora_share_expert_adapters": "an adapter of Megatron-Bridge for each expert is another one than memlab's",
+    "lora_library": "its adapters are those of Megatron-Bridge",
     "lora_enable_input_require_grads": "Megatron-Bridge lets the embedding's output require a gradient only under full "
     "recompute",
 }

@@ -5,10 +5,11 @@ Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own config
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import published_architecture
+from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -18,8 +19,6 @@ from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_MISSING,
     complete_trained_provider,
 )
-from memlab.jobs.frameworks.bridge_recipes import RECIPES
-from memlab.jobs.frameworks.bridge_recipes import VERSION as RECIPES_OF
 from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -51,7 +50,8 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
     fields_of,
 )
-from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import common, take_sequence_parallel
+from memlab.jobs.frameworks.reinforcement import pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -178,11 +178,13 @@ def complete(reading: Reading) -> None:
     """Derives gradients, the padded vocabulary and the type of parameters."""
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
-    if per_node is not None:
-        values.setdefault("world_size", nodes * per_node)
+    own = reading.entries.by_key.get("world_size")  # of a recipe, the number that it is named by
+    if per_node is not None and (own is None or own.line is not None):
+        values["world_size"] = nodes * per_node
     recipe = values.pop("recipe")
-    if recipe in RECIPES:
-        reading.warnings.append(f"recipe {recipe}: memlab has its values of Megatron-Bridge {RECIPES_OF}")
+    known = reading.entries.recipe
+    if known:
+        reading.warnings.append(f"recipe {recipe}: memlab has its values of {known}")
     elif recipe is not None:
         reading.unread = f"the recipe {shortened(recipe)}"
         reading.warnings.append(
@@ -199,22 +201,65 @@ def complete(reading: Reading) -> None:
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
     _note_replaced_by_recipe(reading)
+    _complete_rows(reading)
+    rows = reading.get("dataset.micro_batch_size")
+    if rows is not None and rows != values["micro_batch_size"]:
+        reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
+    _complete_vocabulary(reading)
+    take_sequence_parallel(reading, "model.sequence_parallel")
+    _note_other_models(reading)
+    _complete_adapters(reading, knows_recipe=recipe is None or bool(known))
+
+
+def _complete_rows(reading: Reading) -> None:
+    """Takes the rows of packed sequences, which are as long as the longest sequence (`_PACKED`)."""
     for packed in _PACKED:
         tokens = reading.get(packed)
         if isinstance(tokens, int) and tokens > 0:
             reading.take(packed, "seq_length", tokens)
-    rows = reading.get("dataset.micro_batch_size")
-    if rows is not None and rows != values["micro_batch_size"]:
-        reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
+            if reading.get("dataset.enable_offline_packing", default=True):
+                pack(reading, packed, 1)
+
+
+def _complete_vocabulary(reading: Reading) -> None:
+    """Takes the number of tokens, padded as ``_validate_and_set_vocab_size`` in training/setup.py has it (0.6.2).
+
+    A model that Megatron-Bridge makes of a ``config.json`` keeps its own vocabulary, without padding, unless the
+    tokenizer's replaces it; a whole configuration has what the job's start made of it.
+    """
+    values = reading.values
+    published = published_architecture(str(values.get("architecture")))
+    divisor, is_padded = values.pop("make_vocab_size_divisible_by"), values.pop("should_pad_vocab")
+    if values.get("hidden_size") is None:
+        is_padded = bool(reading.get("tokenizer.use_tokenizer_vocab_size"))
+        if is_padded:
+            _take_tokenizer(reading, published)
+            # `make_vocab_size_divisible_by` in models/conversion/model_bridge.py.
+            own = math.gcd(128, published.vocab_size) if published is not None else divisor
+            divisor = reading.get("model.make_vocab_size_divisible_by", own) or own
     tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
     if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
         reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
-    divisor = values.pop("make_vocab_size_divisible_by") * (values.get("tensor_model_parallel_size") or 1)
-    if values.pop("should_pad_vocab") and values.get("vocab_size"):
+    if is_padded and values.get("vocab_size"):
+        divisor *= values.get("tensor_model_parallel_size") or 1
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
-    note_sequence_parallel(reading, "model.sequence_parallel")
-    _note_other_models(reading)
-    _complete_adapters(reading, knows_recipe=recipe is None or recipe in RECIPES)
+
+
+def _take_tokenizer(reading: Reading, published: Architecture | None) -> None:
+    """Takes the vocabulary of the tokenizer in place of the model's own."""
+    tokens, model = reading.get("tokenizer.vocab_size"), reading.get("tokenizer.tokenizer_model")
+    if reading.get("tokenizer.tokenizer_type") == "NullTokenizer" and isinstance(tokens, int):
+        reading.take("tokenizer.vocab_size", "vocab_size", tokens)
+        return
+    known = published_architecture(str(model)) or published
+    if known is not None:
+        reading.take("tokenizer.tokenizer_model", "vocab_size", known.vocab_size)
+    reading.assumed.append("how many tokens the tokenizer has")
+    reading.warnings.append(
+        "tokenizer.use_tokenizer_vocab_size is on, so Megatron-Bridge takes the tokenizer's own number of tokens, and "
+        "memlab the published model's, which may be larger: give --set tokenizer.use_tokenizer_vocab_size=false "
+        "and --set model.vocab_size=TOKENS"
+    )
 
 
 def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:

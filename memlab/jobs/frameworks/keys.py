@@ -132,8 +132,9 @@ def _read_dtype(value: Any) -> str:
 
 
 def _read_router_dtype(value: Any) -> str:
-    # megatron/core/transformer/moe/router.py, 0.16.1: all but two values leave the type as it is.
-    names = {"float32": "fp32", "float64": "fp64"} | dict.fromkeys(("none", "bf16", "bfloat16"), "params_dtype")
+    # megatron/core/transformer/moe/router.py, 0.16.1: all but two texts leave the type as it is, a type of torch too.
+    names = {"float32": "fp32", "float64": "fp64"}
+    names |= dict.fromkeys(("none", "bf16", "bfloat16", "torch.float32", "torch.float64"), "params_dtype")
     name = str(value).lower()
     found = names.get(name, name)
     if found not in ("fp32", "fp64", "params_dtype"):

@@ -136,6 +136,8 @@ SAID_OF_LAYERS = (
 )
 """Fields of an architecture that a job may say of a model of any name: they replace the model's own."""
 ARCHITECTURE = tuple(key for key in _OF_MODELS if key.field not in SAID_OF_LAYERS)
+SAID_OF_MODELS = tuple(key.field for key in _OF_MODELS)
+"""Fields that a job gives for a model that it names otherwise: they replace the published ones."""
 _SAID = tuple(key for key in _OF_MODELS if key.field in SAID_OF_LAYERS)
 LAYERS = (*_SAID, Key("moe_layer_freq", "moe_layer_freq", Conversion(layer_pattern, _listed)))
 """What a job may say about the layers of a model of any name."""

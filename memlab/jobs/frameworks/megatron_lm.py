@@ -244,7 +244,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
-    reading.take("sequence_parallel", "sequence_parallel", bool(reading.get("sequence_parallel", False)))
+    take_sequence_parallel(reading)
     mask = "create_attention_mask_in_dataloader"
     if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
         reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
@@ -535,16 +535,9 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
         reading.blocked.append(f"{lacks}: memlab's experts are SwiGLU without biases")
 
 
-def note_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:
-    """Notes that a job keeps whole sequences between matrices, which memlab splits."""
-    tensor = reading.values.get("tensor_model_parallel_size") or 1
-    if tensor > 1 and not reading.get(key, default):
-        reading.miss(
-            key,
-            "more",
-            f"without it, norms and residuals keep whole sequences on each of the {tensor} tensor parallel ranks; "
-            "memlab splits them in jobs of this framework",
-        )
+def take_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:
+    """Takes whether tensor parallel ranks split the sequences between matrices."""
+    reading.take(key, "sequence_parallel", bool(reading.get(key, default)))
 
 
 def _world_size_of_launcher(reading: Reading) -> None:

@@ -62,7 +62,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     check_backend,
     common,
     named,
-    note_sequence_parallel,
+    take_sequence_parallel,
 )
 from memlab.jobs.frameworks.reinforcement import (
     drop_frozen_parts,
@@ -275,8 +275,8 @@ def _complete_adapters(reading: Reading) -> None:
     values, tuner = reading.values, _tuner(reading)
     del values["tuner_type"]
     lacks = [] if tuner == "lora" else [f"adapters of the kind {tuner}"]
-    if (values.get("tensor_model_parallel_size") or 1) > 1 or (values.get("expert_tensor_parallel_size") or 1) > 1:
-        lacks.append("adapters of ms-swift under tensor parallelism")
+    if (values.get("expert_tensor_parallel_size") or 1) > 1:
+        lacks.append("adapters of ms-swift under expert tensor parallelism")
     for name, what in (("target_regex", "pattern of ms-swift"), ("modules_to_save", "modules that are trained whole")):
         if is_given(reading.get(name)):
             lacks.append(what)
@@ -287,7 +287,7 @@ def _complete_adapters(reading: Reading) -> None:
     if tuner in (None, "full", "lora_llm"):
         values["lora_rank"] = None
         return
-    values |= {"lora_share_expert_adapters": False, "lora_enable_input_require_grads": True}
+    values |= {"lora_library": "mcore_bridge", "lora_enable_input_require_grads": True}
     complete_adapters(reading, "tuner_type", lacks)
 
 
@@ -387,7 +387,7 @@ def complete(reading: Reading) -> None:
     if kind in _LIKELIHOOD and length and is_one_row:
         pack_micro_batch(reading, "micro_batch_size")
         values["global_batch_size"] //= rows
-    note_sequence_parallel(reading)
+    take_sequence_parallel(reading)
     _complete_trained(reading)
     _note_history(reading)
     _note_fusion(reading)
@@ -662,8 +662,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     lora = scenario.state.lora
     if lora is not None:
-        if lora.share_expert_adapters and scenario.architecture.routes:
-            reasons["lora_share_expert_adapters"] = "ms-swift gives each expert its own adapters"
+        if lora.library != "mcore_bridge":
+            reasons["lora_library"] = "ms-swift's adapters are those of mcore-bridge"
         if not lora.enable_input_require_grads:
             reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
         if lora.dropout_position != "pre":
@@ -725,9 +725,7 @@ MS_SWIFT = Framework(
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",
     },
-    without_own_key=frozenset(
-        ("lora_share_expert_adapters", "lora_enable_input_require_grads", "lora_dropout_position")
-    )
+    without_own_key=frozenset(("lora_library", "lora_enable_input_require_grads", "lora_dropout_position"))
     | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output")),
     cannot_write_of=cannot_write,
     packs=_packs,

@@ -51,7 +51,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.frameworks.megatron_lm import note_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     drop_frozen_parts,
@@ -227,7 +227,7 @@ def complete(reading: Reading) -> None:
     is_colocated = values.pop("is_colocated")
     _take_offload(reading, is_colocated=is_colocated, generates=generates)
     values["fp32_output"] = not values.pop("is_deferred")
-    note_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
+    take_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = values.pop("longest"), values.pop("sequences")
     if not generates and sections & _PAIRS:

@@ -101,7 +101,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     reading.take(key, "seq_length", row)
     values["micro_batch_size"] = 1
     sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
-    _pack(reading, key, min(sequences_of_row, values["seq_length"] // unit))
+    pack(reading, key, min(sequences_of_row, values["seq_length"] // unit))
     rows = None
     if longest and sequences:
         rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
@@ -114,7 +114,8 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     )
 
 
-def _pack(reading: Reading, key: str, sequences: int) -> None:
+def pack(reading: Reading, key: str, sequences: int) -> None:
+    """Takes that so many sequences share the row of each micro-batch."""
     # Megatron's own attention, "local", is predicted as "unfused".
     if reading.values.get("attention_backend") in ("unfused", "local"):
         reading.miss(key, "either", "the sequences of a row are predicted as one sequence")
@@ -354,7 +355,7 @@ def pack_micro_batch(reading: Reading, key: str) -> None:
     if rows > 1:
         reading.take(key, "seq_length", rows * reading.values["seq_length"])
         reading.take(key, "micro_batch_size", 1)
-        _pack(reading, key, rows)
+        pack(reading, key, rows)
 
 
 def note_padded_rows(reading: Reading, *keys: str) -> None:

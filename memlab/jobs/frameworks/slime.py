@@ -24,8 +24,8 @@ from memlab.jobs.frameworks.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
-    note_sequence_parallel,
     refused_overlap,
+    take_sequence_parallel,
 )
 from memlab.jobs.frameworks.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
@@ -116,7 +116,7 @@ def complete(reading: Reading) -> None:
     complete_model(reading)
     complete_state(reading)
     complete_chunks(reading)
-    note_sequence_parallel(reading)
+    take_sequence_parallel(reading)
     _take_allocator(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)

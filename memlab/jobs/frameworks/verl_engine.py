@@ -43,6 +43,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
+from memlab.jobs.frameworks.megatron_lm import take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -91,7 +92,6 @@ _ENGINE_MISSING = (
     Missing("dynamic_context_parallel", "either", "the context parallel size changes from row to row"),
     Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
-    Missing("sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
     Missing("qat.enable", "either", "weights are quantized in forward"),
     Missing("router_replay.mode", "more", "the chosen experts of each token are kept, of all micro-batches",
             lambda value: value not in (None, "disabled")),
@@ -144,6 +144,7 @@ def engine_without_effect(engine: str, optim: str, model: str) -> frozenset[str]
 def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> None:
     """Derives gradients, and what leaves the device."""
     note_replaced_values(reading, f"{model}.override_config")
+    take_sequence_parallel(reading, f"{engine}.sequence_parallel", default=True)
     _complete_optimizer(reading, optim)
     _complete_gradients(reading, engine, optim)
     _complete_offload(reading, engine)

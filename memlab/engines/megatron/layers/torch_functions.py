@@ -7,7 +7,7 @@ linear whose weight is frozen saves no input for the weight's gradient (``backwa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -57,6 +57,10 @@ class Linear(torch.autograd.Function):
         return grad_inputs, grad_weight, None
 
 
+Returned = Literal["gathered", "own"] | None
+"""What a norm fused with a linear returns beside its output: the linear's whole input, or this rank's part of it."""
+
+
 class NormLinear(torch.autograd.Function):
     """A norm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
 
@@ -74,21 +78,23 @@ class NormLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         epsilon: float,
         split: Split = WHOLE,
-        returns_normalised: bool = False,
+        returned: Returned = None,
     ) -> Any:
         normalised, of_rows = _normalise(inputs, norm_weight, norm_bias, epsilon)
-        keeps = weight.requires_grad or returns_normalised
+        keeps = weight.requires_grad or returned is not None
         ctx.save_for_backward(inputs, norm_weight, weight, normalised if keeps else None, *of_rows)
         ctx.split, ctx.has_bias, ctx.parameter = split, bias is not None and bias.requires_grad, weight
+        ctx.returns_gathered = returned == "gathered" and split.way is not None
         entered = split.enter(normalised)
         output = _matmul(entered, weight.T, bias)
-        return (output, entered) if returns_normalised else output
+        return output if returned is None else (output, normalised if returned == "own" else entered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, norm_weight, weight, normalised, *of_rows = ctx.saved_tensors
         if not weight.requires_grad:
-            return _backward_of_frozen(ctx.split, (inputs, norm_weight, weight, *of_rows), *grads)
+            saved = inputs, norm_weight, weight, *of_rows
+            return _backward_of_frozen(ctx.split, ctx.returns_gathered, saved, *grads)
         entered = ctx.split.enter(normalised)
         grad_entered = _matmul(grads[0], weight)
         grad_normalised = ctx.split.enter_backward(grad_entered)
@@ -101,16 +107,20 @@ class NormLinear(torch.autograd.Function):
 
 
 def _backward_of_frozen(
-    split: Split, saved: tuple[torch.Tensor, ...], grad: torch.Tensor, grad_returned: torch.Tensor | None = None
+    split: Split,
+    returns_gathered: bool,
+    saved: tuple[torch.Tensor, ...],
+    grad: torch.Tensor,
+    grad_returned: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     # As TE, it frees nothing of what it makes before its end; `NormLinear.backward` holds the normalised output.
     inputs, norm_weight, weight, *of_rows = saved
     grad_entered = _matmul(grad, weight)
-    if grad_returned is not None and split.way is not None:
+    if grad_returned is not None and returns_gathered:
         # TE returns the gathered input, and adds no gradient of it (2.12.0 and 2.16.1). Here it is the right one.
         grad_entered += grad_returned.view_as(grad_entered)
     grad_of_both = grad_normalised = split.enter_backward(grad_entered)
-    if grad_returned is not None and split.way is None:
+    if grad_returned is not None and not returns_gathered:
         grad_of_both = grad_normalised + grad_returned.view_as(grad_normalised)
     grad_inputs, *_ = _normalise_backward(grad_of_both, inputs, of_rows, norm_weight)
     return grad_inputs, *[None] * 7

@@ -30,6 +30,7 @@ from memlab.engines.megatron.layers.torch_functions import (
     Norm,
     NormLinear,
     PackedAttention,
+    Returned,
 )
 from memlab.engines.megatron.layers.unfused_attention import unfused_attention
 from memlab.engines.megatron.layers.weight_gradients import set_fusion
@@ -152,17 +153,16 @@ class TorchNormLinear(torch.nn.Module):
         self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
         self.bias = _bias(rows, config=config, way="column") if bias else None
         self.skip_bias_add = skip_bias_add
-        self.return_layernorm_output = False
+        self.return_layernorm_output = self.return_layernorm_output_gathered = False
 
     def forward(self, inputs: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
-        """Maps [..., input_size] to [..., output_size]; returns the input of the linear too where an adapter reads it.
-
-        That is gathered from all tensor parallel ranks.
-        """
+        """Maps [..., input_size] to [..., output_size]; returns what it normalised too where an adapter reads it."""
+        returned: Returned = "gathered" if self.return_layernorm_output_gathered else "own"
+        returned = returned if self.return_layernorm_output else None
         inputs = inputs.contiguous()  # as above: the latent vector of keys and values is a slice
         added, left = (None, self.bias) if self.skip_bias_add else (self.bias, None)
         weights = self.layer_norm_weight, self.layer_norm_bias, self.weight, added
-        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, self.return_layernorm_output), left
+        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, returned), left
 
 
 class TorchGroupedLinear(torch.nn.Module):

@@ -1,0 +1,180 @@
+"""Recipe functions of a Megatron-Bridge on disk: read as data, from a package with the layout of the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.bridge_package import package_around
+from memlab.jobs.entries import NoJobError
+from memlab.jobs.job import Job
+from memlab.jobs.survey import survey
+
+FILES = {
+    "__init__.py": "from megatron.bridge.models.conversion.auto_bridge import AutoBridge\n",
+    "models/conversion/auto_bridge.py": (
+        "class AutoBridge:\n    @classmethod\n    def from_hf_pretrained(cls, path, **kwargs):\n        import torch\n"
+    ),
+    "training/config.py": (
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass TokenizerConfig:\n    tokenizer_type: str = None\n    vocab_size: int = None\n    use_tokenizer_vocab_size: bool = False\n"
+        "@dataclass\nclass ConfigContainer:\n    model: object = None\n    train: object = None\n    mixed_precision: object = None\n"
+        "@dataclass\nclass TrainingConfig:\n    micro_batch_size: int = None\n    global_batch_size: int = None\n"
+    ),
+    "training/mixed_precision.py": (
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass MixedPrecisionConfig:\n    bf16: bool = False\n    grad_reduce_in_fp32: bool = True\n"
+        "def register(function):\n    return function\n"
+        "@register\ndef bf16_mixed():\n    cfg = MixedPrecisionConfig()\n    cfg.bf16 = True\n    return cfg\n"
+        "def get_mixed_precision_config(config):\n    return registry[config]()\n"
+    ),
+    "recipes/__init__.py": "from megatron.bridge.recipes.llama import *\n",
+    "recipes/common.py": (
+        "from megatron.core.distributed import DistributedDataParallelConfig\n"
+        "from megatron.bridge.training.config import ConfigContainer, TokenizerConfig, TrainingConfig\n"
+        "def _pretrain_common():\n"
+        "    cfg = ConfigContainer(train=TrainingConfig(micro_batch_size=2, global_batch_size=32), mixed_precision='bf16_mixed')\n"
+        "    cfg.ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)\n"
+        "    cfg.tokenizer = TokenizerConfig(use_tokenizer_vocab_size=True)\n"
+        "    return cfg\n"
+    ),
+    "recipes/llama/__init__.py": (
+        "from .h100.llama3 import llama32_1b_pretrain_4gpu_h100_bf16_config as llama32_1b_pretrain_config\n"
+        "__all__ = ['llama32_1b_pretrain_config']\n"
+    ),
+    "recipes/llama/h100/__init__.py": "from .llama3 import *\n",
+    "recipes/llama/h100/llama3.py": (
+        "import os\nfrom megatron.bridge import AutoBridge\nfrom megatron.bridge.recipes.common import _pretrain_common\n"
+        "from megatron.bridge.training.mixed_precision import bf16_mixed, get_mixed_precision_config\n"
+        "def llama32_1b_pretrain_4gpu_h100_bf16_config():\n"
+        "    cfg = _pretrain_common()\n"
+        "    cfg.model = AutoBridge.from_hf_pretrained('meta-llama/Llama-3.2-1B').to_megatron_provider(load_weights=False)\n"
+        "    cfg.model.seq_length = 4096\n"
+        "    cfg.model.tensor_model_parallel_size = 2\n"
+        "    cfg.model.sequence_parallel = cfg.model.num_layers == 16 and cfg.model.num_moe_experts is not None\n"
+        "    cfg.tokenizer.tokenizer_type, cfg.tokenizer.vocab_size = 'NullTokenizer', 32000\n"
+        "    return cfg\n"
+        "def llama32_1b_sft_1gpu_h100_bf16_config():\n"
+        "    cfg = llama32_1b_pretrain_4gpu_h100_bf16_config()\n"
+        "    cfg.mixed_precision = get_mixed_precision_config('bf16-mixed')\n"
+        "    cfg.mixed_precision.grad_reduce_in_fp32 = False\n"
+        "    cfg.model.tensor_model_parallel_size = 1\n"
+        "    cfg.tokenizer.use_tokenizer_vocab_size = False\n"
+        "    cfg.train.global_batch_size = 4\n"
+        "    return cfg\n"
+        "def llama32_1b_of_this_machine_config():\n"
+        "    cfg = _pretrain_common()\n"
+        "    if os.environ.get('BIG'):\n        cfg.train.micro_batch_size = 4\n"
+        "    return cfg\n"
+        "def llama32_1b_qkv_config():\n"
+        "    cfg = llama32_1b_sft_1gpu_h100_bf16_config()\n"
+        "    cfg.model.num_layers, cfg.model.ffn_hidden_size, cfg.model.recompute_granularity = 4, 1024, os.environ.get('HOW')\n"
+        "    return cfg\n"
+    ),
+    "perf_recipes/__init__.py": "",
+    "perf_recipes/llama/__init__.py": "from .h100.llama3 import *\n",
+    "perf_recipes/llama/h100/llama3.py": (
+        "from megatron.bridge.recipes.llama import llama32_1b_pretrain_config\n"
+        "def llama32_1b_pretrain_4gpu_h100_bf16_config():\n"
+        "    cfg = llama32_1b_pretrain_config()\n    cfg.train.micro_batch_size = 1\n    return cfg\n"
+    ),
+}  # fmt: skip
+LLAMA = "src/megatron/bridge/recipes/llama/h100/llama3.py"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / "src/megatron/bridge" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_a_recipe_is_what_its_functions_set(checkout: Path) -> None:
+    job = Job.read(checkout / f"{LLAMA}::llama32_1b_pretrain_4gpu_h100_bf16_config")
+    scenario, _ = job.required()
+    layout = scenario.layout
+    assert (layout.world_size, layout.tensor_model_parallel_size, layout.sequence_parallel) == (4, 2, False)
+    assert (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches) == (4096, 2, 8)
+    # 32,000 tokens, padded to a multiple of 128 x 2: what the tokenizer replaces in the published model's 128,256.
+    assert scenario.architecture.vocab_size == 32_000
+    assert (scenario.state.overlap_grad_reduce, scenario.state.grad_reduce_in_bf16) == (True, False)
+    assert (job.not_modelled, job.guesses, job.questions) == ((), (), ())
+    places = {one.key: one.place for one in job.taken}
+    assert places["model.seq_length"] == "line 8"
+    assert places["train.micro_batch_size"] == "line 4 of common.py"
+
+
+def test_a_recipe_that_keeps_its_model_s_vocabulary_has_the_published_one(checkout: Path) -> None:
+    scenario, _ = Job.read(checkout / f"{LLAMA}::llama32_1b_sft_1gpu_h100_bf16_config").required()
+    assert (scenario.architecture.vocab_size, scenario.layout.world_size) == (128_256, 1)
+    assert scenario.state.grad_reduce_in_bf16, "the precision is an object that the recipe changes"
+
+
+def test_a_recipe_replaces_sizes_of_the_model_that_it_names(checkout: Path) -> None:
+    job = Job.read(checkout / f"{LLAMA}::llama32_1b_qkv_config")
+    scenario, _ = job.required()
+    assert (scenario.num_layers, scenario.architecture.ffn_hidden_size, scenario.architecture.hidden_size) == (
+        4,
+        1024,
+        2048,
+    )
+    assert any("recompute_granularity is known only when the job runs" in line for line in job.warnings)
+
+
+@pytest.mark.parametrize(
+    ("words", "micro_batch_size", "ranks"),
+    [
+        ("--recipe llama32_1b_pretrain_config", 2, 4),
+        ("--recipe llama32_1b_pretrain_4gpu_h100_bf16_config", 1, 4),
+        ("--recipe llama32_1b_pretrain_config -mb 4", 4, 4),
+        ("--model llama32_1b --mode pretrain", 2, 4),
+    ],
+)
+@pytest.mark.parametrize("torchrun", ["", "torchrun --nproc_per_node=8 "])
+def test_a_command_in_the_checkout_takes_the_checkout_s_recipe(
+    torchrun: str, words: str, micro_batch_size: int, ranks: int, checkout: Path
+) -> None:
+    """A performance recipe of the same name counts, and the ranks of the launcher."""
+    (checkout / "examples").mkdir()
+    (checkout / "examples/run.sh").write_text(f"{torchrun}scripts/training/run_recipe.py {words}\n")
+    scenario, _ = Job.read(checkout / "examples/run.sh").required()
+    assert (scenario.micro_batch_size, scenario.layout.world_size) == (micro_batch_size, 8 if torchrun else ranks)
+
+
+def test_a_recipe_that_depends_on_the_machine_is_refused_by_its_line(checkout: Path) -> None:
+    with pytest.raises(ValueError, match=r"without running it: line 23 of .*: it depends on os\.environ\.get\('BIG'\)"):
+        Job.read(checkout / f"{LLAMA}::llama32_1b_of_this_machine_config")
+    (checkout / "run.sh").write_text(
+        "scripts/training/run_recipe.py --recipe llama32_1b_of_this_machine_config -tp 1\n"
+    )
+    job = Job.read(checkout / "run.sh")
+    assert any("line 23 of" in line for line in job.warnings)
+    assert job.guesses[-1] == "what the recipe 'llama32_1b_of_this_machine_config' sets"
+
+
+@pytest.mark.parametrize("name", [LLAMA, f"{LLAMA}::absent_config", "src/megatron/bridge/recipes/common.py::x"])
+def test_a_file_without_the_name_of_its_recipe_is_asked_for_it(name: str, checkout: Path) -> None:
+    with pytest.raises(NoJobError, match=r"is no recipe of \w+\.py: give FILE\.py::RECIPE"):
+        Job.read(checkout / name)
+
+
+def test_a_survey_counts_each_recipe_as_a_job(checkout: Path) -> None:
+    found = survey(checkout)
+    outcomes = {one.path.rpartition("::")[2]: one.outcome for one in found.files if "/recipes/" in one.path}
+    assert outcomes == {
+        "llama32_1b_pretrain_4gpu_h100_bf16_config": "expressible",
+        "llama32_1b_sft_1gpu_h100_bf16_config": "expressible",
+        "llama32_1b_qkv_config": "unbounded",
+    }
+    assert [name.rpartition("::")[2] for name in found.unreadable] == ["llama32_1b_of_this_machine_config"]
+    assert sum("perf_recipes" in one.path for one in found.files) == 1
+
+
+def test_nothing_outside_the_package_is_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/llama.py").write_text("def llama_config():\n    return 1\n")
+    assert package_around(tmp_path / "recipes/llama.py") is None
+    assert survey(tmp_path).files == ()
