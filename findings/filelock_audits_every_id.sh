@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# filelock 4.3.1, Python 3.12 and later: importing filelock (which torch, transformers and huggingface-hub do) installs an
+# filelock 4.3.1, Python 3.12 and later: importing filelock (as megatron-core 0.19.2 does on its way) installs an
 # audit hook that is written in Python. An audit hook can never be removed, and it sees every audited event, among them
 # each call of the builtin `id`. So from then on, `id(x)` runs Python code: it takes 5 to 10 times as long, and another
 # thread may run in the middle of what was one call of C, such as `list(map(id, objects))`. On Python 3.11 there is no

@@ -66,8 +66,8 @@ def _with_their_class(classes: Collection[type]) -> Iterator[Any]:
 
     Each object comes once to be returned, and once for each class, to be asked whether it is its own. `itertools.tee`
     would not do: it keeps objects, is among them itself, and would leave them in a reference cycle. Nor would ``id``,
-    which calls audit hooks: with Python 3.12 and later, filelock (4.3.1), which torch imports, has one in Python, and
-    there other threads run while the list is alive. A metaclass may have a hash in Python too.
+    which calls audit hooks: on Python 3.12 and later, filelock (4.3.1), which megatron-core imports, has one in Python,
+    and there other threads run while the list is alive. A metaclass may have a hash in Python too.
     """
     objects = chain.from_iterable(starmap(gc.get_referrers, (tuple(classes),)))
     repeated = chain.from_iterable(map(repeat, objects, repeat(1 + len(classes))))
