@@ -592,6 +592,10 @@ OF_ATTENTION = ("linear_qkv", "linear_proj")
 OF_MLP = ("linear_fc1", "linear_fc2")
 
 
+OF_ALL_LINEARS: dict[str, Any] = {"lora_target_modules": ()}
+"""Of the output layer too, and not of experts: NeMo-RL's default."""
+
+
 def lora_of_ms_swift(rank: int, *targets: str, dropout: float = 0.05) -> dict[str, Any]:
     """Returns the fields of ms-swift's adapters, with its permutation of tokens."""
     state = lora(rank, *targets, dropout=dropout, library="mcore_bridge", enable_input_require_grads=True)
@@ -631,6 +635,8 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(model, 2, alone, {}, state=lora(16) | LOW_PRECISION)
         yield from of(model, 2, alone, {}, state=lora(16) | UNFUSED_ACTIVATION)
     yield from adapters_of_ms_swift(of, (alone,))
+    yield from of(LLAMA, 2, alone, {}, FULL, state=lora(24) | OF_ALL_LINEARS)
+    yield from of(QWEN, 2, alone, state=lora(24) | OF_ALL_LINEARS)
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -644,6 +650,7 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 4, "TP2 EP2 ETP1", state=lora(16))
     yield from of(LLAMA, 4, "CP2", state=lora(16))
     yield from adapters_of_ms_swift(of, ("EP2 DP2", "TP2"))
+    yield from of(LLAMA, 2, "TP2", {}, FULL, state=lora(24) | OF_ALL_LINEARS)
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

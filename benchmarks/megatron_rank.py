@@ -293,9 +293,14 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
         layers = importlib.import_module("memlab.engines.megatron.layers.torch_layers")
         utils = importlib.import_module("megatron.bridge.peft.utils")
         utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
+        utils.TELinear = layers.TorchLinear
         utils.version = lambda _: "2.16.1"
         utils.TECL = (layers.TorchNormLinear, layers.TorchColumnLinear, layers.TorchGroupedLinear)
         utils.TERL = (layers.TorchRowLinear, layers.TorchGroupedRowLinear)
+        matcher = importlib.import_module("megatron.bridge.peft.module_matcher")
+        matcher.HAVE_TE_COL_LINEAR = matcher.HAVE_TE_LN_COL_LINEAR = matcher.HAVE_TE_ROW_LINEAR = True
+        matcher.TEColumnParallelLinear, matcher.TERowParallelLinear = layers.TorchColumnLinear, layers.TorchRowLinear
+        matcher.TELayerNormColumnParallelLinear = layers.TorchNormLinear
         for module in model.modules():
             if isinstance(module, utils.TECL + utils.TERL):
                 weights = [weight for weight in module.parameters() if weight.dim() > 1]

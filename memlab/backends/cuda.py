@@ -20,7 +20,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
+from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces, multiplies_with_torch
 from memlab.engines.process_group import join_with_nccl, require_started_ranks
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.started_ranks import local_rank
@@ -107,9 +107,14 @@ def backend(reason: str) -> Backend:
         check=check,
         allocator=allocator_of_process,
         versions=installed_versions,
-        fill_workspaces=lambda scenario: fill_cublas_workspaces(),
+        fill_workspaces=_fill_workspaces,
         compiles=True,
     )
+
+
+def _fill_workspaces(scenario: Scenario) -> None:
+    if scenario.engine == "fsdp2" or multiplies_with_torch(scenario):
+        fill_cublas_workspaces()
 
 
 def installed_versions(asked: Versions) -> Versions:

@@ -27,7 +27,11 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
-from memlab.engines.megatron.retention.transformer_engine_caches import hold_fake_workspaces
+from memlab.engines.megatron.retention.transformer_engine_caches import (
+    has_experts,
+    hold_fake_workspaces,
+    multiplies_with_torch,
+)
 from memlab.engines.process_group import join_alone
 from memlab.meter.storage_meter import plain_meter, simulated_meter
 from memlab.upstream.patching import patched
@@ -60,6 +64,15 @@ def of_the_cpu_backend() -> Backend:
     )
 
 
+def of_labs_before_0_4() -> Backend:
+    """Returns the simulated backend with the bytes of the live labs that memlab measured before its version 0.4.
+
+    Such a lab gave cuBLAS's workspaces to every pipeline stage, and emptied the allocator's cache before its first
+    step. A job does neither.
+    """
+    return replace(backend("predicts a lab of memlab 0.3"), fill_workspaces=_fill_workspaces_as_before_0_4)
+
+
 def predicting(backend_name: str) -> Backend:
     """Returns the simulated backend that predicts the bytes of another one: the ``cpu``, or else a GPU."""
     return backend("predicts a GPU") if KINDS[backend_name].has_allocator else of_the_cpu_backend()
@@ -69,7 +82,12 @@ def _fill_workspaces(scenario: Scenario) -> None:
     if scenario.engine == "fsdp2":
         hold_fake_workspaces(linears=False)
         return
-    hold_fake_workspaces(grouped=any(weight.num_experts for weight in scenario.weights_of_rank))
+    hold_fake_workspaces(cublas=multiplies_with_torch(scenario), grouped=has_experts(scenario))
+
+
+def _fill_workspaces_as_before_0_4(scenario: Scenario) -> None:
+    hold_fake_workspaces(grouped=has_experts(scenario))
+    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     asked = asked_step(arguments, rank=arguments.rank)
     if arguments.gpu_memory is not None:
-        limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
+        limit_for_torch(arguments.gpu_memory, asked.scenario)
     for flag in ("forward_only", "device_memory"):
         if arguments.gpu_memory is not None and getattr(arguments, flag):
             raise ValueError(
@@ -185,7 +185,7 @@ def _take_steps(
             found.records.append(record)
             found.ranges.append(PeakRange.of(record, found.not_modelled))
             if arguments.gpu_memory is not None:
-                limit_bytes = limit_for_torch(arguments.gpu_memory, scenario.layout)
+                limit_bytes = limit_for_torch(arguments.gpu_memory, scenario)
                 found.verdicts.append(judge(record, steps, limit_bytes, found.ranges[-1]))
             if rollout is not None and len(scenarios) == 1:  # of several ranks, the worst one has phases
                 found.phases = phases_of(record, steps, rollout, arguments.gpu_memory)
@@ -311,7 +311,7 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
         lines.append(other_ranks_line(layout))
     if phases is not None:
         lines += ["", phases_table(phases, found.judged_range)]
-    return "\n".join([*lines, "", str(estimate_outside_torch(layout))])
+    return "\n".join([*lines, "", str(estimate_outside_torch(layout, judged.scenario.architecture))])
 
 
 def _with_range(record: StepRecord, found: _Predicted) -> dict[str, Any]:

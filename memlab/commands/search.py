@@ -155,7 +155,7 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
     """Checks a search through settings, or for the largest workload, and returns it."""
     asked = asked_step(arguments, rank=arguments.rank)
     base, source, scenarios = asked.settings, asked.job, asked.on_ranks
-    limit_bytes = limit_for_torch(arguments.gpu_memory, asked.scenario.layout)
+    limit_bytes = limit_for_torch(arguments.gpu_memory, asked.scenario)
     _check_bounds(arguments)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
@@ -244,7 +244,7 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             f"--engine is {job.engine!r} with --gpus, but memlab searches only layouts of engine 'megatron': leave "
             "--gpus out, or predict each number of ranks (memlab predict --data-parallel-size N)"
         )
-    limit_for_torch(arguments.gpu_memory, job.layout)
+    limit_for_torch(arguments.gpu_memory, job)
     if not layouts_of(job, given):
         sizes = ", ".join(f"{name} {size}" for name, size in given.items()) or "any sizes"
         raise ValueError(

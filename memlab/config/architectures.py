@@ -242,6 +242,11 @@ class Architecture:
         return counts | {weight: n for part, n in self.kinds_of(layers).items() if n for weight in part.weights()}
 
     @property
+    def output_weight(self) -> Weight:
+        """The weight that makes logits."""
+        return Weight("output_layer.weight", (self.vocab_size, self.hidden_size), 0)
+
+    @property
     def largest_row(self) -> int:
         """The most elements that one token has in any activation, before anything is split over ranks."""
         return max(self.vocab_size, *(part.largest_row for part in self.parts))

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memlab.config.option import check_options, option
-from memlab.config.parts.part import Weight
+from memlab.config.parts.part import Part, Weight
 from memlab.config.validation import RuleError, shortened
 
 DropoutPosition = Literal["pre", "post"]
 Library = Literal["megatron_bridge", "mcore_bridge"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names of the linears that adapters can be added to."""
+"""Megatron's names of the linears of layers that adapters can be added to."""
+OUTPUT_LAYER = "output_layer"
+_ADAPTABLE = (*LINEARS, OUTPUT_LAYER)
 _ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
 _WITHOUT_CONTROL = _ADAPTERS | {"group": ""}
 """The panel has the rank and the linears: what else adapters have hardly changes bytes, or is rarely asked for."""
@@ -50,13 +52,18 @@ class LoRA:
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
-        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or patterns of whole names with "
-        "asterisks (default: all four in every layer)",
+        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, or patterns of "
+        "whole names with asterisks (default: the first four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )
     """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
-    ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0."""
+    ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0. An empty
+    list is all linears, the output layer too, but not those of experts, which are grouped (``match`` in
+    ``peft/module_matcher.py``)."""
+    exclude_modules: tuple[str, ...] = option(
+        (), "of an empty list of target modules: linears without adapters, or patterns", **_WITHOUT_CONTROL
+    )
     library: Library = option(
         "megatron_bridge",
         "whose adapters they are: Megatron-Bridge's, one for all experts of a rank (default megatron_bridge), or "
@@ -79,27 +86,42 @@ class LoRA:
                 f"lora_dropout is {self.dropout}, must be below 1, since nothing would be left: give a smaller share",
                 "lora_dropout",
             )
-        if isinstance(self.target_modules, list):
-            object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        modules = self.target_modules
-        if not isinstance(modules, tuple) or not modules or not all(isinstance(name, str) for name in modules):
-            raise RuleError(
-                f"lora_target_modules is {shortened(modules)}, must name linears, such as {', '.join(LINEARS)}: name "
-                "at least one",
-                "lora_target_modules",
-            )
-        for name in modules:
-            if not name.endswith(("*", *LINEARS)):
+        for field in ("target_modules", "exclude_modules"):
+            names = getattr(self, field)
+            if isinstance(names, list):
+                object.__setattr__(self, field, tuple(names))
+            elif not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
                 raise RuleError(
-                    f"lora_target_modules has {shortened(name)}, must have {', '.join(LINEARS)}, or patterns that end "
-                    "with one of them or with *, since memlab predicts no adapters of others: leave it out",
+                    f"lora_{field} is {shortened(names)}, must be a list of names, such as {', '.join(LINEARS)}: "
+                    "correct it",
+                    f"lora_{field}",
+                )
+        if self.exclude_modules and self.target_modules:
+            raise RuleError(
+                f"lora_exclude_modules is {shortened(list(self.exclude_modules))} with lora_target_modules "
+                f"{shortened(list(self.target_modules))}, must be empty there by a rule of Megatron-Bridge: empty one "
+                "of the two",
+                *("lora_exclude_modules", "lora_target_modules"),
+            )
+        for name in self.target_modules:
+            if not name.endswith(("*", *_ADAPTABLE)):
+                raise RuleError(
+                    f"lora_target_modules has {shortened(name)}, must have {', '.join(_ADAPTABLE)}, or patterns that "
+                    "end with one of them or with *, since memlab predicts no adapters of others: leave it out",
                     "lora_target_modules",
                 )
 
-    def adapts(self, name: str) -> bool:
-        """Whether a linear has an adapter, by its name in the model chunk."""
+    def adapts(self, name: str, *, is_grouped: bool = False) -> bool:
+        """Whether a linear has an adapter.
+
+        Args:
+            name: In the model chunk.
+            is_grouped: Whether it is the linear of experts.
+        """
         own = name.rpartition(".")[2]
-        return own in LINEARS and any(own == target or _matches(target, name) for target in self.target_modules)
+        listed = self.target_modules or self.exclude_modules
+        is_listed = any(own == one or _matches(one, name) for one in listed)
+        return own in _ADAPTABLE and (is_listed if self.target_modules else not (is_listed or is_grouped))
 
     def adapted(self, number: int, weights: Iterable[Weight]) -> Iterator[Weight]:
         """Yields the weights of those linears of a layer that have adapters.
@@ -109,7 +131,8 @@ class LoRA:
             weights: Of the layer.
         """
         for weight in weights:
-            if weight.is_matrix and self.adapts(f"decoder.layers.{number}.{weight.name.removesuffix('.weight')}"):
+            name = f"decoder.layers.{number}.{weight.name.removesuffix('.weight')}"
+            if weight.is_matrix and self.adapts(name, is_grouped=bool(weight.num_experts)):
                 yield weight
 
     def weights(self, linear: Weight, ranks_of_experts: int) -> tuple[Weight, Weight]:
@@ -133,6 +156,12 @@ class LoRA:
             Weight(f"{name}.adapter.linear_in.weight", (self.rank, inputs), splits[0], count),
             Weight(f"{name}.adapter.linear_out.weight", (outputs, self.rank), splits[1], count),
         )
+
+
+def linears_without_adapters(parts: Iterable[Part]) -> list[str]:
+    """Returns the linears of layers of which memlab predicts no adapters, such as those of latent attention."""
+    names = {weight.name.removesuffix(".weight").rpartition(".")[2] for part in parts for weight in part.weights()}
+    return sorted(name for name in names if name.startswith("linear_") and name not in LINEARS and "norm" not in name)
 
 
 def _matches(pattern: str, name: str) -> bool:

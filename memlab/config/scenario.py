@@ -14,6 +14,7 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
+from memlab.config.lora import LINEARS, OUTPUT_LAYER, linears_without_adapters
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -257,6 +258,19 @@ class Scenario:
                 "linears of each pipeline stage",
                 "lora_target_modules",
             )
+        if lora.adapts(OUTPUT_LAYER) and self.architecture.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names the output layer of "
+                f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
+                "adapters: name other linears, or give lora_exclude_modules output_layer",
+                *("lora_target_modules", "lora_exclude_modules"),
+            )
+        if not lora.target_modules and (others := linears_without_adapters(self.architecture.parts)):
+            raise RuleError(
+                f"lora_target_modules is empty, which names {', '.join(others)} of {self.architecture.name} too, of "
+                f"which memlab predicts no adapters: name {', '.join(LINEARS)}",
+                "lora_target_modules",
+            )
         of_experts = layout.expert_tensor_size if any(one.num_experts for one in self.weights_of_adapters()) else 1
         for name, ranks in (
             ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
@@ -455,6 +469,12 @@ class Scenario:
                 for part in self.architecture.parts_of(layer):
                     for linear in lora.adapted(number, part.weights()):  # type: ignore[union-attr]
                         yield from lora.weights(linear, self.layout.expert_model_parallel_size)  # type: ignore[union-attr]
+        if lora is not None and lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
+            yield from lora.weights(self.architecture.output_weight, 1)
+
+    @property
+    def _has_output_layer(self) -> bool:
+        return self.layout.pipeline_stage == self.layout.pipeline_model_parallel_size - 1
 
     @property
     def num_layers_of_stage(self) -> int:

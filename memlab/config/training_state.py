@@ -643,7 +643,7 @@ def what_rebuilds(before: TrainingState, after: TrainingState) -> Rebuilt:
 
 def option_words(name: str, value: object) -> str:
     """Writes an option of a training state for tables: its name alone if it is on, else with its value."""
-    shown = ",".join(value) if isinstance(value, tuple) else value
+    shown = ",".join(value) or "empty" if isinstance(value, tuple) else value
     return name if value is True else f"{name} {shown}"
 
 

@@ -66,7 +66,8 @@ class Check(Goals):
             gpu_memory: Of the GPU, as `parse_bytes` reads it.
             hint: What to look at, in the words of the exercise; by default, that of `peak_below`.
         """
-        outside = estimate_outside_torch(self._record.scenario.layout).total_bytes
+        scenario = self._record.scenario
+        outside = estimate_outside_torch(scenario.layout, scenario.architecture).total_bytes
         return self.peak_below(parse_bytes(gpu_memory) - outside, hint)
 
     def runs_on(self, num_ranks: int) -> Self:

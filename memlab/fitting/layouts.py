@@ -19,7 +19,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
 from memlab.fitting.least_peak import least_peak_bytes, least_peak_with
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of_every_stage
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.recompute_cost import recomputed_operations
@@ -224,10 +224,10 @@ def search_layouts(
         LayoutSearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
     every = layouts_of(job, given)
-    limits = [gpu_memory_bytes - estimate_outside_torch(one.layout).total_bytes for one in every]
+    limits = [gpu_memory_bytes - _outside_torch_bytes(one) for one in every]
     searches = [(one, limit) for one, limit in zip(every, limits, strict=True) if least_peak_bytes(one, base) <= limit]
     num_too_large = len(every) - len(searches)
-    left = deque(searches)
+    left, places = deque(_surest_first(searches, base)), {one.layout: place for place, one in enumerate(every)}
     fitting: list[FittingLayout] = []
     not_fitting: list[Scenario] = []
 
@@ -236,7 +236,7 @@ def search_layouts(
             scenario=job,
             base=base,
             gpu_memory_bytes=gpu_memory_bytes,
-            fitting=tuple(sorted(fitting, key=lambda one: one.cost)),
+            fitting=tuple(sorted(fitting, key=lambda one: (one.cost, places[one.layout]))),
             num_layouts=len(every),
             num_too_large=num_too_large,
             num_not_fitting=len(not_fitting),
@@ -262,12 +262,36 @@ def search_layouts(
                 if fits is None:
                     not_fitting.append(one)
                 else:
+                    # The first one was tried before those that are no larger.
+                    fitting[:] = [each for each in fitting if not _is_no_larger(fits, each.layout, base)]
+                    not_fitting[:] = [each for each in not_fitting if not _is_no_larger(fits, each.layout, base)]
                     fitting.append(fits)
                 on_layout(one, fits, sum(might_be_better(each) for each, _ in islice(left, 1, None)))
             left.popleft()
     except (KeyboardInterrupt, PredictionLostError) as interrupt:
         raise LayoutSearchInterrupted(found()) from interrupt
     return found()
+
+
+def _surest_first(searches: list[tuple[Scenario, int]], base: MemorySettings) -> list[tuple[Scenario, int]]:
+    """Puts first a layout that is likely to fit and quick to predict, so that there is an answer soon.
+
+    The result does not depend on it. Tensor and context parallelism divide the activations. The ranks of tensor
+    parallelism need equally much, so fewer of them have to be predicted.
+    """
+
+    def chance(search: tuple[Scenario, int]) -> tuple[int, ...]:
+        one, limit_bytes = search
+        tensor, context, pipeline, _ = (getattr(one.layout, name) for name in SIZES)
+        left_bytes = limit_bytes - least_peak_bytes(one, base)
+        return min(tensor * context, MOST_TENSOR_RANKS), tensor, -context * pipeline, left_bytes
+
+    first = max(searches, key=chance, default=None)
+    return [*(each for each in searches if each is first), *(each for each in searches if each is not first)]
+
+
+def _outside_torch_bytes(job: Scenario) -> int:
+    return outside_torch_of_every_stage(job.layout, job.architecture).total_bytes
 
 
 def _is_no_larger(other: FittingLayout, layout: Layout, base: MemorySettings) -> bool:
@@ -344,7 +368,7 @@ def _least_recompute(
                 peak_allocated_bytes=peak,
                 peak_range=max(predictions, key=lambda one: one.peak_allocated_bytes).peak_range,
                 margin_bytes=limit_bytes - peak,
-                outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
+                outside_torch_bytes=_outside_torch_bytes(job),
                 recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
                 transferred_bytes=max(one.transferred_bytes for one in predictions),
                 communicated_bytes=dict(worst.communicated_bytes),

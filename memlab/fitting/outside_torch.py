@@ -1,38 +1,50 @@
 """Estimates what a rank's GPU holds outside torch's allocator: no tensor shows it, and no CPU can measure it.
 
-It is reported apart from predicted bytes, which come from code that ran. Two-rank jobs on H200s held 2.4 to 3.9 GiB per
-rank; the estimate gives 3.0 to 3.7 GiB for them (`tests/unit/test_outside_torch.py`).
+It is reported apart from predicted bytes, which come from code that ran. CUDA's context and the loaded kernels are
+there in every process; the rest is NCCL's. Each of Megatron's groups of ranks has a communicator, NCCL allocates its
+buffers when the group is first used, and groups of a single rank have one too. What each first use took was measured
+in 41 jobs of plain Megatron-Core on four H200s of one host (``labs/results/h200x4_plain_megatron.jsonl``: torch 2.11,
+NCCL 2.28.9, Transformer Engine 2.16.1, NVLink multicast off); a sum of these numbers lies within the stated range on
+each of their 164 ranks. The groups are those of ``megatron/core/parallel_state.py``, 0.16.1.
 
-The most that NCCL is likely to take is counted by communicators: each of Megatron's groups that a step uses has one,
-and ``benchmarks/nccl_memory.py`` measured what one takes. NCCL 2.28.9 on two H200s, NVLink multicast (NVLS) off, in MiB
-(``labs/results/h200_nccl.json``): 484 to 486 for an all-reduce, all-gather or reduce-scatter, 580 to 582 for an
-all-to-all or a send to one other rank, 870 for both in one communicator, and 352 once, in the first of a process. More
-is possible: verl #6408 freed 7 to 9.5 GB per rank on eight H100s (TP2 PP2 DP2), with NVLS and the communicators of the
-inference engine.
+Not measured, and not counted: NVLink multicast (NVLS), which NCCL uses by itself on eight GPUs of a host, the buffers
+of a network, and an inference engine in the same process. verl #6408 freed 7 to 9.5 GB per rank on eight H100s (TP2
+PP2 DP2) with all of these but a network.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.units import MIB, format_bytes
 
-CONTEXT_AND_LIBRARIES_BYTES = 2508 * MIB
-"""CUDA's context and the kernels of torch, Transformer Engine, cuBLAS and cuDNN, loaded when first used. Measured
-on an H200 after two steps of Qwen3-30B-A3B on one rank: 2,498 MiB at 4 layers, 2,508 at 10 (torch 2.11, TE 2.12)."""
-RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES = 10 * MIB, 2 * MIB
-"""What NCCL allocates for one channel of one connection: ``NCCL_BUFFSIZE``, 4 MiB by default, for the simple protocol,
-0.5 and 4.7 MiB for the two that trade space for latency, rounded to 2 MiB; seen in the log of NVIDIA/nccl#1685."""
-RING_CHANNELS = 24
-"""Of a collective inside a node of H100s or H200s; NCCL takes up to 32 (``MAXCHANNELS``)."""
-PEER_CHANNELS = 32
-"""For each rank that is sent to and received from: what NVIDIA/nccl#1685 shows for an all-to-all on 8 H100s."""
-FIRST_COMMUNICATOR_BYTES = 352 * MIB
-COMMUNICATOR_BYTES = 197 * MIB
-"""Of each communicator, without the buffers of its channels: 485 - 288 and 581 - 384 MiB (see above)."""
+CONTEXT_BYTES = 700 * MIB
+"""CUDA's context, and the kernels of torch, Transformer Engine and cuDNN, loaded when first used."""
+CUBLAS_KERNELS_BYTES = 130 * MIB
+"""More, where torch itself multiplies matrices: in an output layer or a router."""
+OTHER_KERNELS_BYTES = 160 * MIB
+"""More at most: versions of Transformer Engine and layers load other kernels."""
+WORLD_BYTES = 770 * MIB
+"""The group of all ranks, which is the first that a process uses."""
+WORLD_OF_ONE_BYTES = 488 * MIB
+RING_BYTES = 484 * MIB
+"""A group that all-reduces, gathers or reduces and scatters: the same for two and for four ranks."""
+RING_OF_ONE_BYTES = 388 * MIB
+PAIR_BYTES = 196 * MIB
+"""A communicator that sends and receives, without the buffers of its peers."""
+SEND_BYTES, RECEIVE_BYTES = 64 * MIB, 320 * MIB
+"""To and from one peer: 2 and 10 MiB for each of 32 channels (the log of NVIDIA/nccl#1685 shows them)."""
+FIRST_SEND_BYTES = 62 * MIB
+"""Once in a process that sends to or receives from single ranks."""
+ROUNDING_BYTES = 2 * MIB
+"""By which the same communicator was larger on some ranks."""
 MOST_PEERS = 7
 """With buffers of their own: the other GPUs of a node. Over a network they are shared (``NCCL_NET_SHARED_BUFFERS``)."""
+MEASURED_RANKS = 4
+BEYOND_MEASURED_BYTES = 640 * MIB
+"""More at most in a job of more ranks than were measured. It is an assumption, not a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,85 +53,105 @@ class OutsideTorch:
 
     context_and_libraries_bytes: int
     nccl_bytes: int
-    most_nccl_bytes: int
-    """If each group of ranks that a step uses has a communicator of its own, as large as those that were measured."""
+    uncertain_bytes: int
+    """How much more it may be."""
 
     @property
     def total_bytes(self) -> int:
-        """All that torch cannot use."""
+        """The lower end of what torch cannot use."""
         return self.context_and_libraries_bytes + self.nccl_bytes
 
     @property
     def most_bytes(self) -> int:
-        """As `total_bytes`, with the most that NCCL is likely to take."""
-        return self.context_and_libraries_bytes + self.most_nccl_bytes
+        """The upper end."""
+        return self.total_bytes + self.uncertain_bytes
 
     def __str__(self) -> str:
-        parts = f"{format_bytes(self.context_and_libraries_bytes)} for CUDA's context and libraries"
-        nccl = f" and {format_bytes(self.nccl_bytes)} for NCCL" if self.nccl_bytes else ""
-        nccl += f" (at most {format_bytes(self.most_nccl_bytes)})" if nccl else ""
-        return f"outside torch, estimated and not counted above: {parts}{nccl}"
+        context, nccl, most = map(format_bytes, (self.context_and_libraries_bytes, self.nccl_bytes, self.most_bytes))
+        return (
+            f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries and {nccl} "
+            f"for NCCL, at most {most} in all"
+        )
 
 
-def estimate_outside_torch(layout: Layout) -> OutsideTorch:
+def estimate_outside_torch(layout: Layout, model: Architecture | None = None) -> OutsideTorch:
     """Estimates what a rank's GPU holds outside torch's allocator.
 
     Args:
-        layout: Of the job; every size above 1 makes communicators, which NCCL fills when they are first used.
+        layout: Of the job, with the rank.
+        model: Says whether there are experts and tied embeddings, which have groups of their own. None: a dense model
+            without tied embeddings, unless the layout spreads experts.
     """
-    ring = RING_CHANNELS * (RECEIVE_BUFFER_BYTES + SEND_BUFFER_BYTES)
-    # The receiver's buffer, and the sender's two: nccl#1685 counts 2 MiB twice as often as 10 MiB.
-    peer = PEER_CHANNELS * (RECEIVE_BUFFER_BYTES + 2 * SEND_BUFFER_BYTES)
-    rings = sum(
-        (
-            layout.tensor_model_parallel_size > 1,
-            layout.data_parallel_size * layout.context_parallel_size > 1,  # gradients, and parameters after the step
-            layout.expert_model_parallel_size * layout.expert_tensor_size > 1,  # how many tokens each expert gets
-            layout.world_size > 1,  # the norm of all gradients
-        )
-    )
-    peers = sum(
-        min(size - 1, most, MOST_PEERS)
-        for size, most in (
-            (layout.pipeline_model_parallel_size, 2),
-            (layout.context_parallel_size, 2),
-            (layout.expert_model_parallel_size, MOST_PEERS),
-        )
-    )
+    has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
+    is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+    rings = _groups_that_reduce(layout, has_experts=has_experts, is_last_stage=is_last_stage)
+    has_embedding = is_last_stage or layout.pipeline_stage == 0
+    if (
+        layout.pipeline_model_parallel_size > 1
+        and has_embedding
+        and model
+        and model.share_embeddings_and_output_weights
+    ):
+        rings.append(2)  # the gradients of the two copies of the embedding
+    pairs, sends = _pairs(layout)
+    nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
+    nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
+    nccl += pairs * PAIR_BYTES + sends * (SEND_BYTES + RECEIVE_BYTES) + bool(pairs) * FIRST_SEND_BYTES
+    is_measured = layout.world_size <= MEASURED_RANKS
     return OutsideTorch(
-        context_and_libraries_bytes=CONTEXT_AND_LIBRARIES_BYTES,
-        nccl_bytes=rings * ring + peers * peer,
-        most_nccl_bytes=_most_nccl_bytes(layout, ring, peer),
+        context_and_libraries_bytes=CONTEXT_BYTES + CUBLAS_KERNELS_BYTES * (is_last_stage or has_experts),
+        nccl_bytes=nccl,
+        uncertain_bytes=OTHER_KERNELS_BYTES
+        + (len(rings) + 2 * pairs + 1) * ROUNDING_BYTES
+        + BEYOND_MEASURED_BYTES * (not is_measured),
     )
 
 
-def _most_nccl_bytes(layout: Layout, ring: int, peer: int) -> int:
-    """Returns what NCCL takes if every group that a step uses has a communicator.
+def outside_torch_of_every_stage(layout: Layout, model: Architecture) -> OutsideTorch:
+    """Returns the estimate of the pipeline stage whose GPU holds the most outside torch."""
+    firsts = range(0, layout.world_size, layout.ranks_of_a_stage)
+    return max(
+        (estimate_outside_torch(replace(layout, rank=rank), model) for rank in firsts), key=lambda one: one.total_bytes
+    )
 
-    The groups are those that Megatron's own code used in simulated steps (``megatron/core/parallel_state.py``, 0.16.1).
-    """
-    if layout.world_size == 1:
-        return 0
-    tensor, context, pipeline = (
+
+def _groups_that_reduce(layout: Layout, *, has_experts: bool, is_last_stage: bool) -> list[int]:
+    """Returns how many ranks each group has that a step of this rank reduces or gathers over."""
+    tensor, context, stages = (
         layout.tensor_model_parallel_size,
         layout.context_parallel_size,
         layout.pipeline_model_parallel_size,
     )
     expert, expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_size
-    has_spread_experts = expert > 1
-    rings = sum(
-        (
-            tensor > 1,
-            layout.data_parallel_size * context > 1,
-            pipeline > 1,  # tied embeddings
-            True,  # the norm of all gradients
-            has_spread_experts,  # how many tokens each expert gets
-            has_spread_experts and expert_tensor > 1,
-            has_spread_experts and tensor * context > 1,  # the router's auxiliary loss
-            has_spread_experts and layout.world_size > expert * expert_tensor * pipeline,  # gradients of experts
-        )
+    groups = [layout.data_parallel_size * context, layout.world_size]  # gradients and parameters; the gradients' norm
+    if tensor > 1 or is_last_stage:
+        groups.append(tensor)  # the loss of a divided vocabulary reduces over it, even if it is one rank
+    if has_experts:
+        # The auxiliary loss, the numbers of tokens, and the experts' inputs where their matrices are divided.
+        groups += [size for size in (tensor * context, expert * expert_tensor, expert_tensor) if size > 1]
+    if expert > 1:
+        groups.append(layout.world_size // (expert * expert_tensor * stages))  # gradients of experts
+    return groups
+
+
+def _pairs(layout: Layout) -> tuple[int, int]:
+    """Returns how many communicators send to single ranks, and to how many peers they send and receive in all.
+
+    A pipeline without virtual stages and a ring of two ranks send in batches, over the group's communicator. Otherwise
+    torch makes a communicator for each direction (``ProcessGroupNCCL::send``, torch 2.11).
+    """
+    stages, context, expert = (
+        layout.pipeline_model_parallel_size,
+        layout.context_parallel_size,
+        layout.expert_model_parallel_size,
     )
-    sizes = [(size, most) for size, most in ((pipeline, 2), (context, 2), (expert, MOST_PEERS)) if size > 1]
-    peers = sum(min(size - 1, most, MOST_PEERS) for size, most in sizes)
-    communicators = rings + len(sizes)
-    return FIRST_COMMUNICATOR_BYTES + communicators * COMMUNICATOR_BYTES + rings * ring + peers * peer
+    pairs = sends = 0
+    if stages > 1 and layout.virtual_pipeline_model_parallel_size > 1:
+        pairs, sends = 2, 1 + (stages > 2)
+    elif stages > 1:
+        pairs, sends = 1, 1 + (0 < layout.pipeline_stage < stages - 1)
+    if context > 1:
+        pairs, sends = pairs + 1 + (context > 2), sends + 1 + (context > 2)
+    if expert > 1:
+        pairs, sends = pairs + 1, sends + min(expert - 1, MOST_PEERS)
+    return pairs, sends

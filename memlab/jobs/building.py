@@ -121,7 +121,11 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     values = reading.values
     stages, chunks = (values.get(f"{name}pipeline_model_parallel_size") or 1 for name in ("", "virtual_"))
     counted = [one for one in reading.not_modelled if one.key.rpartition(".")[2] in _COUNTED]
-    if stages <= 1 or not counted:
+    if not counted:
+        return
+    if stages <= 1:
+        reading.without_effect |= {one.key: "the model has one pipeline stage" for one in counted}
+        reading.not_modelled = [one for one in reading.not_modelled if one not in counted]
         return
     keys = ", ".join(one.key for one in counted)
     if any(values.get(field) is not None for field in (*_COUNTED.values(), "pipeline_model_parallel_layout")):
@@ -136,13 +140,19 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
             f"a multiple of {stages * chunks} (stages {stages} x chunks {chunks}): change one of them",
             *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
         )
-    if chunks > 1:
-        raise ValueError(
-            f"{keys} with {chunks} chunks per stage makes chunks of different sizes, which memlab does not model"
+    ends = {_COUNTED[one.key.rpartition(".")[2]]: one.key for one in counted}
+    reading.not_modelled = [one for one in reading.not_modelled if one not in counted]
+    if chunks == 1:
+        for field, key in ends.items():
+            reading.take(key, field, together // stages - 1)
+    else:
+        layers = [together // (stages * chunks)] * stages * chunks
+        for field, chunk in zip(_COUNTED.values(), (0, -1), strict=True):
+            layers[chunk] -= field in ends
+        text = "|".join("t" * number for number in layers)
+        reading.take(
+            counted[0].key, "pipeline_model_parallel_layout", f"E{text}{'m' * (values.get('mtp_num_layers') or 0)}L"
         )
-    for one in counted:
-        reading.take(one.key, _COUNTED[one.key.rpartition(".")[2]], together // stages - 1)
-        reading.not_modelled.remove(one)
 
 
 def with_layer_pattern(reading: Reading, architecture: Architecture) -> Architecture:

@@ -225,6 +225,7 @@ def _built(
         found = with_layer_pattern(reading, _architecture(reading, architecture))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
+        _drop_shared_experts(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
@@ -342,6 +343,19 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         reading.not_modelled.remove(one)
         if one.place != "default":
             reading.without_effect[one.key] = "the model has no experts"
+
+
+def _drop_shared_experts(reading: Reading, architecture: Architecture) -> None:
+    """Moves what concerns shared experts only, where a model has none, to what has no effect.
+
+    See ``use_shared_expert`` in megatron/core/transformer/moe/moe_layer.py (0.16.1 and main of August 2026).
+    """
+    if architecture.moe_shared_expert_intermediate_size:
+        return
+    overlaps = [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "moe_shared_expert_overlap"]
+    for one in overlaps:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the model has no shared experts"
 
 
 def _drop_engine(reading: Reading) -> None:

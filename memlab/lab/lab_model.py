@@ -215,12 +215,16 @@ class LabModel:
     def release_garbage(self, *, is_collected: bool = False) -> None:
         """Frees what the previous settings left in reference cycles and in the allocator's cache.
 
+        What building left in the cache stays for the first step, as in a job, which empties no cache: its optimizer
+        state is put there, and a block that is not split is up to 1 MiB larger than what is asked for.
+
         Args:
             is_collected: Whether there is nothing in cycles, as it is known from `is_collected` before the settings.
         """
         if not is_collected:
             self.garbage.collect()
-        torch.cuda.empty_cache()
+        if self.num_steps:
+            torch.cuda.empty_cache()
 
     @property
     def is_collected(self) -> bool:
@@ -233,7 +237,8 @@ class LabModel:
         self.engine.free()
         self._drop_replay()
         self.labels.release()
-        self.release_garbage()
+        self.garbage.collect()
+        torch.cuda.empty_cache()
         self.meter.free_cached_pinned_memory()
 
     def drop(self) -> dict[str, int]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from memlab.allocator.request_log import RequestLog
 from memlab.analysis.limits import Limit
+from memlab.backends import Backend
+from memlab.backends.simulated import of_labs_before_0_4
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
@@ -94,7 +96,7 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
                 if lab is None or is_other_lab or not set(lab.scenario.differences(scenario)) <= set(WORKLOAD):
                     if lab is not None:
                         lab.close()
-                    lab = Lab(scenario, backend="simulated")
+                    lab = Lab(scenario, backend=_predicting_labs_of(record.versions.get("memlab", "")))
                 lab.set_workload(**scenario.workload)
                 settings = record.settings
                 predicted = lab.forward_only(settings, warm_up=True) if record.forward_only else lab.step(settings)
@@ -109,6 +111,10 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     finally:
         if lab is not None:
             lab.close()
+
+
+def _predicting_labs_of(version: str) -> str | Backend:
+    return of_labs_before_0_4() if version.startswith(("0.1", "0.2", "0.3")) else "simulated"
 
 
 def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:

@@ -11,6 +11,8 @@ from typing import Any
 from memlab.upstream.private_names import Internal, replaceable
 
 _ABSENT = object()
+_swapped: list[tuple[Any, str, Any, Any]] = []
+"""What is replaced now, the latest last: owner, name, the original and its replacement."""
 
 
 @contextmanager
@@ -35,19 +37,39 @@ def patched(replacements: Mapping[str, Any], *, on: object = None) -> Iterator[N
 @contextmanager
 def swapped(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Sets attributes for the block; each is an owner, a name and a value."""
-    originals: list[tuple[Any, str, Any]] = []
+    own: list[tuple[Any, str, Any, Any]] = []
     try:
         for owner, name, value in replacements:
             # What the owner itself has: a class may inherit the name, and must not keep a copy of it.
-            originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+            own.append((owner, name, vars(owner).get(name, _ABSENT), value))
+            _swapped.append(own[-1])
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, original in reversed(originals):
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        for one in reversed(own):
+            _put_back(one)
+        _swapped[:] = [each for each in _swapped if not any(each is one for one in own)]
+
+
+@contextmanager
+def originals() -> Iterator[None]:
+    """Puts all originals back for the block: what is imported in it must not keep a replacement."""
+    replaced = list(_swapped)
+    for one in reversed(replaced):
+        _put_back(one)
+    try:
+        yield
+    finally:
+        for owner, name, _, value in replaced:
+            setattr(owner, name, value)
+
+
+def _put_back(one: tuple[Any, str, Any, Any]) -> None:
+    owner, name, original, _ = one
+    if original is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
 
 
 @cache

@@ -444,6 +444,13 @@ _TORCH = (
         on_instances=True,
     ),
     Internal(
+        owner="torch._dynamo",
+        names=("disable", "graph_break", "trace_rules"),
+        use="used",
+        where="upstream/compiler_on_demand.py",
+        why="A stand-in answers for them until something is compiled; any other name imports the compiler.",
+    ),
+    Internal(
         owner="torch._dynamo.config:_config",
         names=("recompile_limit", "accumulated_recompile_limit"),
         use="used",

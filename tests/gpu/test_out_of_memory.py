@@ -132,7 +132,7 @@ def test_a_step_that_no_meter_watches_gives_its_memory_back_too(lab: Lab) -> Non
 
 def test_what_a_warm_lab_says_fits_does_so_in_a_fresh_one(lab: Lab) -> None:
     plain = lab.step()
-    outside_bytes = estimate_outside_torch(plain.scenario.layout).total_bytes
+    outside_bytes = estimate_outside_torch(plain.scenario.layout, plain.scenario.architecture).total_bytes
     fit = lab.fit(plain, plain.peak_allocated_bytes - 256 * MIB + outside_bytes)
     assert not fit.fits
     assert lab.device_memory_bytes is None

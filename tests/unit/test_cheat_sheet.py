@@ -96,7 +96,7 @@ def test_each_formula_of_the_cheat_sheet_gives_the_metered_bytes() -> None:
     assert by_hand == bytes_of
 
 
-def test_lab_10_quotes_what_an_h200_measured() -> None:
+def test_lab_01_quotes_what_an_h200_measured() -> None:
     """Half of the difference between four and two layers, for each pair of records that differ in nothing else."""
     records = [StepRecord.from_dict(json.loads(line)) for line in (LABS / "results" / "h200_steps.jsonl").open()]
 

@@ -205,7 +205,8 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
 
 def own_part_of_adapter(path: list[str], parameter: torch.Tensor, scenario: Scenario) -> torch.Tensor:
     """Returns this rank's part of an adapter's weight; the side that it has only a part of is the one that is split."""
-    shape = next(one.shape for one in scenario.weights_of_adapters() if one.name == ".".join(path[3:]))
+    local = ".".join(path[3:] if path[0] == "decoder" else path)
+    shape = next(one.shape for one in scenario.weights_of_adapters() if one.name == local)
     generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
     weight, rank = 0.1 * torch.randn(shape, generator=generator), parallel_state.get_tensor_model_parallel_rank()
     for dim, (of_rank, whole) in enumerate(zip(parameter.shape, shape, strict=True)):
@@ -276,7 +277,12 @@ TWO = [
         (PLAIN, *OF_MOE, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
     ),
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), OF_FOUR_HEADS, TrainingState(lora=LoRA(rank=4, alpha=4))),
+    Job(
+        {"tensor_model_parallel_size": 2},
+        (PLAIN, FULL),
+        OF_FOUR_HEADS,
+        TrainingState(lora=LoRA(rank=4, alpha=4, target_modules=())),
+    ),
     Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), OF_FOUR_HEADS, TrainingState(lora=OF_MS_SWIFT)),
     Job(
         {"tensor_model_parallel_size": 2, "sequence_parallel": False},

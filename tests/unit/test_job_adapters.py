@@ -48,6 +48,11 @@ def read(tmp_path: Path, command: str) -> Job:
             f"{GRPO}{PEFT}.enabled=true {PEFT}.dim=128 {PEFT}.alpha=256 {PEFT}.target_modules='[linear_proj]'",
             LoRA(rank=128, alpha=256, dropout_position="post", target_modules=("linear_proj",)),
         ),
+        (f"{GRPO}{PEFT}.enabled=true", LoRA(rank=8, dropout_position="post", target_modules=())),
+        (
+            f"{GRPO}{PEFT}.enabled=true {PEFT}.exclude_modules='[output_layer]'",
+            LoRA(rank=8, dropout_position="post", target_modules=(), exclude_modules=("output_layer",)),
+        ),
         (f"{SKYRL}{LORA}.rank=32", LoRA(rank=32, alpha=16)),
         (f"{SKYRL}{LORA}.rank=0", None),
         (RECIPE, LoRA(rank=8, alpha=16, target_modules=("linear_qkv", "linear_proj"))),
@@ -77,7 +82,6 @@ def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoR
             "actor_rollout_ref.model.lora.rank",
             "no adapters of the kind dora",
         ),
-        (f"{GRPO}{PEFT}.enabled=true", f"{PEFT}.enabled", "no adapters of other linears"),
         (f"{GRPO}{PEFT}.enabled=true {PEFT}.target_modules='[router]'", f"{PEFT}.enabled", "of other linears"),
         (
             f"{SKYRL}{LORA}.rank=8 trainer.policy.megatron_config.lora_config.lora_type=canonical_lora",

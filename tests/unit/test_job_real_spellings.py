@@ -746,14 +746,26 @@ def test_recompute_of_more_layers_than_there_are_recomputes_all(method: str, tmp
     check_on_model(settings, scenario)
 
 
-@pytest.mark.parametrize(("ddp", "overlaps"), [("{}", True), ("{overlap_grad_reduce: false}", False)])
-def test_bridge_s_overlap_is_that_of_its_buckets_where_these_do_not_say_it(
-    ddp: str, overlaps: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("overlap", "ranks", "expected"),
+    [
+        ("", 8, (False, False, None)),
+        ("comm_overlap: {tp_comm_overlap: false}", 8, (True, True, 2**27)),
+        ("comm_overlap: {tp_comm_overlap: true, overlap_param_gather: false}", 8, (True, False, 2**27)),
+        ("comm_overlap: {tp_comm_overlap: true, bucket_size: 1000}", 8, (True, True, 1000)),
+        ("comm_overlap: {tp_comm_overlap: true}", 1, (False, False, None)),
+    ],
+)
+def test_bridge_s_overlap_below_a_recipe_replaces_that_of_its_buckets(
+    overlap: str, ranks: int, expected: tuple[bool, bool, int | None], tmp_path: Path
 ) -> None:
+    """``_get_optimizer_overlap_cfgs`` in training/comm_overlap.py: by the copies of the model, unless the job says it."""
     path = tmp_path / "run_config.yaml"
-    text = _BASES["bridge"].replace("{grad_reduce_in_fp32: true}", ddp)
-    path.write_text(text + "comm_overlap: {overlap_grad_reduce: true, bucket_size: null}\n")
-    assert Job.read(path).required()[0].state.overlap_grad_reduce == overlaps
+    path.write_text(f"{_BASES['bridge']}{overlap}\n")
+    job = Job.read(path, world_size=ranks)
+    state = job.required()[0].state
+    assert (state.overlap_grad_reduce, state.overlap_param_gather, state.ddp_bucket_size) == expected
+    assert "comm_overlap.tp_comm_overlap" not in {one.key for one in job.not_modelled}, "no tensor parallel ranks"
 
 
 @pytest.mark.parametrize(("packed", "seq_length"), [("16384", 16384), ("-1", 2048), ("null", 2048)])

@@ -335,16 +335,19 @@ def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: 
     path = write(
         tmp_path,
         "run.sh",
-        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --moe-shared-expert-overlap --use-megatron-fsdp --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --use-distributed-optimizer",
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --use-megatron-fsdp --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --use-distributed-optimizer",
     )
     job = Job.read(path)
     effects = {one.key: one.effect for one in job.not_modelled}
     assert effects == {
-        "moe_shared_expert_overlap": "more",
+        "overlap_moe_expert_parallel_comm": "more",
         "use_megatron_fsdp": "less",
         "frobnicate": "unknown",
     }
     assert "lr" in job.without_effect
+    assert job.without_effect["moe_shared_expert_overlap"] == "the model has no shared experts"
+    with_shared = Job.read(path, architecture="qwen2-57b-a14b")
+    assert {one.key: one.effect for one in with_shared.not_modelled}["moe_shared_expert_overlap"] == "more"
 
 
 def test_a_model_of_bridge_has_the_vocabulary_of_its_tokenizer_and_its_environment(tmp_path: Path) -> None:
@@ -384,15 +387,20 @@ def test_embedding_and_loss_count_as_layers_of_their_stages_as_megatron_counts_t
     assert job.not_modelled == ()
     path.write_text(BRIDGE + ACCOUNTED.replace("size: 5", "size: 4") + TRAINED)
     assert "the pipeline has 50 layers (48 of the model, and 2 for model.account" in str(Job.read(path).cannot_start)
-    path.write_text(BRIDGE + ACCOUNTED + "  virtual_pipeline_model_parallel_size: 2\n" + TRAINED)
-    assert "chunks of different sizes" in str(Job.read(path).not_supported)
+    path.write_text(BRIDGE + ACCOUNTED + "  virtual_pipeline_model_parallel_size: 2\n" + TRAINED.replace("8}", "40}"))
+    layout = Job.read(path).required()[0].layout
+    stages = [list(layout.layers_of_chunks(stage, 48)) for stage in range(5)]
+    assert stages == [layers_of_megatron(5, 48, chunks=2)[stage::5] for stage in range(5)]
+    path.write_text(BRIDGE + ACCOUNTED.replace("size: 5", "size: 1") + TRAINED.replace("40", "8"))
+    assert (Job.read(path).required()[0].num_layers, Job.read(path).not_modelled) == (48, ())
     path.write_text(
         BRIDGE + "  pipeline_model_parallel_size: 5\n  pipeline_model_parallel_layout: Et*3|t*3|t*3|t*3|tL\n" + TRAINED
     )
     assert "with 13 layers, must have the 48 of the model" in str(Job.read(path).cannot_start)
 
 
-def layers_of_megatron(stages: int, num_layers: int) -> list[int]:
+def layers_of_megatron(stages: int, num_layers: int, chunks: int | None = None) -> list[int]:
+    """Returns the layers of each chunk, from stage to stage."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -401,11 +409,16 @@ def layers_of_megatron(stages: int, num_layers: int) -> list[int]:
         hidden_size=64,
         num_attention_heads=2,
         pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
         pipeline_dtype="bf16",
         account_for_embedding_in_pipeline_split=True,
         account_for_loss_in_pipeline_split=True,
     )
-    return [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+    return [
+        get_num_layers_to_build(config, vp_stage=None if chunks is None else chunk, pp_rank=stage)
+        for chunk in range(chunks or 1)
+        for stage in range(stages)
+    ]
 
 
 def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_path: Path) -> None:
@@ -451,7 +464,11 @@ def test_slime_s_sequences_are_a_prompt_with_its_response(
     text = f"{SLIME} --actor-num-nodes 1 --use-dynamic-batch-size --max-tokens-per-gpu 16384 {flags}"
     job = Job.read(write(tmp_path, "run.sh", text))
     assert job.required()[0].packed_sequences == packed
-    assert any("as long as a response" in warning for warning in job.warnings) == is_warned
+    named = "rollout_max_prompt_len and rollout_max_context_len are not in the file"
+    assert any(named in warning for warning in job.warnings) == is_warned
+    assert not job.guesses, "a row has the tokens of its budget, however long a prompt is"
+    short = Job.read(tmp_path / "run.sh", overrides=["max-tokens-per-gpu=1024"])
+    assert bool(short.guesses) == is_warned
 
 
 def test_sequences_that_copies_cannot_share_evenly_are_said(tmp_path: Path) -> None:

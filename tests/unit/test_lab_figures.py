@@ -86,7 +86,7 @@ PEAK, SAVED, TRANSFERRED, R, SPREAD, RATIO, TOKENS = 0, 1, 2, 4, 8, 9, 10  # col
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_lab_02_quotes_what_offload_saves_and_costs(model: str) -> None:
+def test_lab_03_quotes_what_offload_saves_and_costs(model: str) -> None:
     measured = settings_on_h200(MODELS[model])
     for name, cells in table_after(f"offload, {model}", text_of("03_activation_offload")).items():
         setting = name.strip("`")
@@ -95,7 +95,7 @@ def test_lab_02_quotes_what_offload_saves_and_costs(model: str) -> None:
         assert cells == ["0.000" if cell == "-0.000" else cell for cell in quoted]  # a reader needs no sign of zero
 
 
-def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
+def test_lab_02_quotes_flops_and_what_recompute_saves_and_costs() -> None:
     text = text_of("02_recompute")
     for name, (_, *cells) in table_after("recompute", text).items():
         module = name.strip("`")
@@ -111,7 +111,7 @@ def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
                 assert cells[4] in ("", row[RATIO])
 
 
-def test_lab_02_quotes_the_flops_of_full_recompute() -> None:
+def test_lab_03_quotes_the_flops_of_full_recompute() -> None:
     text = text_of("03_activation_offload")
     quoted = re.search(
         r"([\d.]+) million FLOPs per token and layer with the ([\d,]+) tokens.*?([\d.]+) million with (\d+)", text
@@ -137,7 +137,7 @@ def test_the_job_of_the_story_is_the_predicted_one(lab: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_rounds_of_lab_02_are_those_that_were_measured(name: str) -> None:
+def test_the_rounds_of_lab_03_are_those_that_were_measured(name: str) -> None:
     lines = [json.loads(line) for line in (ROOT / "labs/results/h200_throughput.jsonl").read_text().splitlines()]
     rounds = [(StepRecord.from_dict(line["record"]), line["seconds"]) for line in lines]
     plain, *others = [each for each in rounds if each[0].scenario.architecture.name == MODELS[name]]
@@ -168,7 +168,7 @@ def upstream_errors(part: str, **where: object) -> list[dict[str, Any]]:
     return [row for row in rows if row["part"] == part and where.items() <= row.items()]
 
 
-def test_lab_04_quotes_what_the_copies_of_gradients_took_on_an_h200() -> None:
+def test_lab_05_quotes_what_the_copies_of_gradients_took_on_an_h200() -> None:
     rows = {row["remedy"]: row for row in upstream_errors("clone")}
     assert len({row["peak_allocated_bytes"] for row in rows.values()}) == 1, "equal to the byte"
     assert len({row["loss"] for row in rows.values()}) == 1
@@ -178,7 +178,7 @@ def test_lab_04_quotes_what_the_copies_of_gradients_took_on_an_h200() -> None:
     assert f"By hand it is {4 * 2 * 4096 * 2048 / 2**20:.0f} MiB" in text
 
 
-def test_lab_05_quotes_the_bytes_after_each_line_of_a_release_on_an_h200() -> None:
+def test_lab_06_quotes_the_bytes_after_each_line_of_a_release_on_an_h200() -> None:
     table = table_after("H200, GiB", text_of("06_phi4_activation_peak"))
     lines = {name.removeprefix("after ").strip("`"): cells for name, cells in table.items()}
     for column, model in ((0, "phi-4"), (2, "qwen3-30b-a3b")):
@@ -189,7 +189,7 @@ def test_lab_05_quotes_the_bytes_after_each_line_of_a_release_on_an_h200() -> No
             assert cells[column : column + 2] == [f"{size / GIB:.2f}" for size in found[line]]
 
 
-def test_lab_06_says_what_its_timers_show() -> None:
+def test_lab_10_says_what_its_timers_show() -> None:
     rows = {row["timed"].partition(":")[0]: row for row in upstream_errors("timers")}
     shown = {name: 1e3 * statistics.median(row["without_waiting_seconds"]) for name, row in rows.items()}
     taken = {name: 1e3 * statistics.median(row["with_waiting_seconds"]) for name, row in rows.items()}
@@ -203,7 +203,7 @@ def test_lab_06_says_what_its_timers_show() -> None:
     assert f"{num_bytes / 1e9:.1f} GB of weights" in text
 
 
-def test_lab_03_says_where_an_error_appears_on_a_gpu() -> None:
+def test_lab_04_says_where_an_error_appears_on_a_gpu() -> None:
     text = text_of("04_parameters_gradients_optimizer")
     first = "inverted condition, first line of the step"
     (late,) = upstream_errors("crashes", error=first, launch_blocking=False)

@@ -19,6 +19,7 @@ from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting import layouts
 from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict
 from memlab.fitting.layouts import (
@@ -220,6 +221,18 @@ def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() ->
     assert all(sum(replace(rank.layout, rank=0) == one for rank in plain) == 1 for one in of_jobs), (
         "the first rank that does not fit decides"
     )
+
+
+def test_a_layout_that_is_likely_to_fit_is_tried_first_and_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
+    reported: list[FittingLayout | None] = []
+    keep = lambda job, found, num_left: reported.append(found)  # noqa: E731
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, on_layout=keep)
+    first = reported[0]
+    assert first is not None and first.verdict == "fits" and first.settings == PLAIN
+    assert first not in found.fitting, "others that are no larger fit too"
+    monkeypatch.setattr(layouts, "_surest_first", lambda searches, base: searches)
+    assert search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size) == found
 
 
 def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> None:

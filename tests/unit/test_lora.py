@@ -52,7 +52,11 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
         ({"lora_rank": 8, "lora_dropout": 1.0}, "lora_dropout", "must be below 1"),
         ({"lora_rank": 8, "lora_dropout": -0.1}, "lora_dropout", "must be a number of at least 0"),
         ({"lora_rank": 8, "lora_dropout_position": "mid"}, "lora_dropout_position", "must be one of pre, post"),
-        ({"lora_rank": 8, "lora_target_modules": []}, "lora_target_modules", "name at least one"),
+        (
+            {"lora_rank": 8, "lora_exclude_modules": ["linear_fc1"]},
+            "lora_exclude_modules",
+            "must be empty there by a rule of Megatron-Bridge",
+        ),
         ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
         ({"lora_rank": 8, "fp8_format": "e4m3"}, "lora_rank", "memlab does not predict together yet"),
         ({"lora_rank": 8, "optimizer_cpu_offload": True}, "lora_rank", "memlab does not predict together yet"),
@@ -126,6 +130,7 @@ def test_fsdp_spreads_the_frozen_model_too() -> None:
         (("linear_qkv",), 48 * 16 * (2048 + 5120)),
         (("*.layers.0.*.linear_qkv", "*.layers.47.self_attention.linear_proj"), 16 * (2048 + 5120 + 4096 + 2048)),
         (("*experts*",), 48 * 16 * (2048 + 1536 + 768 + 2048)),
+        ((), 48 * 16 * (2048 + 5120 + 4096 + 2048) + 16 * (2048 + 151936)),
     ],
 )
 def test_targets_are_names_or_patterns(targets: tuple[str, ...], of_layers: int) -> None:

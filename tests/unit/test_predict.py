@@ -139,7 +139,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
         ("--rank first", "'first' is not a whole number"),
         ("--world-size 3 --pipeline-model-parallel-size 2", "the number of ranks is 3, must be a multiple of 2"),
         ("--gpu-memory 80Gi", "'80Gi' is not a size of memory: write a number and a unit, such as 80GiB"),
-        ("--gpu-memory 80", "--gpu-memory is 80 B, must be more than the 2.449 GiB that CUDA and its libraries take"),
+        ("--gpu-memory 80", "--gpu-memory is 80 B, must be more than the 2.424 GiB that CUDA and its libraries take"),
         ("--routing skewed:2", "phi-4-tiny has no experts: leave it out"),
     ],
 )
@@ -181,7 +181,7 @@ def test_what_is_outside_torch_stands_apart_as_an_estimate(capfd: pytest.Capture
     assert main(["predict", *TINY, "--world-size", "2"]) == 0
     last = capfd.readouterr().out.splitlines()[-1]
     assert last == str(estimate_outside_torch(Layout(data_parallel_size=2)))
-    assert "outside torch, estimated and not counted above: 2.449 GiB for CUDA's context" in last
+    assert "outside torch, estimated and not counted above: 830.00 MiB for CUDA's context and libraries" in last
 
 
 def test_a_step_that_does_not_fit_names_what_does() -> None:
@@ -399,20 +399,24 @@ def test_a_job_fits_where_each_rank_does_and_what_would_fit_does_on_all(capfd: p
     layout = Layout(pipeline_model_parallel_size=2)
     workload: dict[str, Any] = {"num_layers": 4, "seq_length": 8192, "num_microbatches": 2}
     first, last = predict_ranks("phi-4-tiny", layout, **workload).values()
-    assert last.peak_reserved_bytes is not None and last.peak_reserved_bytes < first.peak_allocated_bytes
-    room = (last.peak_reserved_bytes + first.peak_allocated_bytes) // 2
-    budget = f"{estimate_outside_torch(layout).total_bytes + room}B"
+    # The last stage needs less for torch, and more outside it: the loss has a group, the output layer has kernels.
+    room = last.peak_allocated_bytes - 16 * MIB
+    outside = [estimate_outside_torch(replace(layout, rank=rank)).total_bytes for rank in (0, 1)]
+    assert first.peak_reserved_bytes is not None and first.peak_reserved_bytes < room + outside[1] - outside[0]
+    budget = f"{outside[1] + room}B"
     codes = [main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", rank]) for rank in ("0", "1")]
-    assert codes == [1, 0]
+    assert codes == [0, 1]
     capfd.readouterr()
     assert main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", "all", "--json"]) == 1
     fit = json.loads(capfd.readouterr().out)["fit"]
-    assert fit["rank"] == 0 and fit["alternatives"]
+    assert fit["rank"] == 1 and fit["alternatives"]
     for choice in fit["alternatives"]:
         again = predict_ranks("phi-4-tiny", layout, MemorySettings.from_dict(choice["settings"]), **workload)
-        peak = max(record.peak_allocated_bytes for record in again.values())
+        first_again, last_again = again.values()
+        peak = last_again.peak_allocated_bytes
         assert peak == pytest.approx(choice["peak_allocated_bytes"], rel=1e-2)
         assert peak <= room
+        assert first_again.peak_allocated_bytes <= room + outside[1] - outside[0]
 
 
 def test_a_rank_that_was_taken_by_default_says_that_others_differ(capfd: pytest.CaptureFixture[str]) -> None:

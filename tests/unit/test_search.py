@@ -527,7 +527,7 @@ def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pyte
         ("", "the following arguments are required: --gpu-memory"),
         (
             "--gpu-memory 2GiB",
-            "--gpu-memory is 2.000 GiB, must be more than the 2.449 GiB that CUDA and its libraries take",
+            "--gpu-memory is 2.000 GiB, must be more than the 2.424 GiB that CUDA and its libraries take",
         ),
         ("--gpu-memory 80GiB --max-steps 0", "--max-steps is 0, must be at least 1"),
         ("--gpu-memory 80GiB --alone --largest tokens", "--alone cannot be combined with --largest"),

@@ -102,13 +102,13 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
+def limit_for_torch(gpu_memory_bytes: int, scenario: Scenario) -> int:
     """Returns how many bytes of a GPU torch's allocator can have.
 
     Raises:
         ValueError: If there are none.
     """
-    outside_torch_bytes = estimate_outside_torch(layout).total_bytes
+    outside_torch_bytes = estimate_outside_torch(scenario.layout, scenario.architecture).total_bytes
     if gpu_memory_bytes <= outside_torch_bytes:
         outside = format_bytes(outside_torch_bytes)
         raise ValueError(

@@ -2,10 +2,10 @@
 
 import logging
 import warnings
-from functools import partial
 
 import torch
 
+from memlab.upstream.compiler_on_demand import compiled_when_called, put_off
 from memlab.upstream.patching import patched, swapped
 
 # Importing megatron-core advises on optional packages (Apex, Transformer Engine), which `memlab doctor` reports. A CUDA
@@ -15,9 +15,11 @@ with (
     swapped([(logging.getLogger("torch.utils.cpp_extension"), "disabled", True)]),
 ):
     warnings.simplefilter("ignore")
-    # torch.compile imports its default compiler, inductor, when the first function is decorated: 1.4 s of CPU. Without
-    # a GPU memlab runs the functions below Megatron's decorators (backends/cpu.py), and needs no compiler.
-    decorator = torch.compile if torch.cuda.device_count() else partial(torch.compile, backend=lambda graph, _: graph)
-    with patched({"torch.compile": decorator}):
+    # torch.compile imports torch's compiler when the first function is decorated: 2 s of CPU. Without a GPU memlab runs
+    # the functions below Megatron's decorators (backends/cpu.py), and needs no compiler.
+    has_gpu = torch.cuda.device_count() > 0
+    if not has_gpu:
+        put_off()
+    with patched({"torch.compile": torch.compile if has_gpu else compiled_when_called}):
         import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
-    del decorator
+    del has_gpu

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.config.lora import LoRA
+from memlab.config.lora import OUTPUT_LAYER, LoRA
 from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
 
@@ -44,6 +44,9 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
                 path, _, name = weight.name.removesuffix(".weight").rpartition(".")
                 owner = model.decoder.layers[number].get_submodule(path)
                 setattr(owner, name, AdaptedLinear(getattr(owner, name), weight, lora, model.config, provider()))
+    if model.post_process and lora.adapts(OUTPUT_LAYER):
+        weight = scenario.architecture.output_weight
+        model.output_layer = AdaptedLinear(model.output_layer, weight, lora, model.config, provider())
     model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
 
 
@@ -81,9 +84,9 @@ class AdaptedLinear(torch.nn.Module):
         else:
             self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)
 
-    def forward(self, inputs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, inputs: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps as the linear does; returns its bias too, where Megatron adds that."""
-        output, bias = self.to_wrap(inputs, *args)
+        output, bias = self.to_wrap(inputs, *args, **named)
         if isinstance(output, tuple):
             output, inputs = output
         return output + self.adapter(inputs.contiguous(), *args).reshape(output.shape), bias

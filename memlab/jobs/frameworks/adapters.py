@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.lora import LINEARS
+from memlab.config.lora import LINEARS, OUTPUT_LAYER, linears_without_adapters
 from memlab.config.option import options_of
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.framework import Reading
@@ -55,6 +55,7 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
         "dropout": ("dropout", NUMBER),
         "dropout_position": ("dropout_position", TEXT),
         "target_modules": ("target_modules", TARGETS),
+        "exclude_modules": ("exclude_modules", TARGETS),
     }
     return tuple(
         Key(f"{prefix}.{name}", f"lora_{field}", conversion, defaults[field])
@@ -65,9 +66,7 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
 
 def lacks_of_model(architecture: Architecture) -> list[str]:
     """Returns what memlab lacks where all linears of a model have adapters, in phrases."""
-    weights = (weight.name.rpartition(".")[0] for part in architecture.parts for weight in part.weights())
-    names = {name.rpartition(".")[2] for name in weights if "linear_" in name}
-    return [f"adapters of {name}" for name in sorted(names - {*LINEARS})]
+    return [f"adapters of {name}" for name in linears_without_adapters(architecture.parts)]
 
 
 def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> None:
@@ -81,8 +80,11 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
     values = reading.values
     if values.get("lora_rank") is None:
         return
+    for name in ("lora_target_modules", "lora_exclude_modules"):
+        if name in values and values[name] is None:
+            values[name] = ()
     reasons, targets = [*lacks], values.get("lora_target_modules")
-    if targets is not None and (not targets or not all(str(name).endswith(("*", *LINEARS)) for name in targets)):
+    if targets is not None and not all(str(name).endswith(("*", *LINEARS, OUTPUT_LAYER)) for name in targets):
         reasons.append("adapters of other linears")
     for name, what in (("fp8_format", "adapters beside FP8"), ("optimizer_cpu_offload", "the host's optimizer")):
         if values.get(name):
@@ -98,7 +100,6 @@ def lacks_of_section(reading: Reading, prefix: str, kind: str = "type") -> list[
     if given not in (None, "lora"):
         lacks.append(f"adapters of the kind {given}")
     for name, what in (
-        ("exclude_modules", "list of linears without adapters"),
         ("normalize_moe_lora", "other rank of the experts"),
         ("experts_shared_outer_loras", "half of an adapter that experts share"),
         ("sequence_parallel_input_regather", "input that is gathered twice"),

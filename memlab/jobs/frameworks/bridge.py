@@ -51,7 +51,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
 )
 from memlab.jobs.frameworks.megatron_lm import common, take_sequence_parallel
-from memlab.jobs.frameworks.reinforcement import pack
+from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -86,7 +86,14 @@ KEYS = (
     Key("mixed_precision", "mixed_precision", TEXT),
     Key("peft._target_", "class_of_adapters", TEXT),
     *adapter_keys(
-        "peft", "dim", rank=ABSENT, alpha=ABSENT, dropout=ABSENT, dropout_position=ABSENT, target_modules=ABSENT
+        "peft",
+        "dim",
+        rank=ABSENT,
+        alpha=ABSENT,
+        dropout=ABSENT,
+        dropout_position=ABSENT,
+        target_modules=ABSENT,
+        exclude_modules=ABSENT,
     ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
@@ -328,10 +335,32 @@ def _complete_gradients(reading: Reading) -> None:
             "ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as the recipe bf16_mixed does"
         )
         values["grad_reduce_in_bf16"] = False
-    for key in BUCKETS[1:]:  # comm_overlap sets them in ddp when the job starts
-        value = reading.get(f"comm_overlap.{key.name}")
-        if isinstance(value, int) and f"ddp.{key.name}" not in reading.entries.by_key:
-            reading.take(f"comm_overlap.{key.name}", key.field, value)
+    _complete_overlap(reading)
+
+
+def _complete_overlap(reading: Reading) -> None:
+    """Takes what ``comm_overlap`` sets when the job starts: ``setup`` in training/comm_overlap.py (0.6.2).
+
+    A whole configuration has in ``ddp`` what the job's start made of it; below a recipe, ``comm_overlap`` replaces that
+    by its own values, or by those for the number of copies of the model.
+    """
+    given = {key: reading.get(key) for key in reading.entries.by_key if key.startswith("comm_overlap.")}
+    is_whole = reading.values.get("hidden_size") is not None
+    is_set = any(is_given(value) or value is False for value in given.values())
+    has_copies = copies(reading) > 1
+    own: dict[str, Any] = {"overlap_grad_reduce": has_copies, "overlap_param_gather": has_copies}
+    own["bucket_size"] = 128 * 2**20 if has_copies else None
+    for key in BUCKETS[1:]:
+        value = given.get(f"comm_overlap.{key.name}")
+        if is_whole and (not isinstance(value, int) or f"ddp.{key.name}" in reading.entries.by_key):
+            continue
+        if is_whole or (is_set and key.name in own and reading.values.get("use_distributed_optimizer")):
+            reading.take(f"comm_overlap.{key.name}", key.field, own[key.name] if value is None else value)
+    layout = (reading.values.get("tensor_model_parallel_size") or 1, reading.get("model.sequence_parallel"))
+    if layout[0] < 2 or not layout[1]:
+        for one in [one for one in reading.not_modelled if one.key == "comm_overlap.tp_comm_overlap"]:
+            reading.not_modelled.remove(one)
+            reading.without_effect[one.key] = "Megatron-Bridge switches it off without sequence parallelism"
 
 
 _RECIPES: dict[str, dict[str, Any]] = {

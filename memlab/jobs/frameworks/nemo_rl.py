@@ -157,7 +157,9 @@ KEYS = (
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
     Key(f"{_PEFT}.enabled", "has_adapters", SWITCH, False),
     # As in ``examples/configs/grpo_math_1B.yaml``; the engine itself has no defaults (``setup.py``).
-    *adapter_keys(_PEFT, "dim", rank=8, alpha=32, dropout=0.0, dropout_position="post", target_modules=()),
+    *adapter_keys(
+        _PEFT, "dim", rank=8, alpha=32, dropout=0.0, dropout_position="post", target_modules=(), exclude_modules=()
+    ),
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm",

@@ -67,7 +67,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     )
 
 
-ADAPTERS: dict[str, Any] = {"rank": None, "alpha": 16, "dropout": 0.0, "target_modules": LINEARS}
+ADAPTERS: dict[str, Any] = {"rank": None, "alpha": 16, "dropout": 0.0, "target_modules": LINEARS, "exclude_modules": ()}
 """SkyRL's defaults of adapters (``SkyRLLoraConfig`` in skyrl/train/config/config.py, 0.3.0)."""
 
 

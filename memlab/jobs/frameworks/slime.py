@@ -126,9 +126,9 @@ def complete(reading: Reading) -> None:
     is_colocated = values.pop("is_colocated")
     _complete_offload(reading, is_colocated=is_colocated)
     _note_skipped_passes(reading)
-    longest = _longest_sequence(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
     tokens = _padded(reading, values.pop("tokens_per_rank"))
+    longest = _longest_sequence(reading, (tokens or 0) * (values.get("context_parallel_size") or 1) * is_dynamic)
     of_log_probs = values.pop("log_prob_tokens") or tokens
     removes_padding = values.pop("qkv_format") == "thd"
     rows = values.get("micro_batch_size") or 1
@@ -270,8 +270,14 @@ _SEGMENTS = re.compile(r'"SLIME_ENABLE_EXPANDABLE_SEGMENTS"\s*:\s*"1"')
 _ALLOCATOR = re.compile(r'"PYTORCH_(CUDA_|)ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
-def _longest_sequence(reading: Reading) -> int | None:
-    """Returns the tokens of the longest prompt with its response, as far as the file gives them."""
+def _longest_sequence(reading: Reading, row: int) -> int | None:
+    """Returns the tokens of the longest prompt with its response, as far as the file gives them.
+
+    Args:
+        reading: Of the job.
+        row: The tokens that a row may have by its budget, 0 where it has none: how long a shorter response's prompt is
+            changes nothing, as long as the two fit.
+    """
     prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
     together = (prompt or 0) + (response or 0)
     own = "custom_generate_function_path"
@@ -286,7 +292,13 @@ def _longest_sequence(reading: Reading) -> int | None:
         return int(min(together, context or together))
     if context:
         return int(context)
-    if response:
+    if response and response < row:
+        reading.warnings.append(
+            "rollout_max_prompt_len and rollout_max_context_len are not in the file: memlab takes rows of the budget, "
+            f"{row:,} tokens, and a prompt of more than {row - response:,} tokens may make a longer one: give --set "
+            "rollout_max_context_len=TOKENS"
+        )
+    elif response:
         reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "rollout_max_prompt_len and rollout_max_context_len are not in the file, so memlab takes sequences as long "

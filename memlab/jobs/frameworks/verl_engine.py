@@ -81,7 +81,13 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
         Key(f"{engine}.optimizer_offload", "offload_optimizer", SWITCH, False),
         *(Key(f"{engine}.offload.{part}.target", f"{part}_target", TEXT, None) for part in ("param", "optimizer")),
         *adapter_keys(
-            f"{model}.lora", rank=None, alpha=32, dropout=0.0, dropout_position="pre", target_modules=LINEARS
+            f"{model}.lora",
+            rank=None,
+            alpha=32,
+            dropout=0.0,
+            dropout_position="pre",
+            target_modules=LINEARS,
+            exclude_modules=(),
         ),
     )
 

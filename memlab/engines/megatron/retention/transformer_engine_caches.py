@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memlab.config.scenario import Scenario
+
 _PACKAGE = "transformer_engine.pytorch"
 
 CUBLAS_WORKSPACE_BYTES = 32 * 1024**2
@@ -103,6 +105,28 @@ def tensors_in(container: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def multiplies_with_torch(scenario: Scenario) -> bool:
+    """Returns whether a step of this rank calls a matrix product of torch itself, and so allocates cuBLAS's workspaces.
+
+    The linears of Transformer Engine have their own workspace. Torch multiplies in the output layer, in routers, in
+    unfused attention, which Transformer Engine also takes for fp32, and in adapters. A pipeline stage of dense layers
+    before the last stage does none of it.
+    """
+    layout, state = scenario.layout, scenario.state
+    return (
+        layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+        or has_experts(scenario)
+        or state.lora is not None
+        or state.attention_backend == "unfused"
+        or scenario.dtype == "fp32"
+    )
+
+
+def has_experts(scenario: Scenario) -> bool:
+    """Returns whether a layer of this rank has experts."""
+    return any(weight.num_experts for weight in scenario.weights_of_rank)
+
+
 def fill_cublas_workspaces() -> None:
     """Makes cuBLAS allocate its workspaces on this thread and on autograd's: they belong to no tensor."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -110,14 +134,15 @@ def fill_cublas_workspaces() -> None:
         torch.mm(weight, weight).sum().backward()
 
 
-def hold_fake_workspaces(*, linears: bool = True, grouped: bool = False) -> None:
+def hold_fake_workspaces(*, cublas: bool = True, linears: bool = True, grouped: bool = False) -> None:
     """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
 
     Args:
+        cublas: Whether torch itself multiplies matrices (`multiplies_with_torch`).
         linears: Whether the model has linears of Transformer Engine.
         grouped: Whether it has grouped linears.
     """
-    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS
+    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS * cublas
     sizes += [TE_WORKSPACE_BYTES] * (linears + TE_GROUPED_GEMM_STREAMS * grouped)
     device = torch.cuda.current_device()
     _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
