@@ -173,7 +173,16 @@ def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
                         "out, or add linear_qkv to lora_target_modules",
                         *("recompute_modules", "lora_target_modules"),
                     )
-        if precedes or any(lora.adapted(number, feed_forward.weights())):
+        is_adapted = any(lora.adapted(number, feed_forward.weights()))
+        module = "moe" if feed_forward.routes else "mlp"
+        if module in modules and is_adapted and not precedes:
+            raise RuleError(
+                f"recompute_modules has {module!r}, but no linear before it in the first layers has an adapter: its "
+                "input requires no gradient, and Megatron-Core's checkpoint then gives none to the adapters inside it: "
+                "leave it out, add linear_qkv to lora_target_modules, or set lora_enable_input_require_grads",
+                *("recompute_modules", "lora_target_modules", "lora_enable_input_require_grads"),
+            )
+        if precedes or is_adapted:
             return
 
 

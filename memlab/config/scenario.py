@@ -529,6 +529,8 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
+        if self.state.lora is not None and self.state.lora.dropout_position != "pre" and not self.state.lora.dropout:
+            reasons["lora_dropout_position"] = "lora_dropout is 0"
         reasons |= self._without_effect_on_experts()
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"

@@ -464,6 +464,11 @@ _WITHOUT_TE = (
             "The output layer refuses gradient_accumulation_fusion without Apex, and takes TE's unused gradients.",
         ),
         _replaced(
+            "megatron.core.tensor_parallel.layers:ColumnParallelLinear",
+            "_forward_impl",
+            "Gradients of a tied embedding are added in place, as autograd adds them without a meter.",
+        ),
+        _replaced(
             "megatron.core.tensor_parallel.layers",
             "fused_weight_gradient_mlp_cuda get_dummy_wgrad",
             "Apex' product into the gradients' buffer, and TE's unused gradient, in torch (`weight_gradients`).",

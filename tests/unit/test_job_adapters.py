@@ -66,6 +66,7 @@ def read(tmp_path: Path, command: str) -> Job:
             LoRA(rank=16, target_modules=LINEARS[:2], library="mcore_bridge", enable_input_require_grads=True),
         ),
         (SWIFT.replace("lora", "full"), None),
+        (f"{RECIPE.replace('peft_1gpu', 'sft_4gpu').replace('node=1', 'node=4')}peft_scheme=lora", None),
     ],
 )
 def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoRA | None, tmp_path: Path) -> None:
@@ -101,6 +102,15 @@ def test_adapters_that_memlab_has_none_of_are_named_and_bounded(
     (row,) = [one for one in job.not_modelled if one.key == key]
     assert job.scenario is not None and job.scenario.state.lora is None
     assert row.effect == "less" and what in row.reason and row.bound_bytes
+
+
+@pytest.mark.parametrize(
+    "command", [f"{RECIPE}peft.dim=0", f"{SWIFT}--lora_rank 0", f"{GRPO}{PEFT}.enabled=true {PEFT}.dim=0"]
+)
+def test_a_rank_of_zero_is_no_rank_of_adapters(command: str, tmp_path: Path) -> None:
+    """Megatron-Bridge divides by it, and mcore-bridge refuses it; verl and SkyRL add no adapters."""
+    job = read(tmp_path, command)
+    assert "must be a whole number of at least 1" in str(job.not_supported or job.cannot_start)
 
 
 def test_keys_of_adapters_have_no_effect_without_adapters(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,25 @@ def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: st
 def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, layout: Layout, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
+
+
+@pytest.mark.parametrize(("architecture", "module"), [("phi-4-tiny", "mlp"), ("qwen3-moe-tiny", "moe")])
+def test_a_checkpoint_whose_input_requires_no_gradient_is_refused(architecture: str, module: str) -> None:
+    """Megatron's step then ends without an error, and no adapter has a gradient."""
+    for lora, is_refused in (
+        (LoRA(target_modules=("linear_fc1",)), True),
+        (LoRA(target_modules=("linear_fc1",), enable_input_require_grads=True), False),
+        (LoRA(target_modules=("linear_proj", "linear_fc2")), False),
+    ):
+        scenario = Scenario.of(architecture, state=TrainingState(lora=lora))
+        with pytest.raises(RuleError, match="gives none to the adapters") if is_refused else nullcontext():
+            model_restrictions.check_on_model(recompute(module), scenario)
+
+
+def test_a_position_of_dropout_is_named_without_dropout() -> None:
+    for dropout, reasons in ((0.0, {"lora_dropout_position": "lora_dropout is 0"}), (0.1, {})):
+        state = TrainingState(lora=LoRA(dropout=dropout, dropout_position="post"))
+        assert Scenario.of("llama-3-tiny", state=state).without_effect() == reasons
 
 
 def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:

@@ -278,7 +278,8 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
     """
     kind, values = reading.get("peft"), reading.values
     target = values.pop("class_of_adapters", None)
-    if not any(is_given(reading.get(key)) for key in list(reading.entries.by_key) if key.startswith("peft")):
+    section = [key for key in reading.entries.by_key if key == "peft" or key.startswith("peft.")]
+    if not any(reading.get(key) not in (None, False) for key in section):
         values["lora_rank"] = None
         return
     if values.get("lora_rank") is None:

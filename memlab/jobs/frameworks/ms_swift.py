@@ -16,7 +16,7 @@ from memlab.config.lora import LINEARS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import RANK, TARGETS, complete_adapters, lacks_of_model
+from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, lacks_of_model
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -116,7 +116,7 @@ KEYS = (
     Key("num_layers", "num_layers", WHOLE),
     Key("tuner_type", "tuner_type", TEXT, "full"),
     Key("train_type", "tuner_type", TEXT),  # before ms-swift 4
-    Key("lora_rank", "lora_rank", RANK, 8),
+    Key("lora_rank", "lora_rank", WHOLE, 8),
     Key("lora_alpha", "lora_alpha", NUMBER, 32),
     Key("lora_dropout", "lora_dropout", NUMBER, 0.05),
     Key("target_modules", "lora_target_modules", TARGETS, LINEARS),
@@ -188,9 +188,9 @@ FRAMEWORK_MISSING = (
             # ``_prepare_full_vit`` in swift/megatron/utils/utils.py.
             Missing(
                 name,
-                "less",
-                "low-rank adapters in the language model, which memlab predicts alone: the tower and the aligner of "
-                "a multimodal model are trained whole, and come on top",
+                "more",
+                "adapters in the language model, which memlab predicts alone: the tower and the aligner are trained "
+                "whole, and come on top",
                 lambda value: value == "lora_llm",
             ),
         )
@@ -274,7 +274,7 @@ def _complete_adapters(reading: Reading) -> None:
     """Takes ms-swift's own adapters: one for each expert, and one for each linear outside them."""
     values, tuner = reading.values, _tuner(reading)
     del values["tuner_type"]
-    lacks = [] if tuner == "lora" else [f"adapters of the kind {tuner}"]
+    lacks = [] if tuner in ("lora", "lora_llm") else [f"adapters of the kind {tuner}"]
     if (values.get("expert_tensor_parallel_size") or 1) > 1:
         lacks.append("adapters of ms-swift under expert tensor parallelism")
     for name, what in (("target_regex", "pattern of ms-swift"), ("modules_to_save", "modules that are trained whole")):
@@ -284,7 +284,7 @@ def _complete_adapters(reading: Reading) -> None:
         lacks.append("biases that are trained")
     if reading.get("lora_dtype") not in (None, "bfloat16"):
         lacks.append("adapters of another type than the model's")
-    if tuner in (None, "full", "lora_llm"):
+    if tuner in (None, "full"):
         values["lora_rank"] = None
         return
     values |= {"lora_library": "mcore_bridge", "lora_enable_input_require_grads": True}
