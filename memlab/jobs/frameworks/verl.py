@@ -234,7 +234,9 @@ def _check_engine(reading: Reading) -> None:
                 "no key chooses Megatron, and verl takes FSDP then: memlab predicts the job with model_engine=megatron"
             )
     if engine not in (None, "megatron"):
-        reading.blocked.append(f"model_engine {engine}: memlab predicts Megatron's jobs only (model_engine=megatron)")
+        reading.blocked.append(
+            f"model_engine {engine}: memlab predicts this framework's jobs with Megatron only (model_engine=megatron)"
+        )
 
 
 def _note_unchosen(reading: Reading) -> None:
