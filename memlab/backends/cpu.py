@@ -31,6 +31,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
+from memlab.engines.megatron.layers.tied_embedding import adding_in_place
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
 from memlab.engines.megatron.layers.weight_gradients import APEX_EXTENSION, unused_gradient
 from memlab.engines.process_group import join_with_gloo, require_started_ranks
@@ -143,6 +144,7 @@ def cuda_replaced_on_ranks() -> Iterator[None]:
 def _replacements() -> dict[str, Any]:
     """Returns what megatron-core takes from CUDA or Transformer Engine, with the replacement of each."""
     from megatron.core import utils
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import token_dispatcher
 
     random, optimizer = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
@@ -171,6 +173,7 @@ def _replacements() -> dict[str, Any]:
         f"{offload}.ChunkOffloadHandler._can_manage_tensor_for_offload": staticmethod(_is_offloadable),
         "megatron.core.extensions.transformer_engine.cpu_offload": SimpleNamespace(CPUOffloadEnabled=False),
         f"{linear}.HAVE_TE": True,
+        f"{linear}.ColumnParallelLinear._forward_impl": adding_in_place(layers.ColumnParallelLinear._forward_impl),
         f"{linear}._grad_accum_fusion_available": True,
         f"{linear}.fused_weight_gradient_mlp_cuda": APEX_EXTENSION,
         f"{linear}.get_dummy_wgrad": unused_gradient,

@@ -11,6 +11,7 @@ from memlab.config.validation import RuleError, is_number, shortened
 SMALLEST_MAX_SPLIT_SIZE_MB = 20
 """torch refuses smaller ones (``parseMaxSplitSize`` in c10/core/AllocatorConfig.cpp, 2.13): large requests below 10 MiB
 share segments of 20 MiB, ``kLargeBuffer``. Older releases refuse 20 as well."""
+_ALLOCATOR: dict[str, Any] = {"group": "torch's allocator", "engines": ("megatron", "fsdp2")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,19 +28,19 @@ class AllocatorSettings:
     expandable_segments: bool = option(
         False,
         "enlarge the segments that are reserved already, instead of reserving more segments",
-        group="torch's allocator",
+        **_ALLOCATOR,
     )
     garbage_collection_threshold: float | None = option(
         None,
         "when torch has reserved more than this share of the memory that it may reserve, it frees cached blocks before "
         "it reserves more (default: never)",
-        group="torch's allocator",
+        **_ALLOCATOR,
         shown_for_none=0,
     )
     max_split_size_mb: int | None = option(
         None,
         "split only blocks of at most N MiB (default: no limit)",
-        group="torch's allocator",
+        **_ALLOCATOR,
         shown_for_none=0,
         at_least=SMALLEST_MAX_SPLIT_SIZE_MB,
         at_most=2**20,

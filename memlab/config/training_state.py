@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from memlab.config.from_json import build
 from memlab.config.lora import LoRA
-from memlab.config.option import EngineName, Option, Rebuilt, check_options, option, options_of, unread
+from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -51,7 +51,7 @@ _DROP = {
 }
 _ROUTER = {"group": "Router of experts"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
-_FSDP2: dict[str, tuple[EngineName, ...]] = {"engines": ("fsdp2",)}
+_FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,7 +75,7 @@ def test_an_option_without_a_control_keeps_its_value(shown: Panel) -> None:
 def test_each_control_by_message_gives_what_the_api_gives(shown: Panel, state: TrainingState) -> None:
     for name, value in state.changed().items():
         receive(shown, name, value)
-    of_state = {name for name, one in options_of(TrainingState).items() if one.group}
+    of_state = {name for name, one in options_of(TrainingState).items() if one.group and "megatron" in one.engines}
     assert set(shown.training_state.by_name) == of_state | {field.name for field in fields(AllocatorSettings)}
     assert shown.state.form.scenario(shown.state.scenario).state == state
     assert shown.state.lab.scenario.state == TrainingState(), "nothing is rebuilt before the next run"
@@ -83,6 +83,32 @@ def test_each_control_by_message_gives_what_the_api_gives(shown: Panel, state: T
     assert shown.state.lab.scenario.state == state
     assert shown.runs.table.rows[0]["settings"] == f"none; {state}"
     assert str(state) in shown.timeline.title.value
+
+
+def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
+    shown = panel(FakeLab("phi-4-tiny", engine="fsdp2"))
+    values = {"fp32_sharded_params": True, "reshard_after_forward": "none", "adam_implementation": "fused"}
+    try:
+        own = {"defer_fsdp_grad_sync", "grad_reduce_in_bf16", *(field.name for field in fields(AllocatorSettings))}
+        assert set(shown.training_state.by_name) == {*values, *own}
+        assert {name.partition(":")[0] for name in shown.controls.by_name} == {
+            *("recompute_granularity", "recompute_method", "recompute_num_layers", "seq_length", "micro_batch_size"),
+            *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
+        }
+        for name, value in values.items():
+            receive(shown, name, value)
+        press_run(shown)
+        assert shown.state.lab.scenario.state == TrainingState(**values)
+        recipe = "NeMo Automodel: phi-4 on SQuAD"
+        assert [name for name in shown.presets.choice.options if ":" in name] == [recipe]
+        shown.presets.choice.value = recipe
+        press_run(shown)
+        assert shown.state.lab.scenario.state == TrainingState(defer_fsdp_grad_sync=True)
+        assert shown.state.lab.submitted[-1].recompute_granularity == "full"
+        shown.controls.by_name["recompute_granularity"].value = "selective"
+        assert "checkpoints whole layers" in html.unescape(shown.controls.heads["Recompute"].value)
+    finally:
+        shown.close()
 
 
 def test_the_run_button_the_note_and_the_notice_say_what_is_rebuilt(shown: Panel) -> None:

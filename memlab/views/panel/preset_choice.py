@@ -46,7 +46,9 @@ class PresetChoice:
         self._list()
 
     def _list(self) -> None:
-        self._presets = {name: preset.on(self._state.scenario) for name, preset in PRESETS.items()}
+        scenario = self._state.scenario
+        own = {name: preset for name, preset in PRESETS.items() if preset.engine in (None, scenario.engine)}
+        self._presets = {name: preset.on(scenario) for name, preset in own.items()}
         if self._search.found is not None:
             for point in self._search.found.front:
                 name = f"found: {point.settings}, {format_bytes(point.peak_allocated_bytes)}"

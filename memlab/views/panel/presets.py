@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.config.layout import Layout
+from memlab.config.option import EngineName
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -25,6 +26,8 @@ class Preset:
     source: str = ""
     """The file of the framework whose keys these are, at the commit at which it was read. Where it has no key, memlab's
     table of the framework's defaults decides."""
+    engine: EngineName | None = None
+    """The only engine that has it; None if every engine does."""
 
     @classmethod
     def of_job(cls, framework_name: str, source: str, **keys: Any) -> Preset:
@@ -41,7 +44,8 @@ class Preset:
         version = framework.versions[0] if framework.versions else None
         reading = Reading(path=Path(source), entries=entries, version=version)
         framework.read(reading)
-        return cls(settings=settings_of(reading), state=state_of(reading, Layout()), source=source)
+        state = state_of(reading, Layout())
+        return cls(settings=settings_of(reading), state=state, source=source, engine=framework.engine)
 
     def on(self, scenario: Scenario) -> Preset:
         """Returns the preset for a lab: with the default attention backend if the scenario refuses the preset's."""
@@ -77,6 +81,11 @@ PRESETS = {
     "NeMo-RL: GRPO, defaults": Preset.of_job("nemo-rl", "NeMo-RL 00294d9b, examples/configs/grpo_math_1B.yaml"),
     "SkyRL: Megatron, defaults": Preset.of_job(
         "skyrl", "SkyRL 898eb390, skyrl/train/config/megatron_config/policy.yaml"
+    ),
+    "NeMo Automodel: phi-4 on SQuAD": Preset.of_job(
+        "automodel",
+        "NeMo Automodel 36044ad3, examples/llm_finetune/phi/phi_4_squad.yaml",
+        **{"model.torch_dtype": "bf16", "distributed.activation_checkpointing": True},
     ),
 }
 """By the words that the panel shows. What concerns the layout or the workload is left out."""

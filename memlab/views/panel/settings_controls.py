@@ -14,7 +14,7 @@ from memlab.config.settings import MemorySettings
 from memlab.units import format_bytes
 from memlab.views.panel.option_control import OptionControl
 from memlab.views.panel.run import GRADIENTS, TRIED
-from memlab.views.panel.settings_form import OPTIONS, STATE_OPTIONS, SettingsForm, reason_against
+from memlab.views.panel.settings_form import OPTIONS, STATE_OPTIONS, SettingsForm, of_engine, reason_against
 from memlab.views.panel.state import LabState
 
 _OPTIONS = {name: one for name, one in OPTIONS.items() if name not in STATE_OPTIONS}
@@ -59,7 +59,9 @@ class SettingsControls:
         self.heads: dict[str, Any] = {}
         self._show_value: dict[str, Callable[[SettingsForm], None]] = {}
         # What only newer versions have is below the workload, so that what every version has is on one screen.
-        titles = dict.fromkeys(one.group for one in sorted(_OPTIONS.values(), key=lambda one: one.since is not None))
+        self._options = of_engine(_OPTIONS, state.scenario.engine)
+        by_version = sorted(self._options.values(), key=lambda one: one.since is not None)
+        titles = dict.fromkeys(one.group for one in by_version)
         self.box = ipywidgets.VBox([self._group(title) for title in titles])
         self.box.add_class("memlab-settings")
         self._show_form()
@@ -71,7 +73,7 @@ class SettingsControls:
         head = self.heads[title] = ipywidgets.HTML()
         head.add_class("memlab-group-head")
         grouped, lines = set(self.by_name), []
-        for one in _OPTIONS.values():
+        for one in self._options.values():
             if one.group == title and one.kind == "modules":
                 lines.append(
                     [self._tick(one.name, module) for module in one.choices if self._has_tick(one.name, module)]

@@ -15,7 +15,7 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.model_restrictions import check_on_model, not_in_megatron, without_effect
-from memlab.config.option import Option, options_of, unread
+from memlab.config.option import EngineName, Option, options_of, unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -30,6 +30,13 @@ STATE_OPTIONS = _controlled(TrainingState, AllocatorSettings)
 """What the controls under the button have."""
 OPTIONS = _controlled(MemorySettings, Scenario) | STATE_OPTIONS
 """All options with a control, by name."""
+
+
+def of_engine(options: Mapping[str, Option], engine: EngineName) -> dict[str, Option]:
+    """Returns the options that an engine has."""
+    return {name: one for name, one in options.items() if engine in one.engines}
+
+
 LABELS = {name: one.label or name for name, one in OPTIONS.items()}
 """What the panel calls each. What is on the host has the words that name it in `MemorySettings`."""
 _UNTIL_CHOSEN: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.views.panel.option_control import OptionControl
-from memlab.views.panel.settings_form import STATE_OPTIONS
+from memlab.views.panel.settings_form import STATE_OPTIONS, of_engine
 from memlab.views.panel.state import LabState
 
 
@@ -17,7 +17,8 @@ class StateControls:
 
     def __init__(self, state: LabState) -> None:
         self._state = state
-        self._controls = {name: OptionControl(one) for name, one in STATE_OPTIONS.items()}
+        self._options = of_engine(STATE_OPTIONS, state.scenario.engine)
+        self._controls = {name: OptionControl(one) for name, one in self._options.items()}
         self.by_name: dict[str, Any] = {name: control.widget for name, control in self._controls.items()}
         self.toggle = ipywidgets.ToggleButton(description="Training state")
         self.toggle.tooltip = (
@@ -41,7 +42,7 @@ class StateControls:
 
     def _groups(self) -> list[Any]:
         boxes: dict[str, list[Any]] = {}
-        for name, one in STATE_OPTIONS.items():
+        for name, one in self._options.items():
             heading = [ipywidgets.HTML(f"<h4>{one.group}</h4>")] if one.group not in boxes else []
             boxes.setdefault(one.group, heading).append(self._connected(name))
         groups = [ipywidgets.VBox(children) for children in boxes.values()]
