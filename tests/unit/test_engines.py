@@ -148,8 +148,9 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
     "name",
     [
         "model=phi-4 num_layers=8 checkpointing",
-        "model=qwen3-8b num_layers=8 num_microbatches=3 defer_fsdp_grad_sync",
-        "model=llama-3.1-8b num_layers=8 seq_length=8192 checkpointing adam_implementation=fused",
+        "model=qwen3-30b-a3b num_layers=4 num_microbatches=2 num_ranks=2 defer_fsdp_grad_sync adam_implementation=fused",
+        "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
+        "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
         "model=phi-4 num_layers=8 num_ranks=2 reshard_after_forward=none",
     ],
 )
