@@ -768,6 +768,31 @@ def test_bridge_s_overlap_below_a_recipe_replaces_that_of_its_buckets(
     assert "comm_overlap.tp_comm_overlap" not in {one.key for one in job.not_modelled}, "no tensor parallel ranks"
 
 
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ("", 151_936),
+        ("model.should_pad_vocab=true", 151_936),
+        ("tokenizer.use_tokenizer_vocab_size=true", 151_680),
+        (
+            "tokenizer.use_tokenizer_vocab_size=true model.tensor_model_parallel_size=4 model.sequence_parallel=true",
+            152_064,
+        ),
+        ("tokenizer.use_tokenizer_vocab_size=true model.make_vocab_size_divisible_by=1", 151_669),
+        (
+            "tokenizer.use_tokenizer_vocab_size=true tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size=1000",
+            1024,
+        ),
+        ("model.vocab_size=1000", 1000),
+    ],
+)
+def test_bridge_s_vocabulary_is_the_model_s_or_the_tokenizer_s_padded(keys: str, tokens: int, tmp_path: Path) -> None:
+    """``_validate_and_set_vocab_size`` in training/setup.py; Qwen3's tokenizer has 151,669 tokens, padded to 128 x TP."""
+    job = _job("bridge", tmp_path, *keys.split())
+    assert job.required()[0].architecture.vocab_size == tokens
+    assert "how many tokens the tokenizer has" not in job.guesses
+
+
 @pytest.mark.parametrize(("packed", "seq_length"), [("16384", 16384), ("-1", 2048), ("null", 2048)])
 def test_rows_of_bridge_are_as_long_as_what_is_packed_into_them(packed: str, seq_length: int, tmp_path: Path) -> None:
     keys = ("dataset.seq_length=2048", f"dataset.packed_sequence_specs.packed_sequence_size={packed}")

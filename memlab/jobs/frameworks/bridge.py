@@ -252,6 +252,15 @@ def _complete_vocabulary(reading: Reading) -> None:
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
 
 
+_TOKENS = {
+    ("llama", 128_256): 128_256,
+    ("qwen3", 151_936): 151_669,
+    ("qwen3_moe", 151_936): 151_669,
+}
+"""How many tokens the tokenizers of families with such a vocabulary have: the last one of Qwen3's, ``</think>``, is
+151668 (https://huggingface.co/Qwen/Qwen3-8B, Quickstart); Llama 3's fill its vocabulary."""
+
+
 def _take_tokenizer(reading: Reading, published: Architecture | None) -> None:
     """Takes the vocabulary of the tokenizer in place of the model's own."""
     tokens, model = reading.get("tokenizer.vocab_size"), reading.get("tokenizer.tokenizer_model")
@@ -260,7 +269,10 @@ def _take_tokenizer(reading: Reading, published: Architecture | None) -> None:
         return
     known = published_architecture(str(model)) or published
     if known is not None:
-        reading.take("tokenizer.tokenizer_model", "vocab_size", known.vocab_size)
+        tokens = _TOKENS.get((known.family, known.vocab_size))
+        reading.take("tokenizer.use_tokenizer_vocab_size", "vocab_size", tokens or known.vocab_size)
+        if tokens is not None:
+            return
     reading.assumed.append("how many tokens the tokenizer has")
     reading.warnings.append(
         "tokenizer.use_tokenizer_vocab_size is on, so Megatron-Bridge takes the tokenizer's own number of tokens, and "
