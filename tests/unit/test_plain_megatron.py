@@ -153,7 +153,13 @@ MEASURED = {
             1e-6,
         ),
         ("qwen3-30b-a3b 2 layers one rank x1 mtp_num_layers=1", 1e-6),
-        ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=1", 2e-4),
+        ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=2", 2e-4),
+        ("glm-4.5-air 3 layers one rank x1 num_moe_experts=32 mtp_num_layers=1", 2e-5),
+        ("mixtral-8x7b 2 layers one rank x1 offload_modules=expert_fc1+moe_act", 1e-5),
+        (
+            ("phi-4 2 layers one rank x1 recompute_granularity=selective recompute_modules=mlp mtp_num_layers=1"),
+            1e-5,
+        ),
     ],
 )
 def test_parts_of_layers_are_plain_megatron_s(name: str, error: float) -> None:
