@@ -421,6 +421,10 @@ class Layout:
             if word == _WHOLE_SEQUENCES and "sequence_parallel" not in sizes:
                 sizes["sequence_parallel"] = False
                 continue
+            name, equals, value = word.partition("=")
+            if equals and name in (*_ENDS, FIELD) and name not in sizes:
+                sizes[name] = int(value) if value.isdecimal() else value
+                continue
             if match is None or match[1] not in _SHORT or _SHORT[match[1]] in sizes:
                 raise ValueError(
                     f"layout {text!r} has the word {word!r}, may have only {', '.join(_SHORT)}, each with a "
@@ -435,4 +439,6 @@ class Layout:
         usual = {"ETP": self.tensor_model_parallel_size}
         words = [f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)]
         words[1:1] = [_WHOLE_SEQUENCES] if self.has_whole_sequences else []
+        of_stages = {name: getattr(self, name) for name in (*_ENDS, FIELD) if getattr(self, name) is not None}
+        words += [f"{name}={re.sub('[ ,]', '', str(value))}" for name, value in of_stages.items()]
         return " ".join(words) or _ONE_RANK

@@ -113,6 +113,9 @@ def complete(reading: Reading) -> None:
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
     _note_skipped_passes(reading)
+    # ``_save_lora_adapters_and_sync`` in workers/megatron/megatron_worker.py; by default adapters are merged.
+    is_merged = reading.get(f"{_MEGATRON}.lora_config.merge_lora") is not False
+    values["sends_adapters"] = values.get("lora_rank") is not None and not is_merged
     of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,

@@ -131,6 +131,13 @@ def complete(reading: Reading) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode"
     if reading.get(bypass) is True and not _compares(reading):
         reading.take(bypass, "computes_log_probabilities", value=False)
+    merge = "actor_rollout_ref.model.lora.merge"
+    if values.get("lora_rank") is not None and reading.get(merge) is not True:
+        # ``update_weights`` in verl/workers/engine_workers.py.
+        reading.warnings.append(
+            f"{merge} is off: the first weight sync sends the whole model, as memlab predicts it, and later ones only "
+            "the adapters"
+        )
     take_rollout(
         reading,
         is_colocated=is_colocated,
