@@ -148,6 +148,23 @@ def ms_swift(sources: Sources) -> dict[str, Any]:
     return _under("megatron_extra_kwargs", passed_on) | keys
 
 
+def automodel(sources: Sources) -> dict[str, Any]:
+    """Reads the dataclasses of the sections that have one; the others are arguments of what ``_target_`` names."""
+    parts = "nemo_automodel.components"
+    rows = (
+        ("distributed", f"{parts}.distributed.config", "FSDP2Config"),
+        ("distributed", f"{parts}.distributed.mesh", "ParallelismSizes"),
+        ("distributed.moe", f"{parts}.distributed.config", "MoEParallelizerConfig"),
+        ("model.backend", f"{parts}.models.common.utils", "BackendConfig"),
+        ("step_scheduler", f"{parts}.training.step_scheduler", "StepSchedulerConfig"),
+        ("lr_scheduler", f"{parts}.optim.optimizer", "LRSchedulerConfig"),
+    )
+    keys: dict[str, Any] = {}
+    for section, module, name in rows:
+        keys |= _under(section, sources.keys(module, name))
+    return keys
+
+
 def nemo_rl(sources: Sources) -> dict[str, Any]:
     """Reads the configuration of each algorithm and engine, and the examples, whose first one has the defaults."""
     keys: dict[str, Any] = {}
@@ -504,6 +521,24 @@ ADAPTERS = {
             "virtual_pipeline_model_parallel_size", "num_layers", "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage", prefix="megatron_extra_kwargs.",
         ),
+    ),
+    "automodel": Adapter(
+        packages=("nemo-automodel==0.7.0",),
+        read=automodel,
+        expected=_for(
+            "an argument of what _target_ names, or of a section that no dataclass of these reads",
+            "_*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*", "compile*",
+            "data*", "dist_env.*", "embedding_row_repair.*", "fp8*", "longalign", "loss_fn.*", "mlflow*", "model.a*",
+            "model.c*", "model.dtype", "model.force_hf", "model.load_base_model", "model.num_hidden_layers",
+            "model.output_hidden_states", "model.pretrained_model_name_or_path", "model.t*", "model.use_*", "neftune.*",
+            "nvtx", "optimizer.*", "packed_sequence.*", "parallelizer.*", "peft", "prewarm.*", "qat*", "quantization",
+            "recipe", "rng.*", "sdpa_method", "seed", "tokenizer*", "tool_call_eval.*",
+            "validation_data*", "wandb*",
+        )
+        | _for("torch's MixedPrecisionPolicy, whose default is the strategy's", "distributed.mp_policy.*")
+        | _for("of a section with a dataclass of its own", "distributed.pipeline*", "distributed.strategy")
+        | _for("the recipe itself reads it", "step_scheduler.dp_size", "step_scheduler.local_batch_size")
+        | _for("there is no such section by default", "model.backend.te_fp8.recipe"),
     ),
     "nemo-rl": Adapter(
         packages=(_CORE,),

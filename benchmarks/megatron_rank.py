@@ -340,6 +340,8 @@ def add_adapters_of_ms_swift(model: GPTModel, options: dict[str, Any]) -> None:
     targets = options.get("lora_target_modules", ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
     for name, linear in [one for one in model.named_modules() if one[0].rpartition(".")[2] in targets]:
         owner, _, own = name.rpartition(".")
+        if hasattr(linear, "num_gemms"):
+            linear.is_expert = True  # as ``_set_linear_is_expert`` of mcore-bridge does (model/register.py)
         if not torch.cuda.is_available():
             linear.out_features, linear.in_features = next(each for each in linear.parameters() if each.dim() > 1).shape
             linear.config = model.config

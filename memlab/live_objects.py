@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from functools import partial, reduce
 from itertools import chain, compress, repeat, starmap
+from operator import is_, or_
 from typing import Any
 
 
@@ -62,9 +64,12 @@ def with_subclasses(kind: type) -> set[type]:
 def _with_their_class(classes: Collection[type]) -> Iterator[Any]:
     """Returns an iterator in C, which calls `gc.get_referrers` when it is asked for the first object.
 
-    Each object comes twice, once to be returned and once to be asked for its class. `itertools.tee` would not do: it
-    keeps objects, is among them itself, and would leave them in a reference cycle.
+    Each object comes once to be returned, and once for each class, to be asked whether it is its own. `itertools.tee`
+    would not do: it keeps objects, is among them itself, and would leave them in a reference cycle. Nor would ``id``,
+    which calls audit hooks: on Python 3.12 and later, filelock (4.3.1), which megatron-core imports, has one in Python,
+    and there other threads run while the list is alive. A metaclass may have a hash in Python too.
     """
     objects = chain.from_iterable(starmap(gc.get_referrers, (tuple(classes),)))
-    twice = chain.from_iterable(map(repeat, objects, repeat(2)))
-    return compress(twice, map(set(map(id, classes)).__contains__, map(id, map(type, twice))))
+    repeated = chain.from_iterable(map(repeat, objects, repeat(1 + len(classes))))
+    are_of = (map(is_, map(type, repeated), repeat(each)) for each in classes)
+    return compress(repeated, reduce(partial(map, or_), are_of))

@@ -21,10 +21,12 @@ _MOST_ENTRIES = 20_000
 
 
 class MetaResultCache:
-    """Answers an operation on fake tensors from the last one on tensors of the same shapes, strides and dtypes."""
+    """Answers an operation on fake tensors from the last one on tensors of the same shapes, strides and dtypes.
 
-    _shared: ClassVar[dict[torch.dtype, MetaResultCache]] = {}
-    """By torch's default dtype, which results of factories have whose arguments do not name one."""
+    Results of factories whose arguments name no dtype have torch's default one, which may change between two calls.
+    """
+
+    _shared: ClassVar[MetaResultCache | None] = None
 
     def __init__(self) -> None:
         self._specs: dict[Any, tuple[_TensorSpec, ...] | None] = {}
@@ -33,10 +35,9 @@ class MetaResultCache:
     @classmethod
     def of_process(cls) -> MetaResultCache:
         """Returns the one that all labs of this process share, or a new one if it has grown large."""
-        dtype = torch.get_default_dtype()
-        if dtype not in cls._shared or len(cls._shared[dtype]._specs) > _MOST_ENTRIES:
-            cls._shared[dtype] = cls()
-        return cls._shared[dtype]
+        if cls._shared is None or len(cls._shared._specs) > _MOST_ENTRIES:
+            cls._shared = cls()
+        return cls._shared
 
     def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Returns the results of an operation; inside a dispatch mode, so that no other one sees how they are made."""
@@ -45,8 +46,9 @@ class MetaResultCache:
         kind, _ = known or _KINDS.setdefault(number, (_kind(func), func))
         if kind is None:
             return func(*args, **kwargs)
+        called = number, torch.get_default_dtype()
         try:
-            key = (number, *_key_of(args), *kwargs, *_key_of(kwargs.values())) if kwargs else (number, *_key_of(args))
+            key = (*called, *_key_of(args), *kwargs, *_key_of(kwargs.values())) if kwargs else (*called, *_key_of(args))
             specs = self._specs.get(key)
         except _NotCacheableError:
             return func(*args, **kwargs)

@@ -137,6 +137,11 @@ class Architecture:
                 )
 
     def _check_combinations(self) -> None:
+        if self.multi_latent_attention and not self.kv_lora_rank:
+            raise ValueError(
+                f"{self.name}: multi_latent_attention is True, and the model has no sizes of it, such as kv_lora_rank: "
+                "leave it out, or choose a model that has it"
+            )
         is_classic = self.normalization != "RMSNorm" or self.add_bias_linear or self.position_embedding_type != "rope"
         if self.multi_latent_attention and is_classic:
             raise ValueError(

@@ -43,7 +43,7 @@ def check_fp8(
             "which memlab does not predict in FP8: leave fp8_format out",
             "fp8_format",
         )
-    if not layout.sequence_parallel:
+    if layout.has_whole_sequences:
         raise RuleError(
             f"fp8_format is {state.fp8_format!r} without sequence_parallel, which memlab does not predict: switch "
             "sequence_parallel on, or leave fp8_format out",

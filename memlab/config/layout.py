@@ -42,8 +42,7 @@ class Layout:
     sequence_parallel: bool = option(
         True, "split activations between matrices along the sequence over the tensor parallel ranks"
     )
-    """Megatron-Core's own default is False. MoE models need it. True on one tensor parallel rank, where it does
-    nothing."""
+    """Megatron-Core's own default is False. MoE models need it. On one tensor parallel rank it does nothing."""
     context_parallel_size: int = option(1, "number of ranks that share each sequence (default 1)")
     """Each has two chunks of a sequence, one from the front and one from the back."""
     pipeline_model_parallel_size: int = option(1, "number of pipeline stages (default 1)")
@@ -82,8 +81,6 @@ class Layout:
                 f"sequence_parallel is {self.sequence_parallel!r}, must be True or False: choose one of them",
                 "sequence_parallel",
             )
-        if self.tensor_model_parallel_size == 1:  # equal layouts compare equal
-            object.__setattr__(self, "sequence_parallel", True)
         if self.world_size > MOST_RANKS:
             raise RuleError(
                 f"the layout has {self.world_size:,} ranks ({self}), must have at most {MOST_RANKS:,} (more than "
@@ -175,6 +172,11 @@ class Layout:
         return self.ranks_of_a_stage // (self.expert_tensor_size * self.expert_model_parallel_size)
 
     @property
+    def has_whole_sequences(self) -> bool:
+        """Whether several tensor parallel ranks have whole sequences between their matrices."""
+        return self.tensor_model_parallel_size > 1 and not self.sequence_parallel
+
+    @property
     def ranks_of_a_sequence(self) -> int:
         """Number of ranks that share the activations of a sequence between matrices."""
         return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
@@ -261,7 +263,7 @@ class Layout:
             )
         self._check_heads(architecture)
         self._check_unshared(architecture)
-        if architecture.routes and not self.sequence_parallel:
+        if architecture.routes and self.has_whole_sequences:
             raise RuleError(
                 f"sequence_parallel is False with tensor_model_parallel_size {tensor}, must be True for "
                 f"{architecture.name}, whose experts Megatron-Core does not train without it: switch it on",
@@ -419,6 +421,10 @@ class Layout:
             if word == _WHOLE_SEQUENCES and "sequence_parallel" not in sizes:
                 sizes["sequence_parallel"] = False
                 continue
+            name, equals, value = word.partition("=")
+            if equals and name in (*_ENDS, FIELD) and name not in sizes:
+                sizes[name] = int(value) if value.isdecimal() else value
+                continue
             if match is None or match[1] not in _SHORT or _SHORT[match[1]] in sizes:
                 raise ValueError(
                     f"layout {text!r} has the word {word!r}, may have only {', '.join(_SHORT)}, each with a "
@@ -432,5 +438,7 @@ class Layout:
         short = {name: getattr(self, field) for name, field in _SHORT.items()} | {"ETP": self.expert_tensor_size}
         usual = {"ETP": self.tensor_model_parallel_size}
         words = [f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)]
-        words[1:1] = [] if self.sequence_parallel else [_WHOLE_SEQUENCES]
+        words[1:1] = [_WHOLE_SEQUENCES] if self.has_whole_sequences else []
+        of_stages = {name: getattr(self, name) for name in (*_ENDS, FIELD) if getattr(self, name) is not None}
+        words += [f"{name}={re.sub('[ ,]', '', str(value))}" for name, value in of_stages.items()]
         return " ".join(words) or _ONE_RANK

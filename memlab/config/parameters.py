@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of_rank(scenario: Scenario) -> Parameters:
-    """Counts the parameters of the scenario's rank."""
+    """Counts the parameters that the scenario's rank keeps: under FSDP2 its share, up to the padding of single ones."""
     model, layout = scenario.architecture, scenario.layout
     weights = scenario.weights_of_rank.items()
     inside, outside = (
@@ -44,7 +44,8 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
-    return Parameters(outside, vocabulary, inside)
+    shards = layout.data_parallel_size if scenario.engine == "fsdp2" else 1
+    return Parameters(*(-(-count // shards) for count in (outside, vocabulary, inside)))
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
@@ -81,7 +82,7 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     parameters. Of FSDP2 these are the shards that each rank has, the gradients only until the update.
     """
     if scenario.engine == "fsdp2":
-        shards = bytes_of_shard(scenario) * -(-sum(parameters_of_rank(scenario)) // scenario.layout.data_parallel_size)
+        shards = bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
         return KeptBytes(shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
@@ -101,6 +102,8 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
 def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns trained parameters and how many ranks hold each of them, outside experts and in them."""
     counts, layout = trained_of_rank(scenario), scenario.layout
+    if scenario.engine == "fsdp2":  # each has its own share
+        return (counts.outside_experts, 1), (counts.experts, 1)
     return (counts.outside_experts, layout.copies_of_parameters), (counts.experts, layout.copies_of_experts)
 
 

@@ -44,6 +44,9 @@ class Rollout:
     """How often the weights of a bucket are on the device: gathered, and copied into one tensor to send."""
     bucket_overflows: bool = False
     """Whether a bucket is sent only once it is larger than its size, by at most one weight."""
+    sends_adapters: bool = False
+    """Whether each weight sync sends the adapters alone, one weight after the other. Of jobs whose later syncs do so,
+    the first one sends the whole model."""
     kept_buffer_bytes: int = 0
     """Of the weight sync's buffers that stay on the device in all phases. Where only one rank of each engine has them,
     every rank counts them, as the phases of one rank are judged."""

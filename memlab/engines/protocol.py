@@ -268,8 +268,8 @@ class Engine(Protocol):
 
     # What only some engines have
 
-    def saved_for_backward(self) -> Any:
-        """Returns an object whose ``watching()`` counts, in a step, what each offload module saves for backward."""
+    def saved_for_backward(self) -> AbstractContextManager[Any]:
+        """Counts in the block, which takes a step, what each offload module saves for backward."""
 
     def audit_offload(
         self,

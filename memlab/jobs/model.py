@@ -95,7 +95,9 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
         sizes.setdefault("moe_router_topk", 2)
     else:
         sizes = {key: value for key, value in sizes.items() if "moe" not in key}
-    if not sizes.get("multi_latent_attention"):
+    if sizes.get("multi_latent_attention"):
+        sizes.setdefault("rope_type", "yarn")  # ``MLATransformerConfig`` of megatron-core 0.16.1
+    else:
         sizes = {key: value for key, value in sizes.items() if key not in _OF_LATENT_ATTENTION}
     sizes["rotary_base"], sizes["layernorm_epsilon"] = float(sizes["rotary_base"]), float(sizes["layernorm_epsilon"])
     made = Architecture(name=name, family=family, **sizes)

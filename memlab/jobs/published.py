@@ -37,6 +37,8 @@ class PublishedJob:
     note: str
     arguments: dict[str, Any]
     """Those of Megatron-LM that decide about memory; empty if they are not published."""
+    terms: str = ""
+    """What is known of the difference between prediction and measurement, in a phrase."""
 
     def read(self) -> Job:
         """Reads the arguments as ``memlab job`` reads the ``model_config.yaml`` of a test.

@@ -176,7 +176,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
         reasons["routing"] = "a router decides where tokens go"
     if scenario.expert_buffers:
         reasons["expert_buffers"] = "Megatron decides it by the layout"
-    if not scenario.layout.sequence_parallel and framework.style != "flags":
+    if scenario.layout.has_whole_sequences and framework.style != "flags":
         reasons["sequence_parallel"] = f"memlab writes jobs of {framework.title} with sequence parallelism only"
     if scenario.layout.rank:
         reasons["rank"] = "a framework's file describes all ranks"

@@ -10,14 +10,20 @@ from typing import Any
 
 from memlab._version import __version__
 from memlab.backends.host_system import host_memory_bytes
+from memlab.config.versions import Versions
 from memlab.cpu_info import num_cores, processor_name
 from memlab.units import format_bytes
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of memlab, Python and the packages that compute; a missing one is ``not installed``."""
+def versions(predicted: Versions | None) -> dict[str, str]:
+    """Returns the versions of memlab, Python and the packages that compute; a missing one is ``not installed``.
+
+    Args:
+        predicted: Those that a prediction is made for, whose Transformer Engine stands for the installed one; None for
+            a step that computes.
+    """
     import torch
 
     found = {"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -26,6 +32,8 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
+    if predicted is not None:
+        found["transformer-engine"] = f"{predicted.transformer_engine} (predicted)"
     return found
 
 

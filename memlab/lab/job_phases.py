@@ -144,6 +144,8 @@ def _engine_bytes(rollout: Rollout, weights_bytes: int, gpu_memory_bytes: int | 
 
 def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
     """Returns what one bucket takes with its copies: what its key says, but at least the largest weight as a whole."""
+    if rollout.sends_adapters:
+        return _BYTES_OF_A_WEIGHT * max(prod(weight.shape) for weight in scenario.weights_of_adapters())
     if rollout.bucket_bytes is None:
         return None
     model = scenario.architecture

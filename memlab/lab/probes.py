@@ -141,8 +141,7 @@ def _saved_in_regions(stepper: Stepper) -> Any:
 
     Of a simulated step that only repeats the last one, no tensor would be seen.
     """
-    saved = stepper.model.engine.saved_for_backward()
-    with stepper.model.replay.suspended(), saved.watching():
+    with stepper.model.replay.suspended(), stepper.model.engine.saved_for_backward() as saved:
         stepper.step()
     return saved
 

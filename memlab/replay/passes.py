@@ -151,7 +151,9 @@ class PassesOfStep:
     def __init__(self, live: LiveModel) -> None:
         layout = live.scenario.layout
         self.is_moe = live.scenario.architecture.keeps_graph
-        self.is_moe_stage = self.is_moe and layout.pipeline_model_parallel_size > 1
+        lora = live.scenario.state.lora
+        is_leaf = layout.pipeline_model_parallel_size > 1 or (lora is not None and lora.enable_input_require_grads)
+        self.is_moe_stage = self.is_moe and is_leaf
         self._num_chunks = len(live.chunks)
         is_followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or self._num_chunks > 1
         self.overlaps = self.is_moe and is_followed

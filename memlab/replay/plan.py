@@ -80,9 +80,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         is_mixed_stage = has_stages and scenario.architecture.moe_layer_freq is not None
         passes &= not (follows_full_recompute or has_limit or is_mixed_stage or (recomputes_moe and has_chunks))
     if offloads:
-        # Frozen layers before the first adapter save nothing: what is offloaded in them differs from the others'.
-        has_adapters = scenario.state.lora is not None
-        passes &= not (has_adapters or has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
+        passes &= not (has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
     return Plan(
         passes=passes,
         microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,

@@ -79,6 +79,7 @@ class Units:
         self._numbers = {id(layer): number for number, layer in enumerate(self.layers)}
         self._names: dict[str, int] = {}
         self._places = [self._places_of(number) for number in range(len(self.layers))]
+        self._without_gradient = [_without_gradient(chunk.module) for chunk in live.chunks]
         self._units: dict[tuple[int, ...], Unit] = {}
         self.num_recomputed = 0
         """Layers of checkpoints."""
@@ -98,6 +99,10 @@ class Units:
 
     def of_checkpoint(self, function: Any) -> Unit | None:
         """Returns the unit that ``TransformerBlock._checkpointed_forward`` checkpoints; None for another checkpoint."""
+        if not hasattr(
+            function, "__code__"
+        ):  # a partial, by which a layer of multi-token prediction checkpoints its MLP
+            return None
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         names = {name: cell.cell_contents for name, cell in cells if name in ("self", "start", "end")}
         if len(names) < 3 or not hasattr(names["self"], "layers"):
@@ -156,7 +161,8 @@ class Units:
         """Says of units in a row what decides about their passes."""
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
-            kind = chunk, num_in_checkpoint, unit.is_checkpoint, *of_layers
+            is_in_front = unit.layers[0] < self._without_gradient[chunk]
+            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
         kinds = [_NONE, *(unit.kind for unit in units), _NONE]
         num_equal = Counter[tuple[int, int, int]]()
@@ -196,6 +202,22 @@ def enter_layers(labels: Labels, layers: Iterable[int]) -> None:
     for layer in layers:
         labels.enter_module(labels.code(f"decoder.layers.{layer}"))
     labels.module = outer
+
+
+def _without_gradient(model: Any) -> int:
+    """Returns how many layers get an input that requires no gradient, beside a frozen embedding.
+
+    They are those before the first adapter, and the one that has it: they save less for backward, and offload less.
+    """
+    embedding = getattr(model, "embedding", None)
+    if embedding is None or _is_trained(embedding):
+        return 0
+    trained = [_is_trained(layer) for layer in model.decoder.layers]
+    return trained.index(True) + 1 if True in trained else len(trained)
+
+
+def _is_trained(module: Any) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _kind(layer: Any) -> Any:

@@ -7,9 +7,10 @@ megatron-core 0.16.1, 0.18.2 and 0.19.2; Transformer Engine's names are in 2.12.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +22,9 @@ class Internal:
     names: tuple[str, ...]
     use: Literal["replaced", "used"]
     """``replaced`` for a block by `patched`, or called, read or written (``used``)."""
-    where: str
-    """The file of memlab that does it."""
     why: str
+    where: str = ""
+    """The file of memlab that does it."""
     source: str = ""
     """The upstream file, for a name that C++ defines."""
     absent_without_te: bool = False
@@ -45,6 +46,18 @@ class Internal:
         return self.owner.partition(".")[0]
 
 
+def _in(where: str, *rows: Internal) -> Iterator[Internal]:
+    yield from (replace(row, where=where) for row in rows)
+
+
+def _replaced(owner: str, names: str, why: str, **more: Any) -> Internal:
+    return Internal(owner=owner, names=tuple(names.split()), use="replaced", why=why, **more)
+
+
+def _used(owner: str, names: str, why: str, **more: Any) -> Internal:
+    return Internal(owner=owner, names=tuple(names.split()), use="used", why=why, **more)
+
+
 _RANDOM = "megatron.core.tensor_parallel.random"
 _OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
@@ -52,147 +65,359 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ENGINE = "transformer_engine.pytorch"
 
 _TORCH = (
-    Internal(
-        owner="torch.cuda",
-        names=(
-            *("Stream", "Event", "current_stream", "default_stream", "stream", "synchronize", "current_device"),
-            *("set_device", "empty_cache", "nvtx", "manual_seed", "get_rng_state", "set_rng_state"),
+    *_in(
+        "backends/cuda_on_cpu.py",
+        _replaced(
+            "torch.cuda",
+            "Stream Event current_stream default_stream stream synchronize current_device set_device "
+            "empty_cache nvtx manual_seed get_rng_state set_rng_state",
+            "Megatron calls them in every step; a CPU and fake tensors have no device behind them.",
         ),
-        use="replaced",
-        where="backends/cuda_on_cpu.py",
-        why="Megatron calls them in every step; a CPU and fake tensors have no device behind them.",
+        _used(
+            "torch._C",
+            "_DisableTorchDispatch _len_torch_dispatch_stack",
+            "Makes views of storages that the meter knows already; no other dispatch mode has to see them.",
+            source="torch/csrc/autograd/init.cpp",
+        ),
+        _used(
+            "torch.autograd:Variable",
+            "_execution_engine",
+            "Backward without torch.autograd.backward, which leaves the function mode while it runs.",
+        ),
     ),
-    Internal(
-        owner="torch",
-        names=("compile",),
-        use="replaced",
-        where="engines/megatron/__init__.py",
-        why="Its default compiler takes 1.4 s of CPU to import, and without a GPU nothing is compiled.",
+    *_in(
+        "engines/megatron/__init__.py",
+        _replaced(
+            "torch",
+            "compile",
+            "Its default compiler takes 1.4 s of CPU to import, and without a GPU nothing is compiled.",
+        ),
     ),
-    Internal(
-        owner="torch",
-        names=("get_rng_state",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="The state that checkpoints save is host memory, and the meter must see it.",
+    *_in(
+        "backends/cpu.py",
+        _replaced(
+            "torch", "get_rng_state", "The state that checkpoints save is host memory, and the meter must see it."
+        ),
+        _replaced(
+            "torch", "from_numpy", "It makes host memory, and neither a function mode nor a dispatch mode sees it."
+        ),
+        _replaced(
+            "torch:Tensor",
+            "record_stream",
+            "Its C++ signature refuses a stream that is not CUDA's, before a function mode is called.",
+            source="torch/csrc/autograd/python_variable_methods.cpp",
+        ),
+        _used(
+            "torch._dynamo.eval_frame",
+            "_torchdynamo_orig_callable",
+            "The function under torch.compile: Megatron's fused functions run eagerly, as one kernel for the meter.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner="torch",
-        names=("from_numpy",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="It makes host memory, and neither a function mode nor a dispatch mode sees it.",
+    *_in(
+        "meter/observers.py",
+        _used(
+            "torch:Tensor",
+            "_indices _values",
+            "The memory of a sparse tensor; the public names refuse a gradient, which is not coalesced.",
+            source="aten/src/ATen/native/native_functions.yaml",
+        ),
+        _replaced(
+            "torch:UntypedStorage",
+            "resize_",
+            "Megatron frees and refills storages in place with it, and no dispatch mode sees it.",
+            source="torch/csrc/StorageMethods.cpp",
+        ),
+        _used("torch.utils._python_dispatch", "TorchDispatchMode", "The results of every operation."),
+        _used(
+            "torch.utils._python_dispatch:TorchDispatchMode",
+            "_should_skip_dynamo",
+            "Whether torch wraps the mode's method for its compiler, which nothing needs where nothing is compiled.",
+        ),
+        _used(
+            "torch.utils._python_dispatch",
+            "_disable_current_modes",
+            "Real values, or an unmetered block, in the middle of a step.",
+        ),
     ),
-    Internal(
-        owner="torch:Tensor",
-        names=("record_stream",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Its C++ signature refuses a stream that is not CUDA's, before a function mode is called.",
-        source="torch/csrc/autograd/python_variable_methods.cpp",
+    *_in(
+        "watching/phases.py",
+        _replaced(
+            "torch.autograd",
+            "_engine_run_backward",
+            "Each backward of a program begins and ends in it: no hook is called before the first node of a graph.",
+        ),
+        _replaced(
+            "torch.nn:Module",
+            "_call_impl",
+            "Each forward of a module. A hook would be part of the module: copied, saved and compiled with it.",
+        ),
+        _replaced(
+            "torch.serialization",
+            "_save _legacy_save",
+            "torch.save in its two formats; a program may have imported torch.save itself before the block.",
+        ),
+        _replaced(
+            "torch.distributed.checkpoint.state_dict_saver",
+            "_save_state_dict",
+            "What torch.distributed.checkpoint's save does, whoever has imported that.",
+        ),
+        _replaced(
+            "torch.distributed.checkpoint.staging:DefaultStager",
+            "stage",
+            "async_save copies the state here, and then returns; a thread of its own writes the copy.",
+        ),
+        _replaced(
+            "torch.distributed.checkpoint.staging:BlockingAsyncStager",
+            "stage",
+            "The same, for a storage writer that is its own stager.",
+        ),
     ),
-    Internal(
-        owner="torch:Tensor",
-        names=("_indices", "_values"),
-        use="used",
-        where="meter/observers.py",
-        why="The memory of a sparse tensor; the public names refuse a gradient, which is not coalesced.",
-        source="aten/src/ATen/native/native_functions.yaml",
+    *_in(
+        "meter/observe_program.py",
+        _used(
+            "torch.utils._python_dispatch",
+            "_get_current_dispatch_mode _pop_mode _push_mode",
+            "A block may end on another thread, or inside a mode of the program's that is still on.",
+        ),
+        _used(
+            "torch._C",
+            "_len_torch_dispatch_stack",
+            "Whether the program has a dispatch mode of its own.",
+            source="torch/csrc/autograd/init.cpp",
+        ),
     ),
-    Internal(
-        owner="torch:UntypedStorage",
-        names=("resize_",),
-        use="replaced",
-        where="meter/observers.py",
-        why="Megatron frees and refills storages in place with it, and no dispatch mode sees it.",
-        source="torch/csrc/StorageMethods.cpp",
+    *_in(
+        "watching/framework_buffers.py",
+        _used("torch.nn.parallel:DistributedDataParallel", "reducer", "It has DDP's buckets.", on_instances=True),
+        _used(
+            "torch._C._distributed_c10d:Reducer",
+            "_get_zeros_like_grad_buckets",
+            "It passes each bucket to torch.zeros_like, where a dispatch mode sees it; nothing else shows them.",
+            source="torch/csrc/distributed/c10d/init.cpp",
+        ),
     ),
-    Internal(
-        owner="torch.autograd",
-        names=("_engine_run_backward",),
-        use="replaced",
-        where="watching/phases.py",
-        why="Each backward of a program begins and ends in it: no hook is called before the first node of a graph.",
+    *_in(
+        "backends/simulated.py",
+        _replaced(
+            "torch.distributed",
+            "all_gather_object batch_isend_irecv",
+            "The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
+        ),
     ),
-    Internal(
-        owner="torch.nn:Module",
-        names=("_call_impl",),
-        use="replaced",
-        where="watching/phases.py",
-        why="Each forward of a module. A hook would be part of the module: copied, saved and compiled with it.",
+    *_in(
+        "backends/fully_sharded.py",
+        _replaced(
+            "torch.distributed.fsdp._fully_shard._fully_shard",
+            "_get_device_from_mesh",
+            "A mesh has no device type for fake tensors.",
+        ),
+        _replaced(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+            "_validate_no_meta_params",
+            "It refuses tensors without values.",
+        ),
+        _replaced(
+            "torch.optim.adam",
+            "_device_dtype_check_for_fused",
+            "It refuses fake tensors, which stand for a CUDA device's.",
+        ),
+        _replaced(
+            "torch.nn.utils.clip_grad",
+            "_device_has_foreach_support",
+            "It says that fake tensors have none, which stand for a CUDA device's.",
+        ),
+        _replaced(
+            "torch.distributed.tensor._sharding_prop:ShardingPropagator",
+            "_propagate_tensor_meta_non_cached",
+            "It runs each operation once on torch's own fake tensors, which take no memory and the meter must not see.",
+        ),
     ),
-    Internal(
-        owner="torch.serialization",
-        names=("_save", "_legacy_save"),
-        use="replaced",
-        where="watching/phases.py",
-        why="torch.save in its two formats; a program may have imported torch.save itself before the block.",
+    *_in(
+        "engines/fsdp2/hugging_face.py",
+        _used(
+            "torch.ops:aten",
+            "_scaled_dot_product_attention_math",
+            "The attention that torch chooses on a GPU in fp32 with grouped queries; not on fake tensors.",
+            source="aten/src/ATen/native/native_functions.yaml",
+        ),
     ),
-    Internal(
-        owner="torch.distributed.checkpoint.state_dict_saver",
-        names=("_save_state_dict",),
-        use="replaced",
-        where="watching/phases.py",
-        why="What torch.distributed.checkpoint's save does, whoever has imported that.",
+    *_in(
+        "engines/fsdp2/sharded_model.py",
+        _used(
+            "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule",
+            "_get_fsdp_state",
+            "FSDP2's objects for the parameters, which alone know the padded shards.",
+        ),
+        _used(
+            "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+            "_fsdp_param_group",
+            "The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
+        ),
+        _used(
+            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+            "_sharded_param_data _unsharded_param",
+            "The shard with its padding, and the gathered parameter, whose gradient a step that failed leaves.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner="torch.distributed.checkpoint.staging:DefaultStager",
-        names=("stage",),
-        use="replaced",
-        where="watching/phases.py",
-        why="async_save copies the state here, and then returns; a thread of its own writes the copy.",
+    *_in(
+        "backends/gloo_collectives.py",
+        _used(
+            "torch._C._distributed_c10d",
+            "FakeWork",
+            "A collective that has ended, for those who wait for it.",
+            source="torch/csrc/distributed/c10d/init.cpp",
+        ),
     ),
-    Internal(
-        owner="torch.distributed.checkpoint.staging:BlockingAsyncStager",
-        names=("stage",),
-        use="replaced",
-        where="watching/phases.py",
-        why="The same, for a storage writer that is its own stager.",
+    *_in(
+        "meter/storages.py",
+        _used(
+            "torch:UntypedStorage",
+            "_cdata",
+            "The address of the C++ storage: the one identity that all tensors over a storage share.",
+            source="torch/storage.py",
+        ),
+        _used(
+            "torch._C",
+            "DisableTorchFunction",
+            "In every step, every parameter is looked at several times; no function mode has to see that.",
+            source="torch/csrc/utils/disable_torch_function.cpp",
+        ),
     ),
-    Internal(
-        owner="torch.utils._python_dispatch",
-        names=("_get_current_dispatch_mode", "_pop_mode", "_push_mode"),
-        use="used",
-        where="meter/observe_program.py",
-        why="A block may end on another thread, or inside a mode of the program's that is still on.",
+    *_in(
+        "engines/megatron/layers/fp8_parameters.py",
+        _used(
+            "torch:Tensor",
+            "_make_subclass",
+            "A parameter of a class of its own over a tensor that exists, as torch.nn.Parameter makes itself.",
+            source="torch/csrc/autograd/python_variable.cpp",
+        ),
     ),
-    Internal(
-        owner="torch._C",
-        names=("_len_torch_dispatch_stack",),
-        use="used",
-        where="meter/observe_program.py",
-        why="Whether the program has a dispatch mode of its own.",
-        source="torch/csrc/autograd/init.cpp",
+    *_in(
+        "backends/meta_result_cache.py",
+        _used(
+            "torch._ops:OpOverload",
+            "_schema",
+            "Whether an operation returns new tensors, views or its input.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner="torch.nn.parallel:DistributedDataParallel",
-        names=("reducer",),
-        use="used",
-        where="watching/framework_buffers.py",
-        why="It has DDP's buckets.",
-        on_instances=True,
+    *_in(
+        "ranks/rank_process.py",
+        _used("sys", "_current_frames", "Where a rank is that does not move, for the message that names it."),
     ),
-    Internal(
-        owner="torch._C._distributed_c10d:Reducer",
-        names=("_get_zeros_like_grad_buckets",),
-        use="used",
-        where="watching/framework_buffers.py",
-        why="It passes each bucket to torch.zeros_like, where a dispatch mode sees it; nothing else shows them.",
-        source="torch/csrc/distributed/c10d/init.cpp",
+    *_in(
+        "engines/residency/group_usage.py",
+        _used("torch.utils._pytree", "tree_leaves", "The tensors among an operation's nested arguments."),
     ),
-    Internal(
-        owner="torch.distributed",
-        names=("all_gather_object", "batch_isend_irecv"),
-        use="replaced",
-        where="backends/simulated.py",
-        why="The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
+    *_in(
+        "backends/fake_collectives.py",
+        _used("torch.utils._pytree", "tree_map_only", "Replaces the tensors among an operation's nested arguments."),
+        _used(
+            "torch.library:Library", "_destroy", "Ends the registration of the collectives' meta kernels with the job."
+        ),
+        _used(
+            "torch.ops:c10d",
+            "allreduce_ allreduce_coalesced_ broadcast_ allgather_ _allgather_base_ "
+            "allgather_into_tensor_coalesced_ reduce_scatter_ _reduce_scatter_base_ "
+            "reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ send recv_",
+            "The fake process group has no kernel for meta tensors. The kernels are registered for each simulated job.",
+            source="torch/csrc/distributed/c10d/Ops.cpp",
+        ),
     ),
-    Internal(
-        owner="torch.distributed.fsdp._fully_shard._fully_shard",
-        names=("_get_device_from_mesh",),
-        use="replaced",
-        where="backends/fully_sharded.py",
-        why="A mesh has no device type for fake tensors.",
+    *_in(
+        "meter/module_tracker.py",
+        _used(
+            "torch._C._autograd",
+            "_get_sequence_nr",
+            "The sequence number that the next autograd node gets: it tells which module makes which nodes.",
+            source="torch/csrc/autograd/init.cpp",
+        ),
+        _used(
+            "torch.autograd.graph:Node",
+            "_sequence_nr metadata next_functions register_prehook",
+            "A node's sequence number, and the place where its module is written.",
+        ),
+        _used(
+            "torch._C:_functions",
+            "AccumulateGrad",
+            "The node of a leaf: no module's forward makes it.",
+            source="torch/csrc/autograd/functions/init.cpp",
+        ),
+    ),
+    *_in(
+        "engines/megatron/retention/remedies.py",
+        _used(
+            "torch:Tensor",
+            "_use_count",
+            "The C++ owners of a tensor: release_storage empties nothing that has another owner.",
+            source="tools/autograd/templates/python_variable_methods.cpp",
+        ),
+        _used(
+            "torch._C",
+            "_storage_Use_Count",
+            "The tensors over a storage: release_storage empties nothing that another tensor uses.",
+            source="torch/csrc/Module.cpp",
+        ),
+    ),
+    *_in(
+        "engines/megatron/layers/torch_functions.py",
+        _used(
+            "torch.ops:aten",
+            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
+            "Attention that keeps the log-sum-exp instead of the scores, as Transformer Engine's kernels do.",
+            source="aten/src/ATen/native/native_functions.yaml",
+        ),
+    ),
+    *_in(
+        "engines/process_group.py",
+        _used(
+            "torch.testing._internal.distributed",
+            "fake_pg",
+            "Importing the module registers the `fake` process group, which allocates nothing.",
+        ),
+    ),
+    *_in(
+        "upstream/compiler_on_demand.py",
+        _used(
+            "torch._dynamo",
+            "disable graph_break trace_rules",
+            "A stand-in answers for them until something is compiled; any other name imports the compiler.",
+        ),
+    ),
+    *_in(
+        "backends/cuda.py",
+        _used(
+            "torch._dynamo.config:_config",
+            "recompile_limit accumulated_recompile_limit",
+            "The defaults: torch 2.13 keeps assigned values per thread, and a lab compiles on its own and autograd's.",
+        ),
+    ),
+    *_in(
+        "meter/cuda/meter.py",
+        _used(
+            "torch.cuda.memory",
+            "_record_memory_history _snapshot _set_memory_metadata",
+            "The caching allocator's history, with the number of a stamp in each entry.",
+        ),
+        _used(
+            "torch._C",
+            "_host_emptyCache",
+            "Cached pinned memory belongs to no tensor, and must be freed with a model.",
+            source="torch/csrc/cuda/Module.cpp",
+            needs_cuda=True,
+        ),
+    ),
+    *_in(
+        "engines/megatron/retention/transformer_engine_caches.py",
+        _used(
+            "torch._C",
+            "_cuda_clearCublasWorkspaces",
+            "cuBLAS's workspaces belong to no tensor, and must be freed with a lab.",
+            source="torch/csrc/cuda/Module.cpp",
+            needs_cuda=True,
+        ),
     ),
     *(
         Internal(
@@ -204,483 +429,191 @@ _TORCH = (
         )
         for module in ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
     ),
-    Internal(
-        owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-        names=("_validate_no_meta_params",),
-        use="replaced",
-        where="backends/fully_sharded.py",
-        why="It refuses tensors without values.",
-    ),
-    Internal(
-        owner="torch.ops:aten",
-        names=("_scaled_dot_product_attention_math",),
-        use="used",
-        where="engines/fsdp2/hugging_face.py",
-        why="The attention that torch chooses on a GPU in fp32 with grouped queries; not on fake tensors.",
-        source="aten/src/ATen/native/native_functions.yaml",
-    ),
-    Internal(
-        owner="torch.optim.adam",
-        names=("_device_dtype_check_for_fused",),
-        use="replaced",
-        where="backends/fully_sharded.py",
-        why="It refuses fake tensors, which stand for a CUDA device's.",
-    ),
-    Internal(
-        owner="torch.nn.utils.clip_grad",
-        names=("_device_has_foreach_support",),
-        use="replaced",
-        where="backends/fully_sharded.py",
-        why="It says that fake tensors have none, which stand for a CUDA device's.",
-    ),
-    Internal(
-        owner="torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule",
-        names=("_get_fsdp_state",),
-        use="used",
-        where="engines/fsdp2/sharded_model.py",
-        why="FSDP2's objects for the parameters, which alone know the padded shards.",
-    ),
-    Internal(
-        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        names=("_fsdp_param_group",),
-        use="used",
-        where="engines/fsdp2/sharded_model.py",
-        why="The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
-    ),
-    Internal(
-        owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
-        names=("_sharded_param_data", "_unsharded_param"),
-        use="used",
-        where="engines/fsdp2/sharded_model.py",
-        why="The shard with its padding, and the gathered parameter, whose gradient a step that failed leaves.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="torch.distributed.tensor._sharding_prop:ShardingPropagator",
-        names=("_propagate_tensor_meta_non_cached",),
-        use="replaced",
-        where="backends/fully_sharded.py",
-        why="It runs each operation once on torch's own fake tensors, which take no memory and the meter must not see.",
-    ),
-    Internal(
-        owner="torch._C._distributed_c10d",
-        names=("FakeWork",),
-        use="used",
-        where="backends/gloo_collectives.py",
-        why="A collective that has ended, for those who wait for it.",
-        source="torch/csrc/distributed/c10d/init.cpp",
-    ),
-    Internal(
-        owner="torch:UntypedStorage",
-        names=("_cdata",),
-        use="used",
-        where="meter/storages.py",
-        why="The address of the C++ storage: the one identity that all tensors over a storage share.",
-        source="torch/storage.py",
-    ),
-    Internal(
-        owner="torch:Tensor",
-        names=("_make_subclass",),
-        use="used",
-        where="engines/megatron/layers/fp8_parameters.py",
-        why="A parameter of a class of its own over a tensor that exists, as torch.nn.Parameter makes itself.",
-        source="torch/csrc/autograd/python_variable.cpp",
-    ),
-    Internal(
-        owner="torch.utils._python_dispatch",
-        names=("TorchDispatchMode",),
-        use="used",
-        where="meter/observers.py",
-        why="The results of every operation.",
-    ),
-    Internal(
-        owner="torch.utils._python_dispatch:TorchDispatchMode",
-        names=("_should_skip_dynamo",),
-        use="used",
-        where="meter/observers.py",
-        why="Whether torch wraps the mode's method for its compiler, which nothing needs where nothing is compiled.",
-    ),
-    Internal(
-        owner="torch._C",
-        names=("DisableTorchFunction",),
-        use="used",
-        where="meter/storages.py",
-        why="In every step, every parameter is looked at several times; no function mode has to see that.",
-        source="torch/csrc/utils/disable_torch_function.cpp",
-    ),
-    Internal(
-        owner="torch._C",
-        names=("_DisableTorchDispatch", "_len_torch_dispatch_stack"),
-        use="used",
-        where="backends/cuda_on_cpu.py",
-        why="Makes views of storages that the meter knows already; no other dispatch mode has to see them.",
-        source="torch/csrc/autograd/init.cpp",
-    ),
-    Internal(
-        owner="torch.utils._python_dispatch",
-        names=("_disable_current_modes",),
-        use="used",
-        where="meter/observers.py",
-        why="Real values, or an unmetered block, in the middle of a step.",
-    ),
-    Internal(
-        owner="torch._ops:OpOverload",
-        names=("_schema",),
-        use="used",
-        where="backends/meta_result_cache.py",
-        why="Whether an operation returns new tensors, views or its input.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="sys",
-        names=("_current_frames",),
-        use="used",
-        where="ranks/rank_process.py",
-        why="Where a rank is that does not move, for the message that names it.",
-    ),
-    Internal(
-        owner="torch.utils._pytree",
-        names=("tree_leaves",),
-        use="used",
-        where="engines/residency/group_usage.py",
-        why="The tensors among an operation's nested arguments.",
-    ),
-    Internal(
-        owner="torch.utils._pytree",
-        names=("tree_map_only",),
-        use="used",
-        where="backends/fake_collectives.py",
-        why="Replaces the tensors among an operation's nested arguments.",
-    ),
-    Internal(
-        owner="torch._C._autograd",
-        names=("_get_sequence_nr",),
-        use="used",
-        where="meter/module_tracker.py",
-        why="The sequence number that the next autograd node gets: it tells which module makes which nodes.",
-        source="torch/csrc/autograd/init.cpp",
-    ),
-    Internal(
-        owner="torch.autograd.graph:Node",
-        names=("_sequence_nr", "metadata", "next_functions", "register_prehook"),
-        use="used",
-        where="meter/module_tracker.py",
-        why="A node's sequence number, and the place where its module is written.",
-    ),
-    Internal(
-        owner="torch._C:_functions",
-        names=("AccumulateGrad",),
-        use="used",
-        where="meter/module_tracker.py",
-        why="The node of a leaf: no module's forward makes it.",
-        source="torch/csrc/autograd/functions/init.cpp",
-    ),
-    Internal(
-        owner="torch.autograd:Variable",
-        names=("_execution_engine",),
-        use="used",
-        where="backends/cuda_on_cpu.py",
-        why="Backward without torch.autograd.backward, which leaves the function mode while it runs.",
-    ),
-    Internal(
-        owner="torch:Tensor",
-        names=("_use_count",),
-        use="used",
-        where="engines/megatron/retention/remedies.py",
-        why="The C++ owners of a tensor: release_storage empties nothing that has another owner.",
-        source="tools/autograd/templates/python_variable_methods.cpp",
-    ),
-    Internal(
-        owner="torch._C",
-        names=("_storage_Use_Count",),
-        use="used",
-        where="engines/megatron/retention/remedies.py",
-        why="The tensors over a storage: release_storage empties nothing that another tensor uses.",
-        source="torch/csrc/Module.cpp",
-    ),
-    Internal(
-        owner="torch.ops:aten",
-        names=(
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-        ),
-        use="used",
-        where="engines/megatron/layers/torch_functions.py",
-        why="Attention that keeps the log-sum-exp instead of the scores, as Transformer Engine's kernels do.",
-        source="aten/src/ATen/native/native_functions.yaml",
-    ),
-    Internal(
-        owner="torch.library:Library",
-        names=("_destroy",),
-        use="used",
-        where="backends/fake_collectives.py",
-        why="Ends the registration of the collectives' meta kernels with the job.",
-    ),
-    Internal(
-        owner="torch.ops:c10d",
-        names=(
-            *("allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_"),
-            *("allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_"),
-            *("reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_", "send", "recv_"),
-        ),
-        use="used",
-        where="backends/fake_collectives.py",
-        why="The fake process group has no kernel for meta tensors. The kernels are registered for each simulated job.",
-        source="torch/csrc/distributed/c10d/Ops.cpp",
-    ),
-    Internal(
-        owner="torch.testing._internal.distributed",
-        names=("fake_pg",),
-        use="used",
-        where="engines/process_group.py",
-        why="Importing the module registers the `fake` process group, which allocates nothing.",
-    ),
-    Internal(
-        owner="torch._dynamo.eval_frame",
-        names=("_torchdynamo_orig_callable",),
-        use="used",
-        where="backends/cpu.py",
-        why="The function under torch.compile: Megatron's fused functions run eagerly, as one kernel for the meter.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="torch._dynamo",
-        names=("disable", "graph_break", "trace_rules"),
-        use="used",
-        where="upstream/compiler_on_demand.py",
-        why="A stand-in answers for them until something is compiled; any other name imports the compiler.",
-    ),
-    Internal(
-        owner="torch._dynamo.config:_config",
-        names=("recompile_limit", "accumulated_recompile_limit"),
-        use="used",
-        where="backends/cuda.py",
-        why="The defaults: torch 2.13 keeps assigned values per thread, and a lab compiles on its own and autograd's.",
-    ),
-    Internal(
-        owner="torch.cuda.memory",
-        names=("_record_memory_history", "_snapshot", "_set_memory_metadata"),
-        use="used",
-        where="meter/cuda/meter.py",
-        why="The caching allocator's history, with the number of a stamp in each entry.",
-    ),
-    Internal(
-        owner="torch._C",
-        names=("_cuda_clearCublasWorkspaces",),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="cuBLAS's workspaces belong to no tensor, and must be freed with a lab.",
-        source="torch/csrc/cuda/Module.cpp",
-        needs_cuda=True,
-    ),
-    Internal(
-        owner="torch._C",
-        names=("_host_emptyCache",),
-        use="used",
-        where="meter/cuda/meter.py",
-        why="Cached pinned memory belongs to no tensor, and must be freed with a model.",
-        source="torch/csrc/cuda/Module.cpp",
-        needs_cuda=True,
-    ),
 )
 
 _WITHOUT_TE = (
-    Internal(
-        owner=_RANDOM,
-        names=("_get_cuda_rng_state", "_set_cuda_rng_state"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="They read and write a CUDA generator.",
-    ),
-    Internal(
-        owner=_RANDOM,
-        names=("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="CheckpointWithoutOutput calls TE whether FP8 is on or not.",
-        absent_without_te=True,
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_config",
-        names=("is_te_min_version",),
-        use="replaced",
-        where="backends/simulated.py",
-        why="Megatron's config asks it before it accepts FP8.",
-    ),
-    Internal(
-        owner="megatron.core.fp8_utils",
-        names=(
-            *("HAVE_TE_FP8_TENSOR_CLASS", "FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"),
-            "_quantize_param_shard_impl",
+    *_in(
+        "backends/cpu.py",
+        _replaced(_RANDOM, "_get_cuda_rng_state _set_cuda_rng_state", "They read and write a CUDA generator."),
+        _replaced(
+            _RANDOM,
+            "FP8GlobalStateManager activation_recompute_forward fp8_autocast",
+            "CheckpointWithoutOutput calls TE whether FP8 is on or not.",
+            absent_without_te=True,
         ),
-        use="replaced",
-        where="backends/simulated.py",
-        why="DDP and the distributed optimizer ask it what a parameter in FP8 is, and move and quantize it with it.",
-    ),
-    Internal(
-        owner="megatron.core.transformer.moe.experts",
-        names=("HAVE_TE",),
-        use="replaced",
-        where="backends/simulated.py",
-        why="Under FP8 grouped experts assert it.",
-    ),
-    Internal(
-        owner="megatron.core.transformer.moe.experts",
-        names=("Fp8Padding", "Fp8Unpadding"),
-        use="replaced",
-        where="backends/simulated.py",
-        why="Under FP8 experts' rows are padded by TE's modules.",
-        absent_without_te=True,
-    ),
-    Internal(
-        owner="megatron.core.extensions.transformer_engine",
-        names=("te_checkpoint",),
-        use="replaced",
-        where="backends/simulated.py",
-        why="Under FP8 Megatron checkpoints MLPs with it.",
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_block",
-        names=("get_fp8_context",),
-        use="replaced",
-        where="backends/simulated.py",
-        why="It opens TE's FP8 context, which asks a GPU which recipes it supports.",
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_block",
-        names=("te_checkpoint",),
-        use="replaced",
-        where="backends/simulated.py",
-        why="Under FP8 Megatron checkpoints layers with it.",
-        until=(0, 18),
-    ),
-    Internal(
-        owner="megatron.core.recompute",
-        names=("get_fp8_context", "te_checkpoint"),
-        use="replaced",
-        where="backends/simulated.py",
-        why="The checkpoints of layers have moved here from ``transformer_block.py``, with these two names.",
-        since=(0, 18),
-    ),
-    Internal(
-        owner="megatron.core.transformer.moe.moe_layer",
-        names=("te_checkpoint",),
-        use="replaced",
-        where="backends/simulated.py",
-        why="Under FP8 Megatron checkpoints MoE layers with it.",
-        absent_without_te=True,
-    ),
-    Internal(
-        owner=_RANDOM,
-        names=("_get_share_storage",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="It compiles a CUDA extension that lets two tensors share one storage.",
-        since=(0, 17),
-    ),
-    Internal(
-        owner=_OFFLOAD + ":ChunkOffloadHandler",
-        names=("_can_manage_tensor_for_offload",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="It requires a tensor on a CUDA device.",
-        since=(0, 19),
-    ),
-    Internal(
-        owner="megatron.core.extensions.transformer_engine",
-        names=("cpu_offload",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Fine-grained offload switches TE's own offload around a group, and refuses to run without it.",
-    ),
-    Internal(
-        owner="megatron.core.tensor_parallel.layers",
-        names=("HAVE_TE", "_grad_accum_fusion_available"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="The output layer refuses gradient_accumulation_fusion without Apex, and takes TE's unused gradients.",
-    ),
-    Internal(
-        owner="megatron.core.tensor_parallel.layers:ColumnParallelLinear",
-        names=("_forward_impl",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Gradients of a tied embedding are added in place, as autograd adds them without a meter.",
-    ),
-    Internal(
-        owner="megatron.core.tensor_parallel.layers",
-        names=("fused_weight_gradient_mlp_cuda", "get_dummy_wgrad"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Apex' product into the gradients' buffer, and TE's unused gradient, in torch (`weight_gradients`).",
-        absent_without_te=True,
-    ),
-    Internal(
-        owner="megatron.core.models.common.embeddings.rope_utils",
-        names=("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="TE's fused rotation in torch (`fused_rope`); Megatron refuses apply_rope_fusion where it is None.",
-    ),
-    Internal(
-        owner="megatron.core.transformer.multi_latent_attention",
-        names=("fused_apply_mla_rope_for_q", "fused_apply_mla_rope_for_kv"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Kernels in Triton, which needs a GPU (`latent_rope`).",
-    ),
-    Internal(
-        owner="megatron.core.transformer.multi_latent_attention",
-        names=("TELinear",),
-        use="replaced",
-        where="engines/megatron/build.py",
-        why="Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
-    ),
-    Internal(
-        owner=_MOE_UTILS,
-        names=("HAVE_TE",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Fused permutations need it to be true.",
-    ),
-    Internal(
-        owner=_MOE_UTILS,
-        names=(
-            *("te_general_gemm", "fused_permute", "fused_permute_with_probs", "fused_unpermute"),
-            *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
+        _replaced(
+            _RANDOM,
+            "_get_share_storage",
+            "It compiles a CUDA extension that lets two tensors share one storage.",
+            since=(0, 17),
         ),
-        use="replaced",
-        where="backends/cpu.py",
-        why="TE's fused permutations in torch (`torch_moe`); te_general_gemm as None selects torch.mm.",
-        absent_without_te=True,
+        _replaced(
+            _OFFLOAD + ":ChunkOffloadHandler",
+            "_can_manage_tensor_for_offload",
+            "It requires a tensor on a CUDA device.",
+            since=(0, 19),
+        ),
+        _replaced(
+            "megatron.core.extensions.transformer_engine",
+            "cpu_offload",
+            "Fine-grained offload switches TE's own offload around a group, and refuses to run without it.",
+        ),
+        _replaced(
+            "megatron.core.tensor_parallel.layers",
+            "HAVE_TE _grad_accum_fusion_available",
+            "The output layer refuses gradient_accumulation_fusion without Apex, and takes TE's unused gradients.",
+        ),
+        _replaced(
+            "megatron.core.tensor_parallel.layers:ColumnParallelLinear",
+            "_forward_impl",
+            "Gradients of a tied embedding are added in place, as autograd adds them without a meter.",
+        ),
+        _replaced(
+            "megatron.core.tensor_parallel.layers",
+            "fused_weight_gradient_mlp_cuda get_dummy_wgrad",
+            "Apex' product into the gradients' buffer, and TE's unused gradient, in torch (`weight_gradients`).",
+            absent_without_te=True,
+        ),
+        _replaced(
+            "megatron.core.models.common.embeddings.rope_utils",
+            "fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_thd",
+            "TE's fused rotation in torch (`fused_rope`); Megatron refuses apply_rope_fusion where it is None.",
+        ),
+        _replaced(
+            "megatron.core.transformer.multi_latent_attention",
+            "fused_apply_mla_rope_for_q fused_apply_mla_rope_for_kv",
+            "Kernels in Triton, which needs a GPU (`latent_rope`).",
+        ),
+        _replaced(_MOE_UTILS, "HAVE_TE", "Fused permutations need it to be true."),
+        _replaced(
+            _MOE_UTILS,
+            "te_general_gemm fused_permute fused_permute_with_probs fused_unpermute "
+            "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs",
+            "TE's fused permutations in torch (`torch_moe`); te_general_gemm as None selects torch.mm.",
+            absent_without_te=True,
+        ),
+        _replaced(
+            "megatron.core.models.common.language_module.language_module",
+            "te_parallel_cross_entropy",
+            "TE's fused cross entropy is Triton kernels, which need a GPU.",
+        ),
+        _replaced(
+            "megatron.core.fusions.fused_cross_entropy",
+            "calculate_predicted_logits calculate_gradients",
+            "What torch.compile makes of them allocates copies of the logits that their code does not show.",
+        ),
+        _replaced(
+            "megatron.core.optimizer",
+            "USING_PYTORCH_OPTIMIZER Adam",
+            "With TE they are its CUDA optimizer; without, torch's.",
+        ),
+        _replaced(
+            "megatron.core.optimizer.distrib_optimizer",
+            "Adam",
+            "The distributed optimizer takes only this class, torch's AdamW and the hybrid optimizer.",
+        ),
+        _replaced(
+            "megatron.core.optimizer",
+            "CPUAdam",
+            "The CPU optimizer's Adam: its state counts as host memory (`cpu_adam`).",
+        ),
+        _replaced(
+            "megatron.core.optimizer.clip_grads",
+            "multi_tensor_applier multi_tensor_scale_impl l2_norm_impl",
+            "With TE they are its CUDA kernels; these are Megatron's own without.",
+        ),
+        _replaced(
+            "megatron.core.optimizer.clip_grads",
+            "multi_tensor_scale_tensor_impl",
+            "With TE it is a CUDA kernel; None selects multi_tensor_scale_impl.",
+            absent_without_te=True,
+            since=(0, 17),
+        ),
+        _replaced(
+            "megatron.core.optimizer.optimizer", "multi_tensor_applier multi_tensor_scale_impl", "As in clip_grads."
+        ),
+        _used(
+            "megatron.core.utils",
+            "local_multi_tensor_applier local_multi_tensor_scale local_multi_tensor_l2_norm",
+            "What Megatron uses without TE and Apex.",
+        ),
     ),
-    Internal(
-        owner="megatron.core.models.common.language_module.language_module",
-        names=("te_parallel_cross_entropy",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="TE's fused cross entropy is Triton kernels, which need a GPU.",
+    *_in(
+        "backends/simulated.py",
+        _replaced(
+            "megatron.core.transformer.transformer_config",
+            "is_te_min_version",
+            "Megatron's config asks it before it accepts FP8.",
+        ),
+        _replaced(
+            "megatron.core.fp8_utils",
+            "HAVE_TE_FP8_TENSOR_CLASS FP8_TENSOR_CLASS _modify_underlying_storage_impl _quantize_param_shard_impl",
+            "DDP and the distributed optimizer ask it what a parameter in FP8 is, and move and quantize it with it.",
+        ),
+        _replaced("megatron.core.transformer.moe.experts", "HAVE_TE", "Under FP8 grouped experts assert it."),
+        _replaced(
+            "megatron.core.transformer.moe.experts",
+            "Fp8Padding Fp8Unpadding",
+            "Under FP8 experts' rows are padded by TE's modules.",
+            absent_without_te=True,
+        ),
+        _replaced(
+            "megatron.core.extensions.transformer_engine",
+            "te_checkpoint",
+            "Under FP8 Megatron checkpoints MLPs with it.",
+        ),
+        _replaced(
+            "megatron.core.transformer.transformer_block",
+            "get_fp8_context",
+            "It opens TE's FP8 context, which asks a GPU which recipes it supports.",
+        ),
+        _replaced(
+            "megatron.core.transformer.transformer_block",
+            "te_checkpoint",
+            "Under FP8 Megatron checkpoints layers with it.",
+            until=(0, 18),
+        ),
+        _replaced(
+            "megatron.core.recompute",
+            "get_fp8_context te_checkpoint",
+            "The checkpoints of layers have moved here from ``transformer_block.py``, with these two names.",
+            since=(0, 18),
+        ),
+        _replaced(
+            "megatron.core.transformer.moe.moe_layer",
+            "te_checkpoint",
+            "Under FP8 Megatron checkpoints MoE layers with it.",
+            absent_without_te=True,
+        ),
     ),
-    Internal(
-        owner="megatron.core.fusions.fused_cross_entropy",
-        names=("calculate_predicted_logits", "calculate_gradients"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="What torch.compile makes of them allocates copies of the logits that their code does not show.",
+    *_in(
+        "engines/megatron/build.py",
+        _replaced(
+            "megatron.core.transformer.multi_latent_attention",
+            "TELinear",
+            "Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
+        ),
+        _replaced(
+            "megatron.core.models.gpt.gpt_layer_specs",
+            "TESpecProvider",
+            "The spec is Transformer Engine's; only the classes in it are the provider's.",
+            absent_without_te=True,
+        ),
     ),
-    Internal(
-        owner="megatron.core.optimizer",
-        names=("USING_PYTORCH_OPTIMIZER", "Adam"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="With TE they are its CUDA optimizer; without, torch's.",
-    ),
-    Internal(
-        owner="megatron.core.optimizer.distrib_optimizer",
-        names=("Adam",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="The distributed optimizer takes only this class, torch's AdamW and the hybrid optimizer.",
+    *_in("backends/cpu_adam.py", _used("torch.optim.adam:Adam", "_init_group", "It allocates the state.")),
+    *_in(
+        "engines/megatron/cpu_optimizer.py",
+        _replaced(
+            "megatron.core.optimizer",
+            "HybridDeviceOptimizer",
+            "Called as before, and the optimizer noted that DistributedOptimizer discards.",
+        ),
+        _used(
+            "megatron.core.optimizer.cpu_offloading:HybridDeviceOptimizer",
+            "gpu_params_map_cpu_copy param_to_fp32_param cpu_copy_map_grad sub_optimizers",
+            "What it keeps on host and device.",
+            on_instances=True,
+        ),
     ),
     *(
         Internal(
@@ -692,640 +625,464 @@ _WITHOUT_TE = (
         )
         for owner in ("megatron.core.optimizer", "megatron.core.optimizer.optimizer_config")
     ),
-    Internal(
-        owner="megatron.core.optimizer",
-        names=("CPUAdam",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="The CPU optimizer's Adam: its state counts as host memory (`cpu_adam`).",
-    ),
-    Internal(
-        owner="torch.optim.adam:Adam",
-        names=("_init_group",),
-        use="used",
-        where="backends/cpu_adam.py",
-        why="It allocates the state.",
-    ),
-    Internal(
-        owner="megatron.core.optimizer",
-        names=("HybridDeviceOptimizer",),
-        use="replaced",
-        where="engines/megatron/cpu_optimizer.py",
-        why="Called as before, and the optimizer noted that DistributedOptimizer discards.",
-    ),
-    Internal(
-        owner="megatron.core.optimizer.cpu_offloading:HybridDeviceOptimizer",
-        names=("gpu_params_map_cpu_copy", "param_to_fp32_param", "cpu_copy_map_grad", "sub_optimizers"),
-        use="used",
-        where="engines/megatron/cpu_optimizer.py",
-        why="What it keeps on host and device.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="megatron.core.optimizer.clip_grads",
-        names=("multi_tensor_applier", "multi_tensor_scale_impl", "l2_norm_impl"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="With TE they are its CUDA kernels; these are Megatron's own without.",
-    ),
-    Internal(
-        owner="megatron.core.optimizer.clip_grads",
-        names=("multi_tensor_scale_tensor_impl",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="With TE it is a CUDA kernel; None selects multi_tensor_scale_impl.",
-        absent_without_te=True,
-        since=(0, 17),
-    ),
-    Internal(
-        owner="megatron.core.optimizer.optimizer",
-        names=("multi_tensor_applier", "multi_tensor_scale_impl"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="As in clip_grads.",
-    ),
-    Internal(
-        owner="megatron.core.utils",
-        names=("local_multi_tensor_applier", "local_multi_tensor_scale", "local_multi_tensor_l2_norm"),
-        use="used",
-        where="backends/cpu.py",
-        why="What Megatron uses without TE and Apex.",
-    ),
-    Internal(
-        owner="megatron.core.models.gpt.gpt_layer_specs",
-        names=("TESpecProvider",),
-        use="replaced",
-        where="engines/megatron/build.py",
-        why="The spec is Transformer Engine's; only the classes in it are the provider's.",
-        absent_without_te=True,
-    ),
 )
 
 _MEGATRON = (
-    Internal(
-        owner=_RANDOM,
-        names=("_fork_rng",),
-        use="replaced",
-        where="engines/megatron/training_step.py",
-        why="Both of Megatron's checkpoints recompute inside it, and nothing else uses it.",
-    ),
-    Internal(
-        owner="megatron.core.tensor_parallel",
-        names=("checkpoint",),
-        use="replaced",
-        where="replay/layers.py",
-        why="The transformer block checkpoints layers with it; the layers are cells of the function that it is given.",
-    ),
-    Internal(
-        owner=_RANDOM,
-        names=("detach_variable",),
-        use="replaced",
-        where="engines/megatron/retention/remedies.py",
-        why="Pairs each checkpoint's saved inputs with the leaves made of them.",
-    ),
-    Internal(
-        owner=_RANDOM + ":CheckpointFunction",
-        names=("backward",),
-        use="replaced",
-        where="engines/megatron/retention/remedies.py",
-        why="The remedies act on a checkpoint's input when its backward ends.",
-    ),
-    Internal(
-        owner=_RANDOM,
-        names=("_unset_checkpointing",),
-        use="used",
-        where="engines/megatron/recover_failed_step.py",
-        why="A step that fails inside a checkpoint leaves it set.",
-    ),
-    Internal(
-        owner=_RANDOM,
-        names=("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="They keep random states for the process.",
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_config:TransformerConfig",
-        names=("timers",),
-        use="replaced",
-        where="engines/megatron/training_step.py",
-        why="The schedules start timers around each pass, which gives the phases.",
-    ),
-    Internal(
-        owner=_RANDOM,
-        names=("rng_states",),
-        use="used",
-        where="replay/dispatchers.py",
-        why="A checkpoint's node in autograd's graph keeps random states on the host until the graph is freed.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_DISPATCHER + ":MoEFlexTokenDispatcher",
-        names=("_comm_manager",),
-        use="used",
-        where="replay/dispatchers.py",
-        why="It keeps tensors of a pass until the layer's next pass, beside those that the dispatcher itself keeps.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="megatron.core.pipeline_parallel.schedules",
-        names=("range",),
-        use="replaced",
-        where="replay/microbatches.py",
-        why="The loops over micro-batches count with it, and leave out those that are inserted into a prediction.",
-        is_builtin=True,
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_config:TransformerConfig",
-        names=("fine_grained_activation_offloading",),
-        use="replaced",
-        where="engines/megatron/activation_offload/manager.py",
-        why="Suspends offload in a forward-only step.",
-    ),
-    Internal(
-        owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",
-        names=("preprocess",),
-        use="replaced",
-        where="backends/simulated_routing.py",
-        why="It counts the tokens of each expert, which fake tensors cannot.",
-    ),
-    Internal(
-        owner=_DISPATCHER,
-        names=("gather_from_sequence_parallel_region",),
-        use="replaced",
-        where="backends/simulated_routing.py",
-        why="It gathers those counts.",
-    ),
-    Internal(
-        owner=_DISPATCHER,
-        names=("maybe_move_tensor_to_cpu",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="It copies numbers of tokens only from a CUDA device, and an array would hold the memory of the tensor.",
-    ),
-    Internal(
-        owner=_DISPATCHER,
-        names=("permute",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
-    ),
-    Internal(
-        owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",
-        names=("cuda_dtoh_stream",),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="A stream that the class keeps for the process.",
-    ),
-    Internal(
-        owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",
-        names=("dispatch_preprocess",),
-        use="replaced",
-        where="engines/megatron/retention/remedies.py",
-        why="It keeps the probabilities with their graph; the remedy detaches them.",
-    ),
-    Internal(
-        owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",
-        names=("probs",),
-        use="used",
-        where="engines/megatron/retention/remedies.py",
-        why="The probabilities whose graph keeps a checkpoint's input allocated (verl #5251, Megatron-LM #3267).",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":ChunkOffloadHandler",
-        names=("offload", "reload"),
-        use="replaced",
-        where="engines/megatron/activation_offload/audit.py",
-        why="The copies to the host and back.",
-    ),
-    Internal(
-        owner=_OFFLOAD + ":ChunkOffloadHandler",
-        names=(
-            *("on_group_start_forward", "on_group_commit_forward", "on_group_commit_backward"),
-            *("on_group_start_backward", "tensor_push", "tensor_pop"),
+    *_in(
+        "engines/megatron/training_step.py",
+        _replaced(
+            _RANDOM, "_fork_rng", "Both of Megatron's checkpoints recompute inside it, and nothing else uses it."
         ),
-        use="replaced",
-        where="replay/offload_calls.py",
-        why="What layers ask of the offload manager: replayed passes through layers ask the same.",
-    ),
-    Internal(
-        owner=_OFFLOAD + ":ChunkOffloadHandler",
-        names=("_offloaded_group_index",),
-        use="used",
-        where="replay/offload_calls.py",
-        why="Which group of a chunk the next layer's pass begins with.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":ChunkOffloadHandler",
-        names=("_groups_to_reload",),
-        use="used",
-        where="replay/offload_calls.py",
-        why="Which host copies a backward pass brings back; a copy outside the pool is then freed.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":PipelineOffloadManager",
-        names=(*("_is_warmup", "_cur_forward_chunk", "_cached_chunks_index_forward"),),
-        use="used",
-        where="replay/offload_calls.py",
-        why="Which chunk and groups come next.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":PipelineOffloadManager",
-        names=("d2h_stream", "h2d_stream", "pop_forward_chunk", "front_backward_chunk"),
-        use="used",
-        where="replay/offload_calls.py",
-        why="The streams of the copies, and the chunk of the next pass.",
-    ),
-    Internal(
-        owner=_OFFLOAD + ":OffloadTensorGroup",
-        names=("offload",),
-        use="used",
-        where="replay/offload_calls.py",
-        why="Whether the manager copies the group's tensors after its warm-up.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":GPUTensorPool",
-        names=("_pools",),
-        use="used",
-        where="replay/offload_calls.py",
-        why="How many host buffers are free: a pass makes new ones only if none is.",
-        on_instances=True,
-        until=(0, 19),
-    ),
-    Internal(
-        owner=_OFFLOAD + ":OffloadTensorPool",
-        names=("_pools",),
-        use="used",
-        where="replay/offload_calls.py",
-        why="How many host buffers are free: a pass makes new ones only if none is.",
-        on_instances=True,
-        since=(0, 19),
-    ),
-    Internal(
-        owner=_OFFLOAD + ":OffloadTensorGroup",
-        names=("push_tensor", "record_offload_event"),
-        use="replaced",
-        where="engines/megatron/activation_offload/transfer_watch.py",
-        why="What a group receives: a tuple for an offloaded tensor, the tensor itself if it stays on the device.",
-    ),
-    Internal(
-        owner=_OFFLOAD,
-        names=("print_offload_summary_table",),
-        use="replaced",
-        where="engines/megatron/activation_offload/transfer_watch.py",
-        why="It prints after the manager's warm-up.",
-    ),
-    Internal(
-        owner=_OFFLOAD + ":FineGrainedActivationOffloadingInterface",
-        names=("__enter__", "__exit__"),
-        use="replaced",
-        where="engines/megatron/activation_offload/audit.py",
-        why="The regions that Megatron names; it enters them whether they are offloaded or not.",
-    ),
-    Internal(
-        owner=_OFFLOAD + ":OffloadTensorGroup",
-        names=("_name", "_tensors"),
-        use="used",
-        where="engines/megatron/activation_offload/transfer_watch.py",
-        why="A group's name and tensors; after a failed step they hold the step's activations.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":PipelineOffloadManager",
-        names=("_cached_chunks_forward", "do_offload"),
-        use="used",
-        where="engines/megatron/activation_offload/manager.py",
-        why="The chunks of the current step, and whether offload is on.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD + ":PipelineOffloadManager",
-        names=(
-            *("OFFLOAD_MGR", "get_instance", "reset_instance", "cpu_tensor_pool", "disable_offload", "enable_offload"),
+        _replaced(
+            "megatron.core.transformer.transformer_config:TransformerConfig",
+            "timers",
+            "The schedules start timers around each pass, which gives the phases.",
         ),
-        use="used",
-        where="engines/megatron/activation_offload/manager.py",
-        why="The one manager of the process: started over with new settings, dropped with the model.",
     ),
-    Internal(
-        owner=_OFFLOAD + ":ChunkOffloadHandler",
-        names=("offload_groups",),
-        use="used",
-        where="engines/megatron/activation_offload/manager.py",
-        why="The groups of a chunk.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_OFFLOAD,
-        names=("offloading_activation",),
-        use="used",
-        where="engines/megatron/activation_offload/transfer_watch.py",
-        why="The attribute that keeps a parameter on the device.",
-        on_instances=True,
-        until=(0, 19),
-    ),
-    Internal(
-        owner=_OFFLOAD,
-        names=("_do_not_offload",),
-        use="used",
-        where="engines/megatron/activation_offload/transfer_watch.py",
-        why="The attribute that keeps a parameter on the device.",
-        on_instances=True,
-        since=(0, 19),
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_layer:TransformerLayer",
-        names=(
-            *("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp", "is_moe_layer"),
-            *("offload_attn_norm", "offload_mlp_norm"),
+    *_in(
+        "replay/layers.py",
+        _replaced(
+            "megatron.core.tensor_parallel",
+            "checkpoint",
+            "The transformer block checkpoints layers with it; the layers are cells of the function that it is given.",
         ),
-        use="used",
-        where="engines/megatron/apply_settings.py",
-        why="A layer copies its settings when it is built; a live model's are set here.",
-        on_instances=True,
     ),
-    Internal(
-        owner="megatron.core.transformer.transformer_layer:TransformerLayer",
-        names=("offload_qkv_linear", "offload_core_attn", "offload_attn_proj"),
-        use="used",
-        where="engines/megatron/apply_settings.py",
-        why="0.19 copies three of attention's settings into the layer too.",
-        on_instances=True,
-        since=(0, 19),
-    ),
-    Internal(
-        owner=_RANDOM + ":CheckpointWithoutOutput",
-        names=("run_function", "rng_states", "outputs", "ctx"),
-        use="used",
-        where="engines/megatron/recover_failed_step.py",
-        why="From forward to backward they keep the inputs with the step's graph; after a failed step, for good.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="megatron.core.transformer.transformer_layer:TransformerLayer",
-        names=("mlp_norm_manager",),
-        use="used",
-        where="engines/megatron/megatron_versions.py",
-        why="0.19 keeps the offload of a norm here, with the layer's graph, after a failed step.",
-        on_instances=True,
-        since=(0, 19),
-    ),
-    Internal(
-        owner="megatron.core.transformer.attention:Attention",
-        names=("checkpoint_core_attention", "offload_qkv_linear", "offload_core_attention", "offload_attn_proj"),
-        use="used",
-        where="engines/megatron/apply_settings.py",
-        why="A layer copies its settings here too when it is built.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="megatron.core.transformer.moe.moe_layer:MoELayer",
-        names=("moe_layer_recompute",),
-        use="used",
-        where="engines/megatron/apply_settings.py",
-        why="A layer copies its settings here too when it is built.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="megatron.core.transformer.moe.experts:TEGroupedMLP",
-        names=("activation_recompute", "offload_expert_fc1", "offload_moe_act"),
-        use="used",
-        where="engines/megatron/apply_settings.py",
-        why="A layer copies its settings here too when it is built.",
-        on_instances=True,
-    ),
-    Internal(
-        owner="megatron.core.tensor_parallel.mappings",
-        names=("_gather_along_first_dim", "_reduce_scatter_along_first_dim"),
-        use="used",
-        where="engines/megatron/layers/tensor_parallel.py",
-        why="Sequence parallelism's collectives, in forward and in backward.",
-    ),
-    Internal(
-        owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        names=("_copy_model_grads_to_main_grads",),
-        use="used",
-        where="engines/megatron/residency_faults.py",
-        why="The fault of verl #5105 copies each gradient there.",
-    ),
-    Internal(
-        owner="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
-        names=(
-            *("bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
-            "remove_forward_pre_hook_handles",
+    *_in(
+        "engines/megatron/retention/remedies.py",
+        _replaced(_RANDOM, "detach_variable", "Pairs each checkpoint's saved inputs with the leaves made of them."),
+        _replaced(
+            _RANDOM + ":CheckpointFunction",
+            "backward",
+            "The remedies act on a checkpoint's input when its backward ends.",
         ),
-        use="used",
-        where="engines/megatron/data_parallel_overlap.py",
-        why="Whether parameters are gathered in forward, and which communication a failed step has started.",
-        on_instances=True,
+        _replaced(
+            _DISPATCHER + ":MoEAlltoAllTokenDispatcher",
+            "dispatch_preprocess",
+            "It keeps the probabilities with their graph; the remedy detaches them.",
+        ),
+        _used(
+            _DISPATCHER + ":MoEAlltoAllTokenDispatcher",
+            "probs",
+            "The probabilities whose graph keeps a checkpoint's input allocated (verl #5251, Megatron-LM #3267).",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
-        names=("param_gather_handle", "grad_reduce_handle", "per_param_grad_ready_counts"),
-        use="used",
-        where="engines/megatron/data_parallel_overlap.py",
-        why="What a failed step leaves of its communication.",
-        on_instances=True,
+    *_in(
+        "engines/megatron/recover_failed_step.py",
+        _used(_RANDOM, "_unset_checkpointing", "A step that fails inside a checkpoint leaves it set."),
+        _used(
+            _RANDOM + ":CheckpointWithoutOutput",
+            "run_function rng_states outputs ctx",
+            "From forward to backward they keep the inputs with the step's graph; after a failed step, for good.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner="megatron.core.optimizer.optimizer:ChainedOptimizer",
-        names=("_has_grad_norm_group_cache",),
-        use="used",
-        where="engines/megatron/megatron_versions.py",
-        why="What a first step has asked the ranks; a model that starts over asks again.",
-        on_instances=True,
-        since=(0, 19),
+    *_in(
+        "engines/megatron/retention/megatron_globals.py",
+        _used(
+            _RANDOM,
+            "_CUDA_RNG_STATE_TRACKER _CUDA_RNG_STATE_TRACKER_INITIALIZED",
+            "They keep random states for the process.",
+        ),
+        _used(
+            _DISPATCHER + ":MoEAlltoAllTokenDispatcher",
+            "cuda_dtoh_stream",
+            "A stream that the class keeps for the process.",
+        ),
+        _used(
+            "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding",
+            "forward",
+            "Its lru_cache keeps the angles of each sequence length on the device.",
+        ),
+        _used(
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding",
+            "forward",
+            "The same; each layer of latent attention has such a module of its own.",
+        ),
+        _used(
+            _MOE_UTILS + ":MoEAuxLossAutoScaler",
+            "main_loss_backward_scale",
+            "A tensor that the class keeps for the process.",
+        ),
+        _used(
+            "megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler",
+            "main_loss_backward_scale",
+            "The same, of the losses of multi-token prediction.",
+        ),
+        _used(
+            "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
+            "tracker",
+            "The losses that layers of multi-token prediction log, kept for the process.",
+        ),
     ),
-    Internal(
-        owner="megatron.core.optimizer.optimizer:ChainedOptimizer",
-        names=("chained_optimizers",),
-        use="used",
-        where="engines/megatron/build.py",
-        why="The optimizers of dense and of expert parameters.",
-        on_instances=True,
+    *_in(
+        "replay/dispatchers.py",
+        _used(
+            _RANDOM,
+            "rng_states",
+            "A checkpoint's node in autograd's graph keeps random states on the host until the graph is freed.",
+            on_instances=True,
+        ),
+        _used(
+            _DISPATCHER + ":MoEFlexTokenDispatcher",
+            "_comm_manager",
+            "It keeps tensors of a pass until the layer's next pass, beside those that the dispatcher itself keeps.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner="megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding",
-        names=("forward",),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="Its lru_cache keeps the angles of each sequence length on the device.",
+    *_in(
+        "replay/microbatches.py",
+        _replaced(
+            "megatron.core.pipeline_parallel.schedules",
+            "range",
+            "The loops over micro-batches count with it, and leave out those that are inserted into a prediction.",
+            is_builtin=True,
+        ),
     ),
-    Internal(
-        owner="megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding",
-        names=("forward",),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="The same; each layer of latent attention has such a module of its own.",
+    *_in(
+        "engines/megatron/activation_offload/manager.py",
+        _replaced(
+            "megatron.core.transformer.transformer_config:TransformerConfig",
+            "fine_grained_activation_offloading",
+            "Suspends offload in a forward-only step.",
+        ),
+        _used(
+            _OFFLOAD + ":PipelineOffloadManager",
+            "_cached_chunks_forward do_offload",
+            "The chunks of the current step, and whether offload is on.",
+            on_instances=True,
+        ),
+        _used(
+            _OFFLOAD + ":PipelineOffloadManager",
+            "OFFLOAD_MGR get_instance reset_instance cpu_tensor_pool disable_offload enable_offload",
+            "The one manager of the process: started over with new settings, dropped with the model.",
+        ),
+        _used(_OFFLOAD + ":ChunkOffloadHandler", "offload_groups", "The groups of a chunk.", on_instances=True),
     ),
-    Internal(
-        owner=_MOE_UTILS + ":MoEAuxLossAutoScaler",
-        names=("main_loss_backward_scale",),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="A tensor that the class keeps for the process.",
+    *_in(
+        "backends/simulated_routing.py",
+        _replaced(
+            _DISPATCHER + ":MoEAlltoAllTokenDispatcher",
+            "preprocess",
+            "It counts the tokens of each expert, which fake tensors cannot.",
+        ),
+        _replaced(_DISPATCHER, "gather_from_sequence_parallel_region", "It gathers those counts."),
     ),
-    Internal(
-        owner="megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler",
-        names=("main_loss_backward_scale",),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="The same, of the losses of multi-token prediction.",
+    *_in(
+        "backends/cpu.py",
+        _replaced(
+            _DISPATCHER,
+            "maybe_move_tensor_to_cpu",
+            "It copies numbers of tokens only from a CUDA device, and an array would hold the memory of the tensor.",
+        ),
+        _replaced(
+            _DISPATCHER,
+            "permute",
+            "Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
+        ),
+        _replaced(
+            "megatron.core.fusions.fused_bias_swiglu",
+            "bias_swiglu weighted_swiglu weighted_swiglu_back",
+            "Examples of what Megatron compiles: the search for compiled functions must find these.",
+        ),
     ),
-    Internal(
-        owner="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
-        names=("tracker",),
-        use="used",
-        where="engines/megatron/retention/megatron_globals.py",
-        why="The losses that layers of multi-token prediction log, kept for the process.",
+    *_in(
+        "engines/megatron/activation_offload/audit.py",
+        _replaced(_OFFLOAD + ":ChunkOffloadHandler", "offload reload", "The copies to the host and back."),
+        _replaced(
+            _OFFLOAD + ":FineGrainedActivationOffloadingInterface",
+            "__enter__ __exit__",
+            "The regions that Megatron names; it enters them whether they are offloaded or not.",
+        ),
     ),
-    Internal(
-        owner=_MOE_UTILS,
-        names=("get_moe_layer_wise_logging_tracker",),
-        use="used",
-        where="engines/megatron/megatron_versions.py",
-        why="The auxiliary losses that MoE layers log, kept for the process (0.18 has the next).",
+    *_in(
+        "replay/offload_calls.py",
+        _replaced(
+            _OFFLOAD + ":ChunkOffloadHandler",
+            "on_group_start_forward on_group_commit_forward on_group_commit_backward on_group_start_backward "
+            "tensor_push tensor_pop",
+            "What layers ask of the offload manager: replayed passes through layers ask the same.",
+        ),
+        _used(
+            _OFFLOAD + ":ChunkOffloadHandler",
+            "_offloaded_group_index",
+            "Which group of a chunk the next layer's pass begins with.",
+            on_instances=True,
+        ),
+        _used(
+            _OFFLOAD + ":ChunkOffloadHandler",
+            "_groups_to_reload",
+            "Which host copies a backward pass brings back; a copy outside the pool is then freed.",
+            on_instances=True,
+        ),
+        _used(
+            _OFFLOAD + ":PipelineOffloadManager",
+            "_is_warmup _cur_forward_chunk _cached_chunks_index_forward",
+            "Which chunk and groups come next.",
+            on_instances=True,
+        ),
+        _used(
+            _OFFLOAD + ":PipelineOffloadManager",
+            "d2h_stream h2d_stream pop_forward_chunk front_backward_chunk",
+            "The streams of the copies, and the chunk of the next pass.",
+        ),
+        _used(
+            _OFFLOAD + ":OffloadTensorGroup",
+            "offload",
+            "Whether the manager copies the group's tensors after its warm-up.",
+            on_instances=True,
+        ),
+        _used(
+            _OFFLOAD + ":GPUTensorPool",
+            "_pools",
+            "How many host buffers are free: a pass makes new ones only if none is.",
+            on_instances=True,
+            until=(0, 19),
+        ),
+        _used(
+            _OFFLOAD + ":OffloadTensorPool",
+            "_pools",
+            "How many host buffers are free: a pass makes new ones only if none is.",
+            on_instances=True,
+            since=(0, 19),
+        ),
     ),
-    Internal(
-        owner=_MOE_UTILS,
-        names=("get_moe_metrics_tracker",),
-        use="used",
-        where="engines/megatron/megatron_versions.py",
-        why="The auxiliary losses that MoE layers log, kept for the process.",
-        since=(0, 18),
+    *_in(
+        "engines/megatron/activation_offload/transfer_watch.py",
+        _replaced(
+            _OFFLOAD + ":OffloadTensorGroup",
+            "push_tensor record_offload_event",
+            "What a group receives: a tuple for an offloaded tensor, the tensor itself if it stays on the device.",
+        ),
+        _replaced(_OFFLOAD, "print_offload_summary_table", "It prints after the manager's warm-up."),
+        _used(
+            _OFFLOAD + ":OffloadTensorGroup",
+            "_name _tensors",
+            "A group's name and tensors; after a failed step they hold the step's activations.",
+            on_instances=True,
+        ),
+        _used(
+            _OFFLOAD,
+            "offloading_activation",
+            "The attribute that keeps a parameter on the device.",
+            on_instances=True,
+            until=(0, 19),
+        ),
+        _used(
+            _OFFLOAD,
+            "_do_not_offload",
+            "The attribute that keeps a parameter on the device.",
+            on_instances=True,
+            since=(0, 19),
+        ),
     ),
-    Internal(
-        owner="megatron.core.fusions.fused_bias_swiglu",
-        names=("bias_swiglu", "weighted_swiglu", "weighted_swiglu_back"),
-        use="replaced",
-        where="backends/cpu.py",
-        why="Examples of what Megatron compiles: the search for compiled functions must find these.",
+    *_in(
+        "engines/megatron/apply_settings.py",
+        _used(
+            "megatron.core.transformer.transformer_layer:TransformerLayer",
+            "recompute_input_layernorm recompute_pre_mlp_layernorm recompute_mlp is_moe_layer "
+            "offload_attn_norm offload_mlp_norm",
+            "A layer copies its settings when it is built; a live model's are set here.",
+            on_instances=True,
+        ),
+        _used(
+            "megatron.core.transformer.transformer_layer:TransformerLayer",
+            "offload_qkv_linear offload_core_attn offload_attn_proj",
+            "0.19 copies three of attention's settings into the layer too.",
+            on_instances=True,
+            since=(0, 19),
+        ),
+        _used(
+            "megatron.core.transformer.attention:Attention",
+            "checkpoint_core_attention offload_qkv_linear offload_core_attention offload_attn_proj",
+            "A layer copies its settings here too when it is built.",
+            on_instances=True,
+        ),
+        _used(
+            "megatron.core.transformer.moe.moe_layer:MoELayer",
+            "moe_layer_recompute",
+            "A layer copies its settings here too when it is built.",
+            on_instances=True,
+        ),
+        _used(
+            "megatron.core.transformer.moe.experts:TEGroupedMLP",
+            "activation_recompute offload_expert_fc1 offload_moe_act",
+            "A layer copies its settings here too when it is built.",
+            on_instances=True,
+        ),
+    ),
+    *_in(
+        "engines/megatron/megatron_versions.py",
+        _used(
+            "megatron.core.transformer.transformer_layer:TransformerLayer",
+            "mlp_norm_manager",
+            "0.19 keeps the offload of a norm here, with the layer's graph, after a failed step.",
+            on_instances=True,
+            since=(0, 19),
+        ),
+        _used(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer",
+            "_has_grad_norm_group_cache",
+            "What a first step has asked the ranks; a model that starts over asks again.",
+            on_instances=True,
+            since=(0, 19),
+        ),
+        _used(
+            _MOE_UTILS,
+            "get_moe_layer_wise_logging_tracker",
+            "The auxiliary losses that MoE layers log, kept for the process (0.18 has the next).",
+        ),
+        _used(
+            _MOE_UTILS,
+            "get_moe_metrics_tracker",
+            "The auxiliary losses that MoE layers log, kept for the process.",
+            since=(0, 18),
+        ),
+    ),
+    *_in(
+        "engines/megatron/layers/tensor_parallel.py",
+        _used(
+            "megatron.core.tensor_parallel.mappings",
+            "_gather_along_first_dim _reduce_scatter_along_first_dim",
+            "Sequence parallelism's collectives, in forward and in backward.",
+        ),
+    ),
+    *_in(
+        "engines/megatron/residency_faults.py",
+        _used(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+            "_copy_model_grads_to_main_grads",
+            "The fault of verl #5105 copies each gradient there.",
+        ),
+    ),
+    *_in(
+        "engines/megatron/data_parallel_overlap.py",
+        _used(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+            "bucket_groups expert_parallel_bucket_groups use_forward_hook remove_forward_pre_hook_handles",
+            "Whether parameters are gathered in forward, and which communication a failed step has started.",
+            on_instances=True,
+        ),
+        _used(
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+            "param_gather_handle grad_reduce_handle per_param_grad_ready_counts",
+            "What a failed step leaves of its communication.",
+            on_instances=True,
+        ),
+    ),
+    *_in(
+        "engines/megatron/build.py",
+        _used(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer",
+            "chained_optimizers",
+            "The optimizers of dense and of expert parameters.",
+            on_instances=True,
+        ),
     ),
 )
 
 _TRANSFORMER_ENGINE = (
-    Internal(
-        owner=_ENGINE + ".optimizers",
-        names=("FusedAdam",),
-        use="replaced",
-        where="backends/fused_adam.py",
-        why="Megatron imports it to see its arguments, and fails without TE.",
+    *_in(
+        "backends/fused_adam.py",
+        _replaced(
+            _ENGINE + ".optimizers", "FusedAdam", "Megatron imports it to see its arguments, and fails without TE."
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".optimizers.fused_adam:FusedAdam",
-        names=("_scales",),
-        use="used",
-        where="engines/megatron/groups.py",
-        why="The scales of states that are not fp32 are on the device, outside the state.",
-        on_instances=True,
+    *_in(
+        "engines/megatron/groups.py",
+        _used(
+            _ENGINE + ".optimizers.fused_adam:FusedAdam",
+            "_scales",
+            "The scales of states that are not fp32 are on the device, outside the state.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".tensor.float8_tensor:Float8Tensor",
-        names=("_quantizer",),
-        use="used",
-        where="engines/megatron/holdings.py",
-        why="It has the scale and the largest value of an FP8 state.",
-        on_instances=True,
+    *_in(
+        "engines/megatron/holdings.py",
+        _used(
+            _ENGINE + ".tensor.float8_tensor:Float8Tensor",
+            "_quantizer",
+            "It has the scale and the largest value of an FP8 state.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".optimizers.multi_tensor_apply:MultiTensorApply",
-        names=("__call__",),
-        use="replaced",
-        where="engines/residency/group_usage.py",
-        why="Kernels over lists of tensors, of which torch's dispatcher sees nothing.",
+    *_in(
+        "engines/residency/group_usage.py",
+        _replaced(
+            _ENGINE + ".optimizers.multi_tensor_apply:MultiTensorApply",
+            "__call__",
+            "Kernels over lists of tensors, of which torch's dispatcher sees nothing.",
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".cpp_extensions.gemm",
-        names=("get_cublas_workspace",),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="An lru_cache keeps a workspace per device on the device.",
+    *_in(
+        "engines/megatron/retention/transformer_engine_caches.py",
+        _used(
+            _ENGINE + ".cpp_extensions.gemm",
+            "get_cublas_workspace",
+            "An lru_cache keeps a workspace per device on the device.",
+        ),
+        _used(_ENGINE + ".module.base", "_dummy_wgrads", "A cache of tensors on the device."),
+        _used(
+            _ENGINE + ".attention.dot_product_attention.utils", "_cu_seqlens_cache", "A cache of tensors on the device."
+        ),
+        _used(
+            _ENGINE + ".quantization",
+            "global_amax_buffer global_amax_history_buffer global_scale_buffer reset",
+            "FP8 scales and maxima of all modules, which outlive a model.",
+            on_instances=True,
+        ),
+        _used(
+            _ENGINE + ".attention.dot_product_attention.softmax",
+            "_default_causal_mask",
+            "A cache of tensors on the device.",
+        ),
+        _used(
+            _ENGINE + ".attention.dot_product_attention.context_parallel",
+            "_cu_seqlens_info_with_cp_cache",
+            "A cache of tensors on the device.",
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".distributed",
-        names=("activation_recompute_forward",),
-        use="replaced",
-        where="engines/megatron/training_step.py",
-        why="Under FP8 layers are recomputed in it, and nothing else is.",
+    *_in(
+        "engines/megatron/training_step.py",
+        _replaced(
+            _ENGINE + ".distributed",
+            "activation_recompute_forward",
+            "Under FP8 layers are recomputed in it, and nothing else is.",
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".module.base:TransformerEngineBaseModule",
-        names=("_fp8_workspaces", "quantizers", "fp8_meta"),
-        use="used",
-        where="engines/megatron/retention/fp8_caches.py",
-        why="Weights in FP8, scales and maxima, which a module keeps on the device between steps.",
-        on_instances=True,
+    *_in(
+        "engines/megatron/retention/fp8_caches.py",
+        _used(
+            _ENGINE + ".module.base:TransformerEngineBaseModule",
+            "_fp8_workspaces quantizers fp8_meta",
+            "Weights in FP8, scales and maxima, which a module keeps on the device between steps.",
+            on_instances=True,
+        ),
+        _used(
+            _ENGINE + ".tensor.storage.float8_tensor_storage:Float8TensorStorage",
+            "_transpose _scale_inv",
+            "What a parameter in FP8 keeps outside DDP's buffer.",
+            on_instances=True,
+        ),
+        _used(
+            _ENGINE + ".tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage",
+            "_rowwise_scale_inv _columnwise_data _columnwise_scale_inv",
+            "What a parameter in FP8 keeps outside DDP's buffer.",
+            on_instances=True,
+        ),
     ),
-    Internal(
-        owner=_ENGINE + ".tensor.storage.float8_tensor_storage:Float8TensorStorage",
-        names=("_transpose", "_scale_inv"),
-        use="used",
-        where="engines/megatron/retention/fp8_caches.py",
-        why="What a parameter in FP8 keeps outside DDP's buffer.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_ENGINE + ".tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage",
-        names=("_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
-        use="used",
-        where="engines/megatron/retention/fp8_caches.py",
-        why="What a parameter in FP8 keeps outside DDP's buffer.",
-        on_instances=True,
-    ),
-    Internal(
-        owner=_ENGINE + ".module.base",
-        names=("_dummy_wgrads",),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="A cache of tensors on the device.",
-    ),
-    Internal(
-        owner=_ENGINE + ".attention.dot_product_attention.utils",
-        names=("_cu_seqlens_cache",),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="A cache of tensors on the device.",
-    ),
-    Internal(
-        owner=_ENGINE + ".quantization",
-        names=("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer", "reset"),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="FP8 scales and maxima of all modules, which outlive a model.",
-        on_instances=True,  # of FP8GlobalStateManager or, since 2.15, of its quantization_state
-    ),
-    Internal(
-        owner=_ENGINE + ".attention.dot_product_attention.dot_product_attention",
-        names=("_attention_backends",),
-        use="used",
-        where="engines/megatron/attention_environment.py",
-        why="The attention backend that TE chose and remembers: it must choose again when the variables change.",
-    ),
-    Internal(
-        owner=_ENGINE + ".attention.dot_product_attention.utils:FlashAttentionUtils",
-        names=("is_installed", "v3_is_installed"),
-        use="used",
-        where="engines/megatron/attention_environment.py",
-        why="Whether TE found a flash-attn that it supports.",
-    ),
-    Internal(
-        owner=_ENGINE + ".attention.dot_product_attention.softmax",
-        names=("_default_causal_mask",),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="A cache of tensors on the device.",
-    ),
-    Internal(
-        owner=_ENGINE + ".attention.dot_product_attention.context_parallel",
-        names=("_cu_seqlens_info_with_cp_cache",),
-        use="used",
-        where="engines/megatron/retention/transformer_engine_caches.py",
-        why="A cache of tensors on the device.",
+    *_in(
+        "engines/megatron/attention_environment.py",
+        _used(
+            _ENGINE + ".attention.dot_product_attention.dot_product_attention",
+            "_attention_backends",
+            "The attention backend that TE chose and remembers: it must choose again when the variables change.",
+        ),
+        _used(
+            _ENGINE + ".attention.dot_product_attention.utils:FlashAttentionUtils",
+            "is_installed v3_is_installed",
+            "Whether TE found a flash-attn that it supports.",
+        ),
     ),
 )
 

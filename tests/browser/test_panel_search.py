@@ -80,6 +80,8 @@ def test_a_first_time_user_opens_a_model_and_asks_what_saves_most_on_one_screen(
     notebook_page.open_shared("from memlab import panel", "row = panel(predict=False)\nrow")
     notebook_page.run_all()
     row = notebook_page.page.locator(".memlab-opening-row")
+    for part in row.locator("select, input, button").all():
+        expect(part).to_be_in_viewport(ratio=1)
     row.get_by_role("button", name="Open").click()
     panel = PanelPage(notebook_page)
     try:

@@ -261,7 +261,8 @@ QWEN1_5_MOE = {
         (newer(phi_config(), "rope_theta", "partial_rotary_factor"), "phi-4-mini"),
         (phi_config() | {"sliding_window": 262144, "max_position_embeddings": 131072}, "phi-4-mini"),
         (qwen_config() | {"sliding_window": 4096, "use_sliding_window": False}, "qwen3-30b-a3b"),
-        (qwen_config() | {"qkv_bias": False, "shared_expert_intermediate_size": 0}, "qwen3-30b-a3b"),
+        # Qwen3-MoE has no shared experts, whatever a field of Qwen2-MoE says.
+        (qwen_config() | {"qkv_bias": False, "shared_expert_intermediate_size": 768}, "qwen3-30b-a3b"),
         (renamed_experts(), "qwen3-30b-a3b"),
         (renamed_experts() | {"num_experts": 128}, "qwen3-30b-a3b"),
     ],
@@ -347,7 +348,10 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"model_type": "qwen3", "sliding_window": 4096, "use_sliding_window": True}, "sliding_window 4096 is not"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not modelled"),
         ({"qkv_bias": True}, "qkv_bias true is not supported"),
-        ({"shared_expert_intermediate_size": 5.5}, "shared_expert_intermediate_size is 5.5, must be a whole number"),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 5.5},
+            "shared_expert_intermediate_size is 5.5, must be a whole number",
+        ),
         ({"num_local_experts": 64}, "it has num_experts 128 and num_local_experts 64, two names for the same number"),
         ({"num_experts": 1, "num_experts_per_tok": 1}, "moe_router_topk is 1 without moe_router_pre_softmax"),
         ({"hidden_size": None}, "hidden_size"),

@@ -15,6 +15,7 @@ from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.analysis.kept import kept_by_module
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.scenario import Scenario
 from memlab.engines.megatron.megatron_config import transformer_config
 from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, offload, recompute
@@ -136,7 +137,13 @@ def test_whole_sequences_cost_what_an_all_reduce_in_place_of_the_collectives_doe
 def test_a_word_of_a_layout_says_that_sequences_are_whole() -> None:
     layout = Layout(tensor_model_parallel_size=2, sequence_parallel=False, data_parallel_size=2)
     assert str(layout) == "TP2 SP0 DP2" and Layout.from_text(str(layout)) == layout
-    assert Layout(sequence_parallel=False) == Layout()
+
+
+def test_a_choice_about_sequences_outlives_a_single_tensor_parallel_rank() -> None:
+    one = Layout(sequence_parallel=False)
+    assert (one.sequence_parallel, one.has_whole_sequences, str(one)) == (False, False, "one rank")
+    assert str(replace(one, tensor_model_parallel_size=2)) == "TP2 SP0"
+    Scenario.of("qwen3-moe-tiny", num_layers=1, seq_length=64, layout=one)  # experts need it on several ranks alone
 
 
 @pytest.mark.parametrize(

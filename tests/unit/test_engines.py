@@ -18,6 +18,7 @@ from memlab.backends.simulated import predicting
 from memlab.config.architectures import find_architecture
 from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
+from memlab.config.parameters import kept_bytes, parameters_of_rank
 from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
 from memlab.lab.request import PassRequest, StepRequest
@@ -112,9 +113,12 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
     scenario = Scenario.of("phi-4", num_layers=2, seq_length=64, engine="fsdp2", layout=Layout(data_parallel_size=8))
     with Lab(scenario, backend="simulated") as lab:
         record = lab.step()
-    num_parameters = scenario.architecture.with_layers(2).num_parameters
-    workspaces = 2 * 32 * 2**20
-    assert record.static_bytes == pytest.approx(6 * num_parameters / 8 + workspaces, rel=0.01)
+    share, workspaces = scenario.architecture.with_layers(2).num_parameters / 8, 2 * 32 * 2**20
+    assert record.static_bytes == pytest.approx(6 * share + workspaces, rel=0.01)
+    assert sum(parameters_of_rank(scenario)) == pytest.approx(share, abs=2)
+    assert kept_bytes(scenario) == pytest.approx((2 * share, 2 * share, 4 * share), abs=8)
+    in_fp32 = replace(scenario, state=TrainingState(fp32_sharded_params=True))
+    assert kept_bytes(in_fp32) == pytest.approx((4 * share, 4 * share, 8 * share), abs=16)
     gathered = 2 * 2 * scenario.architecture.vocab_size * scenario.architecture.hidden_size
     assert record.peak_allocated_bytes > record.static_bytes + gathered, "the root's parameters are not sharded again"
 
@@ -144,8 +148,9 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
     "name",
     [
         "model=phi-4 num_layers=8 checkpointing",
-        "model=qwen3-8b num_layers=8 num_microbatches=3 defer_fsdp_grad_sync",
-        "model=llama-3.1-8b num_layers=8 seq_length=8192 checkpointing adam_implementation=fused",
+        "model=qwen3-30b-a3b num_layers=4 num_microbatches=2 num_ranks=2 defer_fsdp_grad_sync adam_implementation=fused",
+        "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
+        "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
         "model=phi-4 num_layers=8 num_ranks=2 reshard_after_forward=none",
     ],
 )

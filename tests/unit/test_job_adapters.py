@@ -13,6 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from memlab.lab.job_phases import _gathered_bytes
 
 PPO = "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B "
 ACTOR = "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=true "
@@ -140,3 +141,23 @@ def test_adapters_are_written_or_named(framework: str, others: dict[str, Any], l
     text = written(framework, scenario, MemorySettings())
     assert all(any(line in one for one in text.lines) for line in lines), text.lines
     assert ("lora_rank" in text.unsaid) == (framework == "megatron-lm")
+
+
+@pytest.mark.parametrize(
+    ("command", "sends_adapters", "is_told"),
+    [
+        (f"{SKYRL}{LORA}.rank=32", False, False),
+        (f"{SKYRL}{LORA}.rank=32 trainer.policy.megatron_config.lora_config.merge_lora=false", True, False),
+        (f"{SKYRL}trainer.policy.megatron_config.lora_config.merge_lora=false", False, False),
+        (f"{PPO}{ACTOR}actor_rollout_ref.model.lora.rank=16", False, True),
+        (f"{PPO}{ACTOR}actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.merge=true", False, False),
+    ],
+)
+def test_what_a_weight_sync_sends_of_adapters(
+    command: str, sends_adapters: bool, is_told: bool, tmp_path: Path
+) -> None:
+    job = read(tmp_path, command)
+    assert job.rollout is not None and job.rollout.sends_adapters == sends_adapters
+    assert any("later ones only the adapters" in warning for warning in job.warnings) == is_told
+    if job.scenario is not None and sends_adapters:  # the largest is that of linear_fc1, of rank 32 and 24,576 rows
+        assert _gathered_bytes(job.scenario, job.rollout) == 2 * 32 * 24_576

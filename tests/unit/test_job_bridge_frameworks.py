@@ -232,7 +232,9 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
 
 def test_verl_s_sft_trainer_without_megatron_is_refused(tmp_path: Path) -> None:
     command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
-    assert "engine fsdp: memlab predicts Megatron's jobs only" in str(sft(tmp_path, command).not_supported)
+    assert "engine fsdp: memlab predicts this framework's jobs with Megatron only" in str(
+        sft(tmp_path, command).not_supported
+    )
     with pytest.raises(ValueError, match="is of no format that memlab reads"):
         sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
 
@@ -292,7 +294,7 @@ def test_a_job_of_verl_is_megatron_s_only_where_it_chooses_megatron(
     command = VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, "").replace("main_ppo", "main_ppo " + keys)
     (tmp_path / "run.sh").write_text(command)
     job = Job.read(tmp_path / "run.sh", version="0.9.1")
-    said = f"model_engine {engine}: memlab predicts Megatron's jobs only"
+    said = f"model_engine {engine}: memlab predicts this framework's jobs with Megatron only"
     assert (job.scenario is not None) if engine is None else said in str(job.not_supported)
     assert not any("no key chooses Megatron" in line for line in job.warnings)
 

@@ -236,7 +236,14 @@ sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-si
     assert "planted on this rank" in done.stderr
 
 
-@pytest.mark.parametrize("text", ["one rank", "TP2 DP4", "CP2 PP4 VP2", "TP2 EP4 ETP1 DP4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("one rank", "TP2 DP4", "CP2 PP4 VP2", "TP2 EP4 ETP1 DP4"),
+        "PP2 VP2 pipeline_model_parallel_layout=Et|t|t|tL",
+        "PP2 num_layers_in_first_pipeline_stage=1",
+    ],
+)
 def test_a_layout_is_read_as_it_is_written(text: str) -> None:
     assert str(Layout.from_text(text)) == text
 

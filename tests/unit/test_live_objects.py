@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -47,6 +48,22 @@ def test_the_instances_of_a_class_are_found_and_no_others() -> None:
 
 class _Own(torch.Tensor):
     pass
+
+
+def test_no_audit_hook_is_called_while_objects_are_held() -> None:
+    """A hook in Python lets other threads run: a step of a lab in one of them has a higher peak then."""
+    code = (
+        "import sys\n"
+        "from memlab.live_objects import instances_of, references_to_instances_of\n"
+        "class Own: pass\n"
+        "class Other(Own): pass\n"
+        "held, seen = [Own(), Other()], []\n"
+        "sys.addaudithook(lambda event, arguments: seen.append(event))\n"
+        "found = references_to_instances_of([Own, Other]), instances_of([Own, Other])\n"
+        "print(*map(len, found), *dict.fromkeys(seen))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 2 gc.get_referrers\n"
 
 
 @pytest.mark.parametrize("look", [lambda: instances_of([_Slotted]), count_objects])

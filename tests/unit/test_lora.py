@@ -26,6 +26,7 @@ from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
+from tests.unit.replayed import Case, require_identical, take
 
 pytestmark = pytest.mark.versions
 
@@ -200,6 +201,31 @@ def test_a_predicted_step_is_the_cpu_s_to_the_byte(both: list[tuple[StepRecord, 
 
 def test_settings_leave_the_loss_as_it_is(both: list[tuple[StepRecord, StepRecord, int]]) -> None:
     assert len({real.loss for real, _, _ in both}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lora", "settings"),
+    [
+        # Layers before the first adapter, and its own, save less than the others, and offload less.
+        (
+            "qwen3-moe-tiny",
+            LoRA(rank=4, target_modules=("linear_fc1", "linear_fc2")),
+            offload("core_attn", "attn_proj"),
+        ),
+        ("phi-4-tiny", LoRA(rank=4, target_modules=("*.layers.2.*.linear_proj", "*.layers.4.*")), offload("core_attn")),
+        # The embedding's output is kept by what the layers' dispatchers retain, until the last of them lets it go.
+        ("qwen3-moe-tiny", LoRA(rank=4, enable_input_require_grads=True), MemorySettings()),
+        ("qwen3-moe-tiny", LoRA(rank=4, enable_input_require_grads=True), offload("expert_fc1", "moe_act")),
+    ],
+)
+def test_replayed_passes_are_those_that_would_be_stepped(name: str, lora: LoRA, settings: MemorySettings) -> None:
+    workload = {"num_layers": 6, "seq_length": 64, "num_microbatches": 3, "state": TrainingState(lora=lora)}
+    case = Case(architecture=name, arguments=workload, settings=[settings])
+    (stepped,), _ = take(case, replay=False)
+    (replayed,), count = take(case, replay=True)
+    assert count
+    require_identical(stepped, replayed)
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:

@@ -94,14 +94,12 @@ def test_labs_share_what_is_remembered_until_it_is_much(monkeypatch: pytest.Monk
 
 
 def test_what_another_default_dtype_made_does_not_answer() -> None:
-    def dtype_of_halves() -> torch.dtype:
-        with ObserveResults(Mock(), MetaResultCache.of_process().answer):
-            return torch.ops.aten.full.default([2], 0.5, device="meta").dtype
-
     usual = torch.get_default_dtype()
-    assert [dtype_of_halves() for _ in range(2)] == [usual, usual]
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert dtype_of_halves() == torch.float64
-    finally:
-        torch.set_default_dtype(usual)
+    with ObserveResults(Mock(), MetaResultCache().answer):  # one meter, as while a model is built
+        for dtype in (usual, usual, torch.float64, torch.bfloat16, usual):
+            torch.set_default_dtype(dtype)
+            try:
+                made = torch.ops.aten.full.default([2], 0.5, device="meta")
+            finally:
+                torch.set_default_dtype(usual)
+            assert made.dtype == dtype

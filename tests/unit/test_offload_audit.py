@@ -25,6 +25,8 @@ pytestmark = pytest.mark.versions
 T, LAYERS = 128, 3
 RECOMPUTED = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 
+LAST_OF_UNEVEN = Layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|ttt|tt|tL", rank=1)
+
 
 def saved_by_formula(name: str, architecture_name: str) -> int:
     """Bytes that one layer's module saves, from shapes alone: bf16, and fp32 for statistics and probabilities."""
@@ -74,6 +76,27 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert (terms["never moved"], terms["added by offload itself"]) == (0, 0)
     assert all(size >= 0 for size in terms.values())
     assert all(held.holders for held in account.still_resident)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "transferred", "kept"),
+    [
+        # The first of three layers is dense: of each pass, the second layer with experts stays.
+        ({"architecture": "deepseek-tiny", "num_layers": 3, "backend": "simulated"}, 2, 2),
+        # The last of two stages has three layers and then one: that one stays.
+        ({"architecture": "qwen3-moe-tiny", "num_layers": 7, "backend": "simulated", "layout": LAST_OF_UNEVEN}, 6, 2),
+    ],
+    ids=["dense first", "uneven chunks"],
+)
+def test_the_last_group_of_a_pass_stays_whatever_layers_the_pass_has(
+    scenario: dict[str, Any], transferred: int, kept: int
+) -> None:
+    with Lab(**scenario, seq_length=T, num_microbatches=2) as lab:
+        account = lab.audit_offload(offload("moe_act"))
+    (module,), one = account.modules, saved_by_formula("moe_act", scenario["architecture"])
+    assert (module.transferred_bytes, module.expected_bytes) == (transferred * one, transferred * one)
+    assert module.last_group_bytes == kept * one
+    assert account.terms()["never moved"] == 0
 
 
 def test_the_names_of_the_terms_are_those_of_lab_03_s_metrics() -> None:

@@ -73,24 +73,23 @@ ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_
 
 
 def test_all_jobs_of_adapters_were_measured() -> None:
-    measured = [[*ADAPTERS], [row["name"] for row in ADAPTERS_OF_TWO]]
-    left = ({"moe_permute_fusion": False}, {"lora_target_modules": ()})  # not measured yet
-    assert measured == [
-        [
-            job.name
-            for job in jobs()
-            if job.num_ranks == ranks
-            and "lora_rank" in job.state
-            and not any(one.items() <= job.state.items() for one in left)
-        ]
-        for ranks in (1, 2)
-    ]
+    left = "qwen3-30b-a3b", "lora_dropout=0.05 lora_library=mcore_bridge"  # not measured yet
+    for ranks, measured in ((1, [*ADAPTERS]), (2, [row["name"] for row in ADAPTERS_OF_TWO])):
+        names = [job.name for job in jobs() if job.num_ranks == ranks and "lora_rank" in job.state]
+        assert sorted(measured) == sorted(name for name in names if not all(word in name for word in left))
 
 
-@pytest.mark.parametrize("layout", ["TP2", "EP2 DP2"])
-def test_a_predicted_rank_is_that_of_megatron_bridge_s_adapters(layout: str) -> None:
-    """The largest errors of all 22 ranks are 0.010 % of the peak and 0.029 % of the start."""
-    job = next(row for row in ADAPTERS_OF_TWO if row["layout"] == layout)
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("TP2", "lora_rank=16"), ("EP2 DP2", "lora_rank=16"), ("EP2 DP2", "moe_permute_fusion"), ("TP2", "mcore_bridge")],
+)
+def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words: str) -> None:
+    """The largest errors of all 36 ranks are 0.010 % of the peak and 0.029 % of the start.
+
+    That is less than 1 MiB: what stays allocated between steps takes one of two blocks of torch's cache in turn, of
+    which torch leaves up to so much unsplit.
+    """
+    job = next(row for row in ADAPTERS_OF_TWO if row["layout"] == layout and words in row["name"])
     for rank in (0, 1):
         measured, predicted = job["ranks"][rank]["steps"][-1], predict_rank(job, rank)
         assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=3e-4)
@@ -103,10 +102,11 @@ def test_a_predicted_rank_is_that_of_megatron_bridge_s_adapters(layout: str) -> 
         "llama-3.1-8b 4 layers one rank x1 lora_rank=32 lora_dropout=0.05 lora_dropout_position=post",
         "phi-4 2 layers one rank x1 lora_rank=32 lora_dropout=0.1",
         "qwen3-30b-a3b 4 layers one rank x1 offload_modules=expert_fc1+moe_act lora_rank=16",
+        "qwen3-30b-a3b 2 layers one rank x1 lora_rank=24 lora_target_modules=",
     ],
 )
 def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> None:
-    """The largest errors of all 66 rows are 0.009 % of the peak and 0.017 % of the start."""
+    """The largest errors of all 72 rows are 0.010 % of the peak and 0.020 % of the start."""
     measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
@@ -147,12 +147,19 @@ MEASURED = {
         ),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_z_loss_coeff=0.001", 1e-4),
         ("qwen3-30b-a3b 2 layers one rank x1 freeze_moe_router=True", 1e-4),
+        ("qwen3-30b-a3b 2 layers one rank x1 moe_permute_fusion=False", 1e-5),
         (  # its peak is where the gradients of the tied embedding are added
             f"gpt3-6.7b 4 layers one rank x1 {FULL_RECOMPUTE} hidden_dropout=0.1 attention_dropout=0.1",
             1e-6,
         ),
         ("qwen3-30b-a3b 2 layers one rank x1 mtp_num_layers=1", 1e-6),
-        ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=1", 2e-4),
+        ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=2", 2e-4),
+        ("glm-4.5-air 3 layers one rank x1 num_moe_experts=32 mtp_num_layers=1", 2e-5),
+        ("mixtral-8x7b 2 layers one rank x1 offload_modules=expert_fc1+moe_act", 1e-5),
+        (
+            ("phi-4 2 layers one rank x1 recompute_granularity=selective recompute_modules=mlp mtp_num_layers=1"),
+            1e-5,
+        ),
     ],
 )
 def test_parts_of_layers_are_plain_megatron_s(name: str, error: float) -> None:

@@ -88,8 +88,10 @@ def test_a_prediction_names_its_versions_and_says_where_they_decide() -> None:
 def test_flags_reach_the_record(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "phi-4-tiny", "--num-layers", "1", "--seq-length", "16", "--json"]
     assert main([*words, "--transformer-engine", "2.12.0", "--torch", "2.13"]) == 0
-    versions = json.loads(capsys.readouterr().out)["scenario"]["versions"]
+    record = json.loads(capsys.readouterr().out)
+    versions = record["scenario"]["versions"]
     assert versions == {"transformer_engine": "2.12", "megatron_core": None, "torch": "2.13"}
+    assert record["versions"]["transformer-engine"] == "2.12 (predicted)", "whatever is installed"
 
 
 def test_files_of_an_older_memlab_are_of_the_version_that_measured_them() -> None:

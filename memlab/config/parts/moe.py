@@ -257,7 +257,7 @@ def _router_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
 
 def _shared_experts_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
     """Returns the width of all shared experts together, and whether they have a gate, as Qwen's have."""
-    if config.values.get("shared_expert_intermediate_size"):
+    if kind.shared_expert_gate and config.values.get("shared_expert_intermediate_size"):
         width = config.whole("shared_expert_intermediate_size")
     elif config.values.get("n_shared_experts"):
         width = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")

@@ -125,5 +125,17 @@ def _unfused_attention(
     """
     assert mask is None and not options.get("dropout"), "causal attention without dropout"
     attend = torch.ops.aten._scaled_dot_product_attention_math
-    output, _ = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+    output, probabilities = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+    if probabilities.grad_fn is not None:
+        _hold_temporary_of_softmax(probabilities.grad_fn)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _hold_temporary_of_softmax(backward: Any) -> None:
+    """Holds a tensor while a softmax's backward runs: CUDA's multiplies gradient and output into one of its own.
+
+    Nothing of it is seen on fake tensors (``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu).
+    """
+    held: list[torch.Tensor] = []
+    backward.register_prehook(lambda gradients: held.append(torch.empty_like(gradients[0])))
+    backward.register_hook(lambda *_: held.clear())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -230,8 +230,8 @@ class MegatronEngine:
     def uncollected_copies(self) -> Iterator[torch.Tensor]:
         return cpu_optimizer.uncollected_copies(self.live.discarded_optimizers)
 
-    def saved_for_backward(self) -> SavedInRegions:
-        return SavedInRegions()
+    def saved_for_backward(self) -> AbstractContextManager[SavedInRegions]:
+        return SavedInRegions.of_block(self.live.chunks)
 
     def audit_offload(
         self,

@@ -517,6 +517,12 @@ def _complete_rollout(
         kept = _variable(reading, "SWIFT_RAY_WEIGHT_BUCKET_MB", 2048) * 2**20 if is_colocated else _BUFFERS_OF_NCCL
     elif not is_colocated:
         bucket = _variable(reading, "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE", 512) * 2**20
+    if values.get("lora_rank") is not None and reading.get("vllm_enable_lora") and sleep_level != 2:
+        # ``_move_model_to_vllm`` in swift/megatron/trainers/rollout_mixin.py.
+        reading.warnings.append(
+            "vllm_enable_lora is on: the first weight sync sends the whole model, as memlab predicts it, and later "
+            "ones only the adapters"
+        )
     values["engine_sleeps"] = bool(sleep_level)
     values["computes_log_probabilities"] = kind == "grpo"  # GKD has the teacher's pass alone
     take_rollout(

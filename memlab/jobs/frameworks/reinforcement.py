@@ -255,6 +255,7 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         bucket_copies=bucket_copies,
         bucket_overflows=bucket_overflows,
+        sends_adapters=values.pop("sends_adapters", False),
         kept_buffer_bytes=kept_buffer_bytes,
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,

@@ -94,7 +94,7 @@ def complete(reading: Reading) -> None:
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
-        reading.blocked.append(f"trainer.strategy {strategy}: memlab predicts Megatron's jobs only")
+        reading.blocked.append(f"trainer.strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     note_replaced_values(reading, "trainer.policy.model_config_kwargs")
     note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
@@ -113,6 +113,9 @@ def complete(reading: Reading) -> None:
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
     _note_skipped_passes(reading)
+    # ``_save_lora_adapters_and_sync`` in workers/megatron/megatron_worker.py; by default adapters are merged.
+    is_merged = reading.get(f"{_MEGATRON}.lora_config.merge_lora") is not False
+    values["sends_adapters"] = values.get("lora_rank") is not None and not is_merged
     of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,

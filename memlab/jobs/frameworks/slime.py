@@ -106,7 +106,8 @@ FRAMEWORK_MISSING = (
             lambda value: value not in (None, 1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
     Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True),
-    Missing("train_backend", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True),
+    Missing("train_backend", "either", "memlab predicts this framework's jobs with Megatron only",
+            lambda value: value != "megatron", True),
 )  # fmt: skip
 
 

@@ -131,6 +131,13 @@ def complete(reading: Reading) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode"
     if reading.get(bypass) is True and not _compares(reading):
         reading.take(bypass, "computes_log_probabilities", value=False)
+    merge = "actor_rollout_ref.model.lora.merge"
+    if values.get("lora_rank") is not None and reading.get(merge) is not True:
+        # ``update_weights`` in verl/workers/engine_workers.py.
+        reading.warnings.append(
+            f"{merge} is off: the first weight sync sends the whole model, as memlab predicts it, and later ones only "
+            "the adapters"
+        )
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -234,7 +241,9 @@ def _check_engine(reading: Reading) -> None:
                 "no key chooses Megatron, and verl takes FSDP then: memlab predicts the job with model_engine=megatron"
             )
     if engine not in (None, "megatron"):
-        reading.blocked.append(f"model_engine {engine}: memlab predicts Megatron's jobs only (model_engine=megatron)")
+        reading.blocked.append(
+            f"model_engine {engine}: memlab predicts this framework's jobs with Megatron only (model_engine=megatron)"
+        )
 
 
 def _note_unchosen(reading: Reading) -> None:

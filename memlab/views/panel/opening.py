@@ -15,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import MEASURED, READ, TITLES, Versions
 from memlab.views.panel.option_control import OptionControl
+from memlab.views.panel.static_files import page_code
 
 if TYPE_CHECKING:
     from memlab.lab.lab import Lab
@@ -53,10 +54,12 @@ class Opening(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no typ
         self.open_button = ipywidgets.Button(description="Open", button_style="primary")
         self.open_button.tooltip = "Opens a lab with this model; the lab that is open is closed"
         self.said = ipywidgets.HTML()
+        self.said.add_class("memlab-opening-said")
+        looks = ipywidgets.HTML(f"<style>{page_code('panel.css')}</style>")  # a panel brings its own, but comes later
         controls = [self.model, self.layers, self.engine, *self.versions.values(), self.lora_rank]
         for control in controls:
             control.style.description_width = "initial"
-        row = ipywidgets.Box([*controls, self.open_button, self.said])
+        row = ipywidgets.Box([*controls, self.open_button, self.said, looks])
         row.add_class("memlab-opening-row")
         self._row = row
         super().__init__([row])

@@ -25,7 +25,8 @@ model and saving a checkpoint. By default, Megatron-LM's data loader makes an at
 tokens, which Transformer Engine's causal attention does not read. memlab's steps have none, so it is a column of its
 own, and the difference is that of prediction and mask. The jobs ran with other versions of Megatron, Transformer Engine
 and cuDNN than memlab's, named in `labs/results/published_jobs.json` with repository, path and commit.
-A large difference in a row that names nothing as not modelled is not explained yet.
+What is known of a difference is below the table. Another large one, in a row that names nothing as not modelled, is not
+explained yet.
 """
 
 
@@ -41,6 +42,8 @@ def published_page(rows: Sequence[Compared]) -> str:
             f"{len(predicted)} of {len(rows)} jobs are predicted: the difference is {statistics.median(errors):.3%}"
         )
         lines += ["", f"{summary} in the median, and at most {max(errors):.3%}."]
+    known = [f"- {row.job.name}: {row.job.terms}" for row in predicted if row.job.terms]
+    lines += ["", *known] if known else []
     refused = (row for row in rows if row.reason)
     lines += ["", *(f"- {row.job.name}, {row.job.peak_bytes / MIB:,.1f} MiB: {row.reason}" for row in refused)]
     return "\n".join(lines).rstrip()

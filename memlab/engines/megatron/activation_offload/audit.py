@@ -9,9 +9,10 @@ from the copy to the host to the copy back (``ChunkOffloadHandler``). Both class
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,18 +47,25 @@ class SavedInRegions:
     """What the offload modules save for backward in a step without offload, without parameters."""
 
     def __init__(self) -> None:
-        self._regions: dict[str, list[dict[Any, _Saved]]] = {}
+        self._passes: list[tuple[int, dict[str, list[dict[Any, _Saved]]]]] = []
+        """Of each forward pass of a model chunk: the chunk's number, and the regions that it entered, by name."""
 
+    @classmethod
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Counts in the block."""
+    def of_block(cls, chunks: Sequence[torch.nn.Module]) -> Iterator[SavedInRegions]:
+        """Counts in the block.
+
+        Args:
+            chunks: The rank's model chunks, in the model's order.
+        """
+        counted = cls()
         interface = upstream.FineGrainedActivationOffloadingInterface
         enter, leave = interface.__enter__, interface.__exit__
         hooks: list[Any] = []
 
         def enter_region(region: Any) -> Any:
             saved: dict[Any, _Saved] = {}
-            self._regions.setdefault(region.name, []).append(saved)
+            counted._passes[-1][1].setdefault(region.name, []).append(saved)
             hooks.append(torch.autograd.graph.saved_tensors_hooks(_counting(region.name, saved), lambda packed: packed))
             result = enter(region)
             hooks[-1].__enter__()
@@ -67,9 +75,14 @@ class SavedInRegions:
             hooks.pop().__exit__(*exception)
             leave(region, *exception)
 
+        def begin_pass(number: int, *_: Any) -> None:
+            counted._passes.append((number, {}))
+
         name = f"{upstream.__name__}.FineGrainedActivationOffloadingInterface"
-        with patched({f"{name}.__enter__": enter_region, f"{name}.__exit__": leave_region}):
-            yield
+        with patched({f"{name}.__enter__": enter_region, f"{name}.__exit__": leave_region}), ExitStack() as stack:
+            for number, chunk in enumerate(chunks):
+                stack.callback(chunk.register_forward_pre_hook(partial(begin_pass, number)).remove)
+            yield counted
 
     def account(self, name: str, scenario: Scenario, min_offloaded_tensor_size: int) -> dict[str, int]:
         """Splits a module's saved bytes by Megatron's rules.
@@ -78,32 +91,27 @@ class SavedInRegions:
         stage every pass of the last chunk, on others the step's last pass (``PipelineOffloadManager``; observed with
         0.16.1 for 1F1B and interleaved stages).
 
-        Example: one stage, one chunk of 4 layers, 2 micro-batches. Regions 0 to 3 are the first pass, 4 to 7 the
-        second; 3 and 7 stay. On the first of two stages only 7 does.
+        Example: one stage, one chunk of 4 layers, 2 micro-batches. Of the regions of each pass, the last stays. On the
+        first of two stages only that of the second pass does.
 
         Returns:
             ``saved_bytes``, ``too_small_bytes`` and ``last_group_bytes`` of `ModuleAccount`.
         """
         saved = too_small = last_group = 0
-        regions = self._regions.get(name, [])
-        stages, chunks = (
-            scenario.layout.pipeline_model_parallel_size,
-            scenario.layout.virtual_pipeline_model_parallel_size,
-        )
-        is_last_stage = scenario.layout.pipeline_stage == stages - 1
-
-        def stays(index: int) -> bool:
-            number, layer = divmod(index, scenario.num_layers_of_chunk)
-            is_followed = number // stages % chunks == chunks - 1 if is_last_stage else index == len(regions) - 1
-            return is_followed and layer == scenario.num_layers_of_chunk - 1
-
-        for index, region in enumerate(regions):
-            for tensor in region.values():
-                saved += tensor.num_bytes
-                if tensor.num_elements < min_offloaded_tensor_size:
-                    too_small += tensor.num_bytes
-                elif stays(index):
-                    last_group += tensor.num_bytes
+        layout = scenario.layout
+        is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+        last_chunk = layout.virtual_pipeline_model_parallel_size - 1
+        for number, (chunk, entered) in enumerate(self._passes, 1):
+            is_followed = chunk == last_chunk if is_last_stage else number == len(self._passes)
+            regions = entered.get(name, [])
+            for region in regions:
+                stays = is_followed and region is regions[-1]
+                for tensor in region.values():
+                    saved += tensor.num_bytes
+                    if tensor.num_elements < min_offloaded_tensor_size:
+                        too_small += tensor.num_bytes
+                    elif stays:
+                        last_group += tensor.num_bytes
         return {"saved_bytes": saved, "too_small_bytes": too_small, "last_group_bytes": last_group}
 
 

@@ -97,9 +97,7 @@ class OffloadWatch:
                 )
             elif largest is None:
                 reasons[key] = (
-                    "Megatron keeps the last group of each name on the device, and "
-                    f"{scenario.num_layers_of_chunk} layer x {scenario.num_microbatches} micro-batch make no other "
-                    "group"
+                    "Megatron keeps the last group of each name on the device, and this rank's passes make no other"
                 )
             else:
                 reasons[key] = (
