@@ -290,6 +290,8 @@ def test_both_fusions_are_read_by_every_framework_s_names(framework: str, tmp_pa
 
 _MEMORY = [
     ("bridge", "model.fp32_residual_connection", "true", "more"),
+    ("bridge", "model.window_size", "[128, 0]", "either"),
+    ("megatron-lm", "window_size", "128,0", "either"),
     ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
     ("bridge", "model.cp_comm_type", "a2a", "either"),
     ("bridge", "optimizer.store_param_remainders", "false", "more"),
@@ -791,6 +793,22 @@ def test_bridge_s_vocabulary_is_the_model_s_or_the_tokenizer_s_padded(keys: str,
     job = _job("bridge", tmp_path, *keys.split())
     assert job.required()[0].architecture.vocab_size == tokens
     assert "how many tokens the tokenizer has" not in job.guesses
+
+
+@pytest.mark.parametrize(("given", "taken", "newer"), [(1024, 1152, 1024), (1000, 1024, None)])
+def test_the_null_tokenizer_of_megatron_lm_has_one_token_more_until_0_17(
+    given: int, taken: int, newer: int | None, tmp_path: Path
+) -> None:
+    sizes = "--hidden-size 64 --num-attention-heads 2 --num-layers 2 --seq-length 64 --max-position-embeddings 64"
+    flags = f"{sizes} --micro-batch-size 1 --bf16 --tokenizer-type NullTokenizer --vocab-size {given}"
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc-per-node 1 pretrain_gpt.py {flags}\n")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.required()[0].architecture.vocab_size == taken
+    said = f"for 0.18 or later give --set padded_vocab_size={newer}"
+    assert any(said in line for line in job.warnings) == (newer is not None)
+    if newer is not None:
+        later = Job.read(tmp_path / "run.sh", overrides=[f"padded_vocab_size={newer}"])
+        assert later.required()[0].architecture.vocab_size == newer
 
 
 @pytest.mark.parametrize(("packed", "seq_length"), [("16384", 16384), ("-1", 2048), ("null", 2048)])

@@ -201,6 +201,7 @@ MISSING = (
     Missing("quant_recipe", "either", "matrices are quantized one by one"),
     Missing("mlp_chunks_for_training", "less", "MLPs compute tokens in parts", lambda value: value not in (None, 1)),
     Missing("fp32_residual_connection", "more", "residuals are fp32: 4 bytes per element instead of 2"),
+    Missing("window_size", "either", "attention to a window of tokens may take other kernels", is_given),
     Missing("qk_l2_norm", "more", "queries and keys are normalized, so a second copy of them is kept for backward"),
     Missing(
         "softmax_type",

@@ -461,9 +461,16 @@ def _complete_vocabulary(reading: Reading) -> None:
     if not values.get("vocab_size"):
         _take_vocabulary_of_tokenizer(reading)
     elif reading.get("tokenizer_type") == "NullTokenizer":
-        # It counted one more, for the end of a document, in jobs of core 0.14 and 0.16 that others measured (`memlab
-        # published`). That of August 2026 does not (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
-        reading.take("tokenizer_type", "vocab_size", values["vocab_size"] + 1)
+        # One more, for the end of a document, in 0.16.1 and 0.17.1; not from 0.18 on (0.18.2 and main of August 2026,
+        # megatron/core/tokenizers/text/libraries/null_tokenizer.py).
+        own = values["vocab_size"]
+        reading.take("tokenizer_type", "vocab_size", own + 1)
+        newer, older = (-(-tokens // divisor) * divisor for tokens in (own, own + 1))
+        if newer != older:
+            reading.warnings.append(
+                f"tokenizer_type: NullTokenizer has one token more than vocab_size up to Megatron-Core 0.17, so memlab "
+                f"takes {older:,} tokens: for 0.18 or later give --set padded_vocab_size={newer}"
+            )
     if values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
 
