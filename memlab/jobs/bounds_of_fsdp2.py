@@ -79,6 +79,20 @@ def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
     return 4 * _width(scenario) * (two - one)
 
 
+def _whole_model(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns what sharding adds on one rank: gathered parameters, and gradients in fp32 on their way to the shards.
+
+    Gathered at most are those outside the layers, which stay, and of three layers, or of all that are not resharded; in
+    fp32 are two of each. Gradients that are reduced in the last micro-batch only are there of the whole model in fp32.
+    """
+    model = scenario.architecture
+    two, one = (model.with_layers(count).num_parameters for count in (2, 1))
+    layer, outside = two - one, 2 * one - two
+    deferred = 4 * (outside + layer * scenario.num_layers) * (scenario.num_microbatches > 1)
+    gathered = scenario.num_layers if scenario.state.reshard_after_forward == "none" else 3
+    return _width(scenario) * (outside + gathered * layer) + 2 * 4 * (outside + layer) + deferred
+
+
 def _hidden_states(scenario: Scenario, _: MemorySettings) -> int:
     """Returns the input of each layer, and the output of the last one and of the norm after it."""
     hidden = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -99,6 +113,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
     "enable_fsdp2_prefetch": _prefetch,
+    "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
     "mp_policy.output_dtype": _fp32_outputs,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.

@@ -173,7 +173,13 @@ def test_what_is_not_modelled_has_a_bound(changes: str, missing: dict[str, str],
 
 def test_one_rank_is_not_sharded_by_automodel(tmp_path: Path) -> None:
     (one,) = read(tmp_path, "{distributed.dp_size: 1}").not_modelled
-    assert (one.key, one.bound_bytes) == ("distributed.dp_size", None)
+    layer = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
+    outside = 2 * 100352 * 5120 + 5120
+    deferred = 4 * (outside + 40 * layer)  # of 16 micro-batches
+    assert (one.key, one.effect) == ("distributed.dp_size", "less")
+    assert one.bound_bytes == 2 * (outside + 3 * layer) + 8 * (outside + layer) + deferred
+    (one,) = read(tmp_path, "{distributed.dp_size: 1, model.torch_dtype: float32}").not_modelled
+    assert (one.key, one.bound_bytes) == ("distributed", None), "it then computes in fp32"
 
 
 @pytest.mark.parametrize("settings", [MemorySettings(), FULL], ids=["kept", "checkpointed"])

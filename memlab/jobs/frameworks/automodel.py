@@ -123,6 +123,10 @@ def complete(reading: Reading) -> None:
     _refuse(reading)
     _take_ranks(reading)
     _take_types(reading)
+    if values["world_size"] == 1:
+        # In the shards' type alone it then computes and reduces (``FSDP2Manager.parallelize`` in distributed/fsdp2.py).
+        key, effect = ("distributed", "either") if values["fp32_sharded_params"] else ("distributed.dp_size", "less")
+        reading.miss(key, effect, "Automodel does not shard a model on a single rank")  # type: ignore[arg-type]
     _take_rows(reading)
     _take_optimizer(reading)
     checkpointing = values.pop("checkpointing")
@@ -197,8 +201,6 @@ def _take_ranks(reading: Reading) -> None:
         reading.warnings.append(
             f"the number of ranks is the launcher's and not in the file, so memlab takes {ranks}: give --world-size"
         )
-    if values["world_size"] == copy:
-        reading.miss("distributed.dp_size", "either", "Automodel does not shard a model on a single data parallel rank")
 
 
 def _take_types(reading: Reading) -> None:
