@@ -31,7 +31,12 @@ def example(one: Option) -> tuple[list[str], Any]:
     if one.kind == "switch":
         is_on = one.default is not True
         return [flag if is_on else flag.replace("--", "--no-", 1)], is_on
-    texts = {"choice": one.choices[-1:], "modules": one.choices[:2], "whole": ("7",), "number": ("0.5",)}[one.kind]
+    texts = {
+        "choice": one.choices[-1:],
+        "modules": one.choices[:2] or ("linear_qkv",),
+        "whole": ("7",),
+        "number": ("0.5",),
+    }[one.kind]
     values = {"choice": texts[0], "modules": list(texts), "whole": 7, "number": 0.5}
     return [flag, ",".join(texts)], values[one.kind]
 

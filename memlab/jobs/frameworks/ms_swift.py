@@ -727,6 +727,7 @@ MS_SWIFT = Framework(
         "offload_optimizer_except_update": "ms-swift loads the optimizer state before the step",
         "logprobs_chunk_size": "ms-swift has no such key",
         "ddp_bucket_size": "ms-swift has no such key",
+        "lora_exclude_modules": "ms-swift has no such key",
         "overlap_cpu_optimizer_d2h_h2d": "ms-swift has no such key",
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",
