@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=Path,
         metavar="FILE",
-        help="a launch script, a log with a block of arguments, or a resolved configuration; memlab never executes it",
+        help="a launch script, a log with a block of arguments, a resolved configuration, or FILE.py::RECIPE of "
+        "Megatron-Bridge; memlab never executes it",
     )
     add_job_file_options(parser, takes_job=False)
     add_writing_option(parser)
