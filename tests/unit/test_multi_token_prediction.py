@@ -17,6 +17,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError
 from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
+from memlab.views.text.record import without_state
 from tests.unit.inside import inside
 
 pytestmark = pytest.mark.versions
@@ -80,6 +81,12 @@ def test_full_recompute_of_them_has_megatron_s_rules(layers: int, packed: int | 
     settings = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=layers)
     with pytest.raises(RuleError, match=words):
         check_on_model(settings, Scenario.of("qwen3-moe-tiny", packed_sequences=packed, state=EXTRA))
+
+
+def test_a_scenario_is_written_with_a_layout_that_names_them() -> None:
+    layout = Layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttmL")
+    scenario = Scenario.of("qwen3-moe-tiny", num_microbatches=2, layout=layout, state=EXTRA)
+    assert "pipeline_model_parallel_layout=Ett|ttmL" in without_state(scenario)
 
 
 MEGATRON = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144

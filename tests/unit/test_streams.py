@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.backends.simulated import on_fake_tensors
+from memlab.backends.simulated import of_labs_before_0_4, on_fake_tensors
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.labels import Labels, labelled_by
@@ -94,7 +94,7 @@ def test_reserved_peaks_of_activation_offload_are_those_of_an_h200() -> None:
     """Megatron reloads activations on a stream of its own. The steps were taken in this order, on torch 2.11."""
     measured = {MemorySettings(): 47766831104, WIDE: 54259613696, NARROW: 54427385856, BOTH: 45753565184}
     of_reloads = {MemorySettings(): 0, WIDE: 880, NARROW: 560, BOTH: 560}
-    with Lab("phi-4", num_layers=2, seq_length=16384, backend="simulated") as lab:
+    with Lab("phi-4", num_layers=2, seq_length=16384, backend=of_labs_before_0_4()) as lab:
         for settings, reserved_bytes in measured.items():
             record = lab.step(settings)
             assert record.peak_reserved_bytes == pytest.approx(reserved_bytes, rel=0.004), settings

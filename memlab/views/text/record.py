@@ -72,7 +72,8 @@ def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
 
 def without_state(scenario: Scenario) -> str:
     """Returns the words of a scenario without those of its training state."""
-    return str(replace(scenario, state=TrainingState()))
+    # A layout of a pipeline can name layers of multi-token prediction, which the state has.
+    return str(replace(scenario, state=TrainingState(mtp_num_layers=scenario.state.mtp_num_layers)))
 
 
 def rank_words(layout: Layout) -> str:
