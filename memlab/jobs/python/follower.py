@@ -508,7 +508,7 @@ class Follower:
         return UNKNOWN
 
     def _called(self, node: ast.Call, scope: Scope) -> Any:
-        values, named = list(self._parts(node.args, scope)), self._named(node, scope)
+        values, named = list(self._parts(node.args, scope)), self._keywords(node, scope)
         line = _line(node, scope)
         if isinstance(node.func, ast.Attribute):
             owner = self.evaluate(node.func.value, scope)
@@ -527,7 +527,7 @@ class Follower:
             return _OF_OBJECTS[callee.name](self, values, named, line)
         return self.call(callee, values, named, line)
 
-    def _named(self, node: ast.Call, scope: Scope) -> dict[str, Any]:
+    def _keywords(self, node: ast.Call, scope: Scope) -> dict[str, Any]:
         named: dict[str, Any] = {}
         for keyword in node.keywords:
             value = self.evaluate(keyword.value, scope)
