@@ -814,6 +814,15 @@ def answered(exercise: str, answer: str | OtherLine) -> str:
     return exercise.replace(marked, indent(answer, marked[: len(marked) - len(marked.lstrip())]))
 
 
+def takes_older_answer(exercise: str, names: dict[str, Any]) -> bool:
+    """Whether an exercise with a typo in the name of its answer is judged by the answer of an earlier run."""
+    typo = re.sub(rf"^( *)[\w, =]+ = (?=.*{MARK}$)", r"\1misspelled = ", exercise, flags=re.MULTILINE)
+    try:
+        return typo != exercise and bool(value_of(typo, names))
+    except (ValueError, AttributeError):  # the check or a line before it refuses the answer None
+        return False
+
+
 def cells_needed(work: list[str], answers: list[str], others: set[str]) -> list[str]:
     """Returns the cells that name what the answers use, or one of the others, directly or through other such cells."""
     used = {name for answer in answers for name in names_in(answer)[1]} | others
@@ -927,7 +936,9 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
             for cell in right:
-                assert value_of(cell, dict(names)), f"this is right, and the check refuses it:\n{cell}"
+                known = dict(names)
+                assert value_of(cell, known), f"this is right, and the check refuses it:\n{cell}"
+            assert not takes_older_answer(wrong[0], known), f"an answer of an earlier run is accepted:\n{wrong[0]}"
     finally:
         if lab not in INSTEAD:
             names["lab"].close()
