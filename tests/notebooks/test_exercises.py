@@ -202,6 +202,10 @@ EXERCISES = {
                 for_each("(2 * h + 4 + m * k * k) * t", MOE_LETTERS),
                 for_each("(2 * h + 4 + m * k * k) * 256", MOE_LETTERS),
                 for_each("(2 * h + 4 + m * k * k) * 1024", MOE_LETTERS),
+                # Letters in place of others that were scaled alike.
+                for_each("(2 * h + 4 + 2 * m * k) * 2 * h", MOE_LETTERS),
+                for_each("(4 * t / 4 + 4 + 2 * m * k) * t", MOE_LETTERS),
+                for_each("(2 * h + 4 + f * k / 3) * t", MOE_LETTERS),
                 for_each("(2 * h + 4 + 2 * m * k) * 256", MOE_LETTERS),
                 'mine = by_hand["layernorm"] + by_hand["moe_act"]',
                 "mine = 528384",
@@ -577,6 +581,9 @@ EXERCISES = {
                 # Numbers of the tiny model in place of letters.
                 for_each("(6*160 + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
                 for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * 64", DENSE_LETTERS),
+                for_each("(6*h + 30*d + 4 + 6*g*d + 8*d) * t", DENSE_LETTERS),
+                for_each("(6*h + 4 + 6*a*d + 6*g*d + 8*d + a - 5) * t", DENSE_LETTERS),
+                for_each("(6*h + f/140 + 6*a*d + 6*g*d + 8*d) * t", DENSE_LETTERS),
                 "mine = 803840",
                 "mine = [803840, 803840]",
             ),
