@@ -190,7 +190,9 @@ def test_what_a_recipe_cannot_take_is_refused(checkout: Path) -> None:
     path = checkout / f"{LLAMA}::llama32_1b_sft_1gpu_h100_bf16_config"
     with pytest.raises(ValueError, match="is no script that could be started with values: leave out what follows --"):
         Job.read(path, arguments=["--tp", "2"])
-    with pytest.raises(ValueError, match=r"the format is 'verl', but llama3\.py::\w+ is a recipe of 'bridge': leave it out"):
+    with pytest.raises(
+        ValueError, match=r"the format is 'verl', but llama3\.py::\w+ is a recipe of 'bridge': leave it out"
+    ):
         Job.read(path, format_name="verl")
 
 
