@@ -208,6 +208,15 @@ def test_a_survey_counts_each_recipe_as_a_job(checkout: Path) -> None:
     assert sum("perf_recipes" in one.path for one in found.files) == 1
 
 
+@pytest.mark.parametrize("folder", [".", "../llama", "h100"])
+def test_a_survey_from_inside_the_recipes_counts_them_too(
+    folder: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkout / LLAMA.rpartition("/h100/")[0])
+    found = survey(Path(folder))
+    assert (len(found.files), len(found.unreadable)) == (3, 1)
+
+
 def test_nothing_outside_the_package_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/llama.py").write_text("def llama_config():\n    return 1\n")
