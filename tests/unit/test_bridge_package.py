@@ -140,8 +140,10 @@ def test_a_command_in_the_checkout_takes_the_checkout_s_recipe(
     """A performance recipe of the same name counts, and the ranks of the launcher."""
     (checkout / "examples").mkdir()
     (checkout / "examples/run.sh").write_text(f"{torchrun}scripts/training/run_recipe.py {words}\n")
-    scenario, _ = Job.read(checkout / "examples/run.sh").required()
+    job = Job.read(checkout / "examples/run.sh")
+    scenario, _ = job.required()
     assert (scenario.micro_batch_size, scenario.layout.world_size) == (micro_batch_size, 8 if torchrun else ranks)
+    assert {one.value for one in job.taken if one.field == "world_size"} == (set() if torchrun else {ranks})
 
 
 def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(checkout: Path) -> None:
