@@ -1030,7 +1030,7 @@ _TRANSFORMER_ENGINE = (
             _ENGINE + ".quantization",
             "global_amax_buffer global_amax_history_buffer global_scale_buffer reset",
             "FP8 scales and maxima of all modules, which outlive a model.",
-            on_instances=True,
+            on_instances=True,  # of FP8GlobalStateManager or, since 2.15, of its quantization_state
         ),
         _used(
             _ENGINE + ".attention.dot_product_attention.softmax",

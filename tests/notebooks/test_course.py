@@ -59,6 +59,30 @@ def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: 
             exec(lines)  # noqa: S102
 
 
+def test_a_check_of_a_student_forgets_the_answer_that_it_has_judged() -> None:
+    """An answer with a syntax error does not run at all, not even its line that forgets an older one."""
+    lines = [
+        "mine = None  # forget an older answer",
+        "mine = 0  # change me",
+        "check(mine).is_exactly(3, 'count them')",
+    ]
+    exercise = nbformat.v4.new_code_cell("\n".join(lines), metadata={"tags": ["exercise"]})
+    *_, check = student_notebook(nbformat.v4.new_notebook(cells=[exercise]), "memlab").cells
+    names: dict[str, object] = {}
+    exec(f"from memlab import check\nmine = 3\n{check.source}", names)  # noqa: S102  # the cells above
+    with pytest.raises(ValueError, match="run the cell of the answer first"):
+        exec(check.source, names)  # noqa: S102
+
+
+@every_lab
+def test_every_check_of_a_student_forgets_what_it_judges(path: Path) -> None:
+    for cell in student_notebook(read_notebook(path), None).cells:
+        if cell.metadata.get("nbgrader", {}).get("grade"):
+            judged = re.findall(r"\bcheck\(\(?([\w, ]+)\)", cell.source)  # as in check(mine) and check((release, load))
+            names = [name for text in judged for name in text.split(", ")]
+            assert re.findall(r"(?m)^(\w+) = None", cell.source) == names
+
+
 def test_only_colab_installs_memlab(monkeypatch: pytest.MonkeyPatch) -> None:
     install, *_ = student_notebook(nbformat.v4.new_notebook(), "https://example.org/memlab.whl").cells
     shell = MagicMock()
