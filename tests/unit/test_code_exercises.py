@@ -106,7 +106,7 @@ WRONG_MOVES = {
     ),
     "bytes taken for elements": (RELEASE, LOAD.replace(".storage()", ".untyped_storage()"), "must have as many"),
     "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
-    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "left in it what was there before"),
+    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
     "a load without a condition": (
         RELEASE,
