@@ -67,7 +67,7 @@ class Check(Goals):
             hint: What to look at, in the words of the exercise; by default, that of `peak_below`.
         """
         scenario = self._record.scenario
-        outside = estimate_outside_torch(scenario.layout, scenario.architecture).total_bytes
+        outside = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
         return self.peak_below(parse_bytes(gpu_memory) - outside, hint)
 
     def runs_on(self, num_ranks: int) -> Self:
@@ -210,7 +210,7 @@ class Check(Goals):
         if is_whole:
             return self.goal(True, "every layer is recomputed as a whole")
         what = f"the settings are '{settings}', must recompute every layer as a whole"
-        hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with the number of layers"
+        hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with all layers of the model"
         return self.goal(False, what, hint)
 
     def with_state(self, **options: object) -> Self:
