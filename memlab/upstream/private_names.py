@@ -201,8 +201,9 @@ _TORCH = (
         "backends/simulated.py",
         _replaced(
             "torch.distributed",
-            "all_gather_object batch_isend_irecv",
-            "The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
+            "all_gather_object batch_isend_irecv all_gather reduce_scatter",
+            "The first needs the other ranks, the second looks up a backend for the device of fake tensors, and of the "
+            "last two NCCL makes a copy.",
         ),
     ),
     *_in(
