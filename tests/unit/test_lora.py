@@ -64,6 +64,11 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
         ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
         ({"lora_rank": 8, "lora_target_modules": [1]}, "lora_target_modules", "must be a list of names"),
         (
+            {"lora_rank": 8, "lora_target_modules": [], "lora_library": "mcore_bridge"},
+            "lora_target_modules",
+            "must name linears there, since only Megatron-Bridge takes an empty list",
+        ),
+        (
             {"lora_rank": 8, "lora_target_modules": [], "lora_exclude_modules": [1]},
             "lora_exclude_modules",
             "must be a list of names",
