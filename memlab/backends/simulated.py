@@ -86,7 +86,8 @@ def _fill_workspaces(scenario: Scenario) -> None:
 
 
 def _fill_workspaces_as_before_0_4(scenario: Scenario) -> None:
-    hold_fake_workspaces(grouped=has_experts(scenario))
+    is_megatron = scenario.engine == "megatron"
+    hold_fake_workspaces(linears=is_megatron, grouped=is_megatron and has_experts(scenario))
     torch.cuda.empty_cache()
 
 

@@ -88,14 +88,13 @@ class LoRA:
             )
         for field in ("target_modules", "exclude_modules"):
             names = getattr(self, field)
-            if isinstance(names, list):
-                object.__setattr__(self, field, tuple(names))
-            elif not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
                 raise RuleError(
                     f"lora_{field} is {shortened(names)}, must be a list of names, such as {', '.join(LINEARS)}: "
                     "correct it",
                     f"lora_{field}",
                 )
+            object.__setattr__(self, field, tuple(names))
         if self.exclude_modules and self.target_modules:
             raise RuleError(
                 f"lora_exclude_modules is {shortened(list(self.exclude_modules))} with lora_target_modules "

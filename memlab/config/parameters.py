@@ -40,7 +40,9 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     # With multi-token prediction, the norm is where the model's last layer is (``has_final_layernorm_in_this_stage`` in
     # megatron/core/transformer/transformer_block.py, 0.16.1).
     has_norm = scenario.num_layers - 1 in scenario.layers_of_rank if scenario.state.mtp_num_layers else has_output
-    is_tied = model.share_embeddings_and_output_weights and has_embedding and has_output
+    # With multi-token prediction, a last stage that is not the first has an output weight beside its copy of a tied
+    # embedding, which nothing reads (``GPTModel.__init__``, 0.16.1).
+    is_tied = model.share_embeddings_and_output_weights and layout.pipeline_stage == 0 and has_output
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm

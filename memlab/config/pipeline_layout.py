@@ -26,12 +26,7 @@ def layers_of_pipeline_chunks(text: str) -> tuple[int, ...]:
     Raises:
         RuleError: If the text is not one, or names layers that memlab does not have.
     """
-    unrolled = text.replace(",", "").replace(" ", "")
-    for pattern in _REPEATED:
-        while found := pattern.search(unrolled):
-            if len(unrolled) + len(found[1]) * int(found[2]) > _MOST_LETTERS:
-                raise _refusal(text, f"must have at most {_MOST_LETTERS:,} layers: correct it")
-            unrolled = unrolled[: found.start()] + found[1] * int(found[2]) + unrolled[found.end() :]
+    unrolled = _unrolled(text)
     wrong = set(unrolled) - {*_LETTERS.values(), "|"}
     if wrong:
         raise _refusal(text, "may have only E, t, m, L, | and repetitions such as (tt|)*3: correct it")
@@ -49,12 +44,23 @@ def layers_of_pipeline_chunks(text: str) -> tuple[int, ...]:
 
 def extra_layers(text: str) -> int:
     """Returns how many layers of multi-token prediction a text names."""
-    return sum(int(times or 1) for times in re.findall(r"m(?:\*(\d{1,5}))?", text))
+    return _unrolled(text).count("m")
 
 
 def without_extra_layers(text: str) -> str:
     """Returns a text without its layers of multi-token prediction."""
-    return re.sub(r"m(\*\d+)?", "", text)
+    return re.sub(r"(\([m, ]+\)|m)(\*\d+)?", "", text)
+
+
+def _unrolled(text: str) -> str:
+    """Returns a text without repetitions, commas and spaces."""
+    unrolled = text.replace(",", "").replace(" ", "")
+    for pattern in _REPEATED:
+        while found := pattern.search(unrolled):
+            if len(unrolled) + len(found[1]) * int(found[2]) > _MOST_LETTERS:
+                raise _refusal(text, f"must have at most {_MOST_LETTERS:,} layers: correct it")
+            unrolled = unrolled[: found.start()] + found[1] * int(found[2]) + unrolled[found.end() :]
+    return unrolled
 
 
 def text_of_layout(value: Any) -> str:

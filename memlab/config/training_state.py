@@ -660,7 +660,7 @@ def option_words(name: str, value: object) -> str:
 def _value_of(text: str, one: Option) -> Any:
     """Reads a value as YAML and JSON write it; a text that is none of them stays a text, for the field's own rule."""
     if one.kind == "modules":
-        return tuple(text.split(","))
+        return tuple(filter(None, text.split(",")))
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

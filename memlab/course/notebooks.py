@@ -13,6 +13,8 @@ from memlab.regression.suite.notebooks import EXERCISE_TAG, has_tag
 _SUMMARY = r"<summary><strong>Answers?</strong> to the (?:exercise|task)"
 """The first lab has tasks, which nothing checks, in place of exercises."""
 _ANSWERS = re.compile(rf"<details>{_SUMMARY}.*?</details>\n*", re.DOTALL)
+_FORGET = "# forget an older answer"
+"""The end of a line of an exercise before its answer: a typo in the answer must not leave an older one to be judged."""
 _INSTALL = """\
 import sys
 
@@ -56,7 +58,9 @@ def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     answer, goals = lines[: last.lineno - 1], lines[last.lineno - 1 :]
     check = copy.deepcopy(cell)
     cell.source = "\n".join(answer).rstrip()
-    check.source = "assert bool(\n" + "\n".join(f"    {line}" for line in goals) + "\n)"
+    # An answer with a syntax error does not run, so the check itself has to forget the answer before it.
+    forget = [line for line in answer if line.endswith(_FORGET)]
+    check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), ")", *forget])
     check.id = f"{cell.id}-check"
     for each, is_answer in ((cell, True), (check, False)):
         name = f"{each.id}"

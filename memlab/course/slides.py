@@ -44,7 +44,8 @@ def _slides_of_text(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     slides = []
     text = _LEFT_OUT.sub("", cell.source).strip()
     for section in re.split(r"(?m)^(?=#{1,2} )", text):
-        paragraphs = [paragraph for paragraph in section.split("\n\n") if paragraph.strip()]
+        # A list belongs to the paragraph that announces it.
+        paragraphs = [each for each in re.split(r"\n\n+(?!- |\d+\. )", section) if each.strip()]
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith("**Look at**")]
         if shown:

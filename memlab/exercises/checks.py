@@ -57,9 +57,12 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
         raise ValueError(
             f"check got a list of {listed(kinds) or 'nothing'}, must be a list of numbers: give the bytes of each case"
         )
+    action = "pass what lab.step(...) returned, or a number"
+    if measured is None:
+        action = "run the cell of the answer first, and look for a typo in its marked line"
     raise ValueError(
         f"check got a {type(measured).__name__}, must be a record (or an audit, the bytes that a formula gives, or a "
-        "function): pass what lab.step(...) returned, or a number"
+        f"function): {action}"
     )
 
 

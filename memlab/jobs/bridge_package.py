@@ -210,15 +210,17 @@ def _take_graphs(model: Section, modules: Any) -> None:
 
 def _flat(section: Section, prefix: str, above: Line | None = None) -> Iterator[tuple[str, Any, Line | None]]:
     """Yields the keys of a configuration, each with a plain value and the line that sets it."""
-    for name, value in section.values.items():
+    for name, value in section.all_set().items():
         yield from _entries(f"{prefix}{name}", value, section.lines.get(name, above))
 
 
 def _entries(key: str, value: Any, line: Line | None) -> Iterator[tuple[str, Any, Line | None]]:
     match value:
         case Section():
+            if not value.of:
+                yield key, UNKNOWN_TEXT, line
             if key == "peft":
-                yield "peft._target_", value.of, line
+                yield "peft._target_", value.of or UNKNOWN_TEXT, line
             yield from _flat(value, f"{key}.", line)
         case dict():
             for name, one in value.items():

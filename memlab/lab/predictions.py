@@ -114,7 +114,7 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
 
 
 def _predicting_labs_of(version: str) -> str | Backend:
-    return of_labs_before_0_4() if version.startswith(("0.1", "0.2", "0.3")) else "simulated"
+    return of_labs_before_0_4() if version.startswith(("0.1.", "0.2.", "0.3.")) else "simulated"
 
 
 def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:

@@ -104,10 +104,8 @@ class Units:
 
     def of_checkpoint(self, function: Any) -> Unit | None:
         """Returns the unit that ``TransformerBlock._checkpointed_forward`` checkpoints; None for another checkpoint."""
-        if not hasattr(
-            function, "__code__"
-        ):  # a partial, by which a layer of multi-token prediction checkpoints its MLP
-            return None
+        if not hasattr(function, "__code__"):
+            return None  # a partial, with which a layer of multi-token prediction checkpoints its MLP
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         names = {name: cell.cell_contents for name, cell in cells if name in ("self", "start", "end")}
         if len(names) < 3 or not hasattr(names["self"], "layers"):

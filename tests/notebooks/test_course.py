@@ -24,6 +24,7 @@ from tests.notebooks.small_labs import write_lab
 
 ROOT = Path(__file__).parents[2]
 LABS = sorted((ROOT / "labs").glob("*.ipynb"))
+NO_NAME = "None  # forget an older answer"
 every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 
 
@@ -57,6 +58,30 @@ def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: 
     else:
         with pytest.raises(AssertionError):
             exec(lines)  # noqa: S102
+
+
+def test_a_check_of_a_student_forgets_the_answer_that_it_has_judged() -> None:
+    """An answer with a syntax error does not run at all, not even its line that forgets an older one."""
+    lines = [
+        "mine = None  # forget an older answer",
+        "mine = 0  # change me",
+        "check(mine).is_exactly(3, 'count them')",
+    ]
+    exercise = nbformat.v4.new_code_cell("\n".join(lines), metadata={"tags": ["exercise"]})
+    *_, check = student_notebook(nbformat.v4.new_notebook(cells=[exercise]), "memlab").cells
+    names: dict[str, object] = {}
+    exec(f"from memlab import check\nmine = 3\n{check.source}", names)  # noqa: S102  # the cells above
+    with pytest.raises(ValueError, match="run the cell of the answer first"):
+        exec(check.source, names)  # noqa: S102
+
+
+@every_lab
+def test_every_answer_with_a_name_is_forgotten(path: Path) -> None:
+    for cell in student_notebook(read_notebook(path), None).cells:
+        if cell.metadata.get("nbgrader", {}).get("solution"):
+            (marked,) = re.findall(r"(?m)^ *(.*)  # change me$", cell.source)
+            names = re.findall(r"\w+(?=,| =(?!=))", marked.rpartition(" = ")[0] + " =") if " = " in marked else []
+            assert f"{' = '.join([*names, 'None'])}  # forget an older answer" in [*cell.source.splitlines(), NO_NAME]
 
 
 def test_only_colab_installs_memlab(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,8 @@ def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: s
         ("{loss_fn._target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy, model.output_hidden_states: true}",
          {"loss_fn._target_": "less", "model.output_hidden_states": "more"}),
         ("{distributed.enable_fsdp2_prefetch: true}", {"distributed.enable_fsdp2_prefetch": "more"}),
+        ("{distributed.mp_policy.param_dtype: float32}", {"distributed.mp_policy.param_dtype": "less"}),
+        ("{distributed.mp_policy.param_dtype: float32, model.torch_dtype: float32}", {}),
         ("{distributed.mp_policy: {param_dtype: bfloat16, output_dtype: float32}}", {"distributed.mp_policy.output_dtype": "more"}),
     ],
 )  # fmt: skip

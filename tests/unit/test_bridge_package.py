@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memlab.jobs.bridge_package import package_around
-from memlab.jobs.entries import NoJobError
+from memlab.jobs.bridge_package import Recipe, package_around
+from memlab.jobs.entries import UNKNOWN, NoJobError
 from memlab.jobs.job import Job
 from memlab.jobs.survey import survey
 
@@ -142,6 +142,31 @@ def test_a_command_in_the_checkout_takes_the_checkout_s_recipe(
     (checkout / "examples/run.sh").write_text(f"{torchrun}scripts/training/run_recipe.py {words}\n")
     scenario, _ = Job.read(checkout / "examples/run.sh").required()
     assert (scenario.micro_batch_size, scenario.layout.world_size) == (micro_batch_size, 8 if torchrun else ranks)
+
+
+def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(checkout: Path) -> None:
+    (checkout / "src/megatron/bridge/recipes/llama/h100/other.py").write_text(
+        "import os\nfrom dataclasses import dataclass, field\n"
+        "from megatron.core.distributed import DistributedDataParallelConfig\n"
+        "@dataclass\nclass Train:\n    names: list = field(default_factory=lambda: ['a'])\n    rows: list = field(default_factory=list)\n"
+        "@dataclass\nclass Container:\n    model: object = None\n    train: Train = field(default_factory=Train)\n"
+        "    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)\n"
+        "def other_config():\n"
+        "    cfg = Container(model=os.environ.get('MODEL'))\n"
+        "    cfg.model.tensor_model_parallel_size = 8\n"
+        "    cfg.ddp.bucket_size = 7\n"
+        "    cfg.train.names.append('b')\n"
+        "    return cfg\n"
+    )
+    package = package_around(checkout / LLAMA)
+    assert package is not None
+    entries = package.entries_of(Recipe("megatron.bridge.recipes.llama.h100.other", "other_config")).by_key
+    assert {key: one.value for key, one in entries.items()} == {
+        "model": UNKNOWN,
+        "model.tensor_model_parallel_size": 8,
+        "ddp.bucket_size": 7,
+        "train.names": ["a", "b"],
+    }
 
 
 def test_a_recipe_that_depends_on_the_machine_is_refused_by_its_line(checkout: Path) -> None:

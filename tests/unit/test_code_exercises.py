@@ -241,18 +241,54 @@ OTHER_SYNCS["timed although there is nothing, and thrown away"] = SYNC.replace(
     "return load_seconds, offload_seconds",
     "return (load_seconds, offload_seconds) if trainer.is_offload_param else (0.0, 0.0)",
 )
+OTHER_SYNCS["asks for the switch once"] = "is_away = trainer.is_offload_param\n" + SYNC.strip().replace(
+    "if trainer.is_offload_param", "if is_away"
+)
 OTHER_SYNCS["waits before each timer too"] = SYNC.replace("    started =", "    trainer.synchronize(); started =")
+CONDITION = "started = trainer.time()\nif trainer.is_offload_param:"
+TIMED_OUTSIDE = SYNC.replace("if trainer.is_offload_param:\n    started = trainer.time()", CONDITION, 1).replace(
+    "    load_seconds = trainer.time()", "load_seconds = trainer.time()"
+)
+OFFLOAD = SYNC[SYNC.rindex("if trainer.is_offload_param") : SYNC.index("trainer.broadcast()")]
+OFFLOAD_TIMED_OUTSIDE = OFFLOAD.replace(
+    "if trainer.is_offload_param:\n    started = trainer.time()", CONDITION
+).replace("    offload_seconds = trainer.time()", "offload_seconds = trainer.time()")
+READ_OFF = """
+if trainer.is_offload_param: trainer.load(load_grad=False)
+trainer.hand_over()
+if trainer.is_offload_param: trainer.offload()
+trainer.broadcast()
+return (0.101, 0.151) if trainer.is_offload_param else (0.0, 0.0)
+"""
 WRONG_SYNCS = {
     "nothing": ("return 0.0, 0.0", "your sync never calls load"),
     "as merged: the gradients": (SYNC.replace("load_grad=False", ""), "4 bytes per parameter that it does not read"),
     "as merged: no wait": (SYNC.replace("    trainer.synchronize()\n", "", 1), "the load took 0.001 s by your timer"),
-    "no wait after the offload": ("SYNC.offload", "the offload took 0.001 s by your timer, and its copy 0.101 s"),
+    "no wait after the offload": ("SYNC.offload", "the offload took 0.001 s by your timer, and its copy 0.151 s: wait"),
     "as merged: timed without the condition": (
-        SYNC.replace("load_seconds = offload_seconds = 0.0", "started = trainer.time()").replace(
-            "if trainer.is_offload_param:\n    started = trainer.time()\n    trainer.load(load_grad=False)",
-            "load_seconds = offload_seconds = 1e-6\nif trainer.is_offload_param:\n    started = trainer.time()\n    trainer.load(load_grad=False)",
-        ),
-        "the load took 1e-06 s although there was none, must be exactly 0.0",
+        TIMED_OUTSIDE, "without param_offload: the load took 1e-06 s although there was none, must be exactly 0.0"
+    ),
+    "timed and waited for without the condition": (
+        TIMED_OUTSIDE.replace("    trainer.synchronize()\nload_seconds", "trainer.synchronize()\nload_seconds"),
+        "without param_offload: the load took 1e-06 s although there was none, must be exactly 0.0",
+    ),
+    "the offload timed without the condition": (
+        SYNC.replace(OFFLOAD, OFFLOAD_TIMED_OUTSIDE), "the offload took 1e-06 s although there was none",
+    ),
+    "swapped": (
+        SYNC.replace("load_seconds, offload_seconds\n", "offload_seconds, load_seconds\n"),
+        "the load took 0.151 s by your timer, and its copy 0.101 s: the timer contains something else",
+    ),
+    "the seconds of the check's line": (READ_OFF, "over a slower link, with param_offload: the load took 0.101 s"),
+    "the notebook's clock": (
+        "from time import time\n" + SYNC.replace("trainer.time()", "time()").strip(), "no other clock sees these copies"
+    ),
+    "one of two clocks": (
+        "from time import time\n" + SYNC.replace("= trainer.time()", "= time()").strip(), "no other clock sees these copies"
+    ),
+    "one timer around everything": (
+        SYNC.replace("    load_seconds = trainer.time() - started\n", "").replace("    started = trainer.time()\n    trainer.offload", "    trainer.offload"),
+        "read trainer.time() at both ends of both timers, 4 times",
     ),
     "no condition": (SYNC.replace("if trainer.is_offload_param:", "if True:"), "loads weights that are on the device"),
     "no load": (SYNC.replace("    trainer.load(load_grad=False)\n", ""), "hand_over comes while the weights are on the"),
@@ -289,7 +325,7 @@ def test_a_wrong_sync_is_told_what_to_change(body: str, line: str, capsys: pytes
         body = SYNC.replace("    trainer.offload()\n    trainer.synchronize()\n", "    trainer.offload()\n")
     assert not check(function(body, "trainer")).syncs_weights_of(NoModel())
     printed = capsys.readouterr().out
-    assert printed.startswith("not yet: with") and printed.count("\n") == 1
+    assert printed.startswith(("not yet: with", "not yet: over a slower link, with")) and printed.count("\n") == 1
     assert line in printed
 
 

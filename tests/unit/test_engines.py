@@ -14,13 +14,14 @@ import torch
 from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends import cpu, find_backend
-from memlab.backends.simulated import predicting
+from memlab.backends.simulated import of_labs_before_0_4, predicting
 from memlab.config.architectures import find_architecture
 from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import kept_bytes, parameters_of_rank
 from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
+from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
@@ -121,6 +122,24 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
     assert kept_bytes(in_fp32) == pytest.approx((4 * share, 4 * share, 8 * share), abs=16)
     gathered = 2 * 2 * scenario.architecture.vocab_size * scenario.architecture.hidden_size
     assert record.peak_allocated_bytes > record.static_bytes + gathered, "the root's parameters are not sharded again"
+
+
+def test_steps_of_older_labs_have_no_workspace_of_transformer_engine_either() -> None:
+    scenario = Scenario.of("llama-3-tiny", **SIZES)
+    found = []
+    for backend in ("simulated", of_labs_before_0_4()):
+        with Lab(scenario, backend=backend) as lab:
+            found.append(lab.step().static_bytes)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("version", "gave_workspaces"), [("0.3.0", True), ("0.4.0", False), ("0.10.0", False)])
+def test_a_lab_of_megatron_is_predicted_as_its_version_of_memlab_measured(version: str, gave_workspaces: bool) -> None:
+    first = Layout(pipeline_model_parallel_size=2)
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, layout=first, backend="simulated") as lab:
+        record = lab.step()
+    (predicted,) = predict_measured([replace(record, versions=record.versions | {"memlab": version})])
+    assert predicted.static_bytes - record.static_bytes == 2 * 32 * 2**20 * gave_workspaces
 
 
 def test_options_of_fsdp2_that_do_nothing_are_named() -> None:

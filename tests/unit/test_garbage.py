@@ -58,7 +58,8 @@ def test_what_is_left_in_a_cycle_is_no_memory_of_the_next_settings() -> None:
         expected = [lab.step(settings) for settings in _STEPS]
     with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
         for settings, record in zip(_STEPS, expected, strict=True):
-            inside(lab).run_exclusive(_make_cycle)
+            if lab.records:  # the first step finds whatever was in the allocator's cache before, as a job's does
+                inside(lab).run_exclusive(_make_cycle)
             require_identical(record, lab.step(settings))
 
 

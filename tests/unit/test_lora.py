@@ -44,6 +44,8 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
     assert TrainingState.from_dict(state.to_dict()) == TrainingState.of_options(state.options()) == state
     assert what_rebuilds(TrainingState(), state) == what_rebuilds(state, LORA) == "model"
     assert TrainingState.of_options({"lora_alpha": 32}) == TrainingState(), "a default is not given"
+    every = TrainingState(lora=LoRA(rank=16, target_modules=()))
+    assert TrainingState.from_options(["lora_rank=16", "lora_target_modules="]) == every
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,12 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
             "must be empty there by a rule of Megatron-Bridge",
         ),
         ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
+        ({"lora_rank": 8, "lora_target_modules": [1]}, "lora_target_modules", "must be a list of names"),
+        (
+            {"lora_rank": 8, "lora_target_modules": [], "lora_exclude_modules": [1]},
+            "lora_exclude_modules",
+            "must be a list of names",
+        ),
         ({"lora_rank": 8, "fp8_format": "e4m3"}, "lora_rank", "memlab does not predict together yet"),
         ({"lora_rank": 8, "optimizer_cpu_offload": True}, "lora_rank", "memlab does not predict together yet"),
     ],
@@ -226,6 +234,17 @@ def test_replayed_passes_are_those_that_would_be_stepped(name: str, lora: LoRA, 
     (replayed,), count = take(case, replay=True)
     assert count
     require_identical(stepped, replayed)
+
+
+def test_only_adapters_of_megatron_bridge_have_torch_s_matrix_products() -> None:
+    """ms-swift's are linears of Transformer Engine, which has a workspace of its own."""
+    first = Layout(pipeline_model_parallel_size=2)
+    found = {}
+    for lora in (None, LoRA(), LoRA(library="mcore_bridge")):
+        state = TrainingState(lora=lora)
+        with Lab("phi-4-tiny", num_layers=2, seq_length=64, layout=first, state=state, backend="simulated") as lab:
+            found[lora and lora.library] = lab.step(warm_up=False).peak_by_category["workspace"]
+    assert found["mcore_bridge"] == found[None] == found["megatron_bridge"] - 2 * 32 * 2**20
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:

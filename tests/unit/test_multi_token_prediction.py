@@ -49,6 +49,13 @@ def test_a_rank_has_the_parameters_that_megatron_builds(layout: dict[str, Any], 
         assert sum(parameters_of_rank(lab.scenario)) == live
 
 
+def test_a_last_stage_has_an_output_weight_beside_its_copy_of_a_tied_embedding() -> None:
+    where = Layout(**PP2, rank=1)
+    with Lab("qwen3-dense-tiny", seq_length=64, layout=where, state=EXTRA, backend="simulated") as lab:
+        live = sum(parameter.numel() for parameter in inside(lab).model.engine.live.parameters())
+        assert sum(parameters_of_rank(lab.scenario)) == live
+
+
 def test_a_layer_has_two_norms_a_matrix_and_the_model_s_last_layer_by_hand() -> None:
     """phi-4-tiny is 160 wide: one more of its layers, three norms, and a matrix from 320 to 160."""
     counts = [

@@ -13,7 +13,12 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from memlab.cli import build_parser
 from memlab.commands.shared.asked_step import asked_step
 from memlab.config.layout import Layout
-from memlab.config.pipeline_layout import layers_of_pipeline_chunks, text_of_layout
+from memlab.config.pipeline_layout import (
+    extra_layers,
+    layers_of_pipeline_chunks,
+    text_of_layout,
+    without_extra_layers,
+)
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 from memlab.fitting.estimate import bytes_in_layers
@@ -26,6 +31,14 @@ from tests.unit.inside import inside
 def test_a_text_has_the_layers_that_megatron_reads(text: str) -> None:
     theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
     assert layers_of_pipeline_chunks(text) == tuple(chunk.count(LayerType.decoder) for chunk in theirs)
+
+
+@pytest.mark.parametrize("text", ["Ett|ttmL", "Ett|ttm*2L", "Ett|t*2(m)*3L", "Ett|tt(m,m)*2L", "Ett|(tm)*1L"])
+def test_layers_of_multi_token_prediction_are_those_that_megatron_reads(text: str) -> None:
+    theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
+    assert extra_layers(text) == sum(chunk.count(LayerType.mtp) for chunk in theirs)
+    without = PipelineParallelLayerLayout.parse_str_to_list(without_extra_layers(text))
+    assert without == [[layer for layer in chunk if layer is not LayerType.mtp] for chunk in theirs]
 
 
 def stage_bytes(stages: int, rank: int, **layout: Any) -> tuple[list[int], int, int]:

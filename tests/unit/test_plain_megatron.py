@@ -164,3 +164,20 @@ MEASURED = {
 def test_parts_of_layers_are_plain_megatron_s(name: str, error: float) -> None:
     measured, predicted = MEASURED[name]["ranks"][0]["steps"][-1], predict_rank(MEASURED[name], 0)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=error)
+
+
+def test_the_page_of_four_gpus_has_the_measured_figures_of_every_rank() -> None:
+    labs = Path(__file__).parents[2] / "labs"
+    jobs_of_four = [
+        json.loads(line) for line in (labs / "results" / "h200x4_plain_megatron.jsonl").read_text().splitlines()
+    ]
+    table = (labs / "RANKS.md").read_text().split("| outside torch, MiB")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if "%" in line]
+    steps = [rank["steps"][-1] for job in jobs_of_four for rank in job["ranks"]]
+    assert len(lines) == len(steps) == 4 * 41
+    for cells, step in zip(lines, steps, strict=True):
+        told = [cells[column] for column in (2, 4, 7, 9)]
+        sizes = [step[name] / 2**30 for name in ("start_bytes", "peak_bytes", "peak_reserved_bytes")]
+        assert told == [*(f"{size:.3f}" for size in sizes), f"{step['outside_torch_bytes'] / 2**30:.2f}"], cells
+        low, high = map(float, cells[10].split(" to "))
+        assert low <= float(told[3]) <= high

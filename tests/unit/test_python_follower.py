@@ -16,8 +16,14 @@ from memlab.jobs.python.values import NotFollowedError, Section, Unknown
 _CLASSES = """
 import copy
 from copy import deepcopy
+import os
 from dataclasses import dataclass, field, replace
 
+BIG = os.environ.get("BIG")
+if BIG:
+    WIDTH = 8
+else:
+    WIDTH = 4
 NUMBER, TEXT = 4096, "bf16"
 LENGTHS = {"16k": 16 * 1024, "64k": 65_536}
 
@@ -69,12 +75,19 @@ _BODIES = {
     "slices": "cfg = base()\ncfg.model.modules = [1, 2, 3, 4][1:-1] + ['x'] * 2\nreturn cfg",
     "texts": "cfg = base()\ncfg.model.name = ','.join('A-B-C'.lower().split('-'))\nreturn cfg",
     "augmented": "cfg = base()\ncfg.model.layers += 3\ncfg.model.layers *= 2\nreturn cfg",
+    "changing in place": "cfg = base()\nsame, names = cfg.model.modules, {'a': 1}\nsame += ['x']\ncfg.train = names\nnames |= {'b': 2}\nreturn cfg",
+    "the else of a loop": "cfg = base()\nfor _ in range(2):\n    pass\nelse:\n    cfg.model.layers = 6\nreturn cfg",
+    "classes of numbers": "cfg = base()\ncfg.model.layers = 3 if isinstance(True, int) else 4\nreturn cfg",
     "early return": "cfg = base()\nif cfg.model.layers:\n    return cfg\ncfg.model.layers = 0\nreturn cfg",
     "chains": "cfg = base()\ncfg.model.layers = cfg.model.size = 1 < 2 <= 2\nreturn cfg",
     "deleting": "cfg = base()\nvalue = 3\ncfg.model.layers = value\ndel value\nreturn cfg",
 }
 _HOSTILE = {
     "a machine": "import os\ncfg = base()\nif os.environ.get('X'):\n    cfg.model.layers = 3\nreturn cfg",
+    "a machine's constant": "cfg = base()\nif BIG:\n    cfg.model.layers = 3\nreturn cfg",
+    "a machine's absent constant": "cfg = base()\nif BIG is not None:\n    cfg.model.layers = 3\nreturn cfg",
+    "a constant below a branch": "cfg = base()\nif WIDTH == 8:\n    cfg.model.layers = 3\nreturn cfg",
+    "an attribute by its name": "setattr(os.environ.get('X'), 'layers', 3)\nreturn base()",
     "a file": "cfg = base()\nfor line in open('x'):\n    cfg.model.layers = 3\nreturn cfg",
     "no end": "def again():\n    return again()\nreturn again()",
     "many steps": "cfg = base()\nfor a in range(9999):\n    for b in range(9999):\n        cfg.model.layers = a + b\nreturn cfg",
@@ -119,7 +132,19 @@ def test_what_cannot_be_known_is_refused_and_not_run(name: str, tmp_path: Path) 
         _followed(_HOSTILE[name], tmp_path)
 
 
-def test_what_depends_on_the_machine_is_unknown_where_no_branch_needs_it(tmp_path: Path) -> None:
-    made = _followed("import os\ncfg = base()\ncfg.model.layers = os.cpu_count() * 2\nreturn cfg", tmp_path)
+@pytest.mark.parametrize(
+    "value",
+    [
+        "os.cpu_count() * 2",
+        "BIG",
+        "WIDTH",
+        "BIG or 4",
+        "LENGTHS.get(BIG, 4)",
+        "getattr(Config(model=BIG), 'model', 4)",
+        "f'{4:02d}'",
+    ],
+)
+def test_what_depends_on_the_machine_is_unknown_where_no_branch_needs_it(value: str, tmp_path: Path) -> None:
+    made = _followed(f"cfg = base()\ncfg.model.layers = {value}\nreturn cfg", tmp_path)
     assert isinstance(made.get("model").get("layers"), Unknown)
     assert made.get("model").get("name") == "base"

@@ -218,6 +218,8 @@ def _take_types(reading: Reading) -> None:
         compute = storage
     if given and f"{_POLICY}.reduce_dtype" not in given:
         reduced = compute
+    if compute == "fp32" and storage != "fp32":
+        reading.miss(f"{_POLICY}.param_dtype", "less", "layers compute in fp32 on bf16 shards; memlab's are fp32 too")
     values["dtype"] = "fp32" if compute == "fp32" else "bf16"
     values["fp32_sharded_params"] = storage == "fp32" and compute != "fp32"
     values["grad_reduce_in_bf16"] = reduced != "fp32"

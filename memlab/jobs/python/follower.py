@@ -46,8 +46,12 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 _OF_ONE: dict[type[ast.AST], Callable[[Any], Any]] = {
     ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Invert: operator.invert,
 }  # fmt: skip
+_LOOKUPS = ("get", "index", "count")
 _IDENTITY = (ast.Is, ast.IsNot)
 _MESSAGE = re.compile(r"(logger|logging|log|warnings)[.]\w+$|print$")
+_ABSENT = object()
+"""What a name stands for that a module does not have, such as that of a builtin."""
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 _FAULTS = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 
 
@@ -91,10 +95,10 @@ class Follower:
         return self.call(self.global_of(module, name), [], {}, Line(0, module))
 
     def global_of(self, module: str, name: str) -> Any:
-        """Returns what a name of a module stands for; `UNKNOWN` if the module does not say."""
+        """Returns what a name of a module stands for; `_ABSENT` if the module does not have it."""
         key = (module, name)
         if key not in self._globals:
-            self._globals[key] = UNKNOWN  # what refers to itself
+            self._globals[key] = _ABSENT  # what refers to itself
             self._globals[key] = self._global(module, name)
         return self._globals[key]
 
@@ -107,27 +111,31 @@ class Follower:
                     return Class(module, one)
                 case ast.Import() | ast.ImportFrom():
                     found = self._global_of_import(module, one, name)
-                    if found is not UNKNOWN:
+                    if found is not _ABSENT:
                         return found
+                case ast.If() if any(
+                    name in _targets(part) for part in ast.walk(one) if isinstance(part, _ASSIGNMENTS)
+                ):
+                    return UNKNOWN  # its branches may set different values
                 case ast.Assign() | ast.AnnAssign() if name in _targets(one):
                     scope = Scope(module, {})
                     self.execute([one], scope)
                     return scope.variables.get(name, UNKNOWN)
-        return UNKNOWN
+        return _ABSENT
 
     def _global_of_import(self, module: str, one: ast.Import | ast.ImportFrom, name: str) -> Any:
         if isinstance(one, ast.Import):
             for alias in one.names:
                 if name == (alias.asname or alias.name.partition(".")[0]):
                     return self._imported(alias.name if alias.asname else name)
-            return UNKNOWN
+            return _ABSENT
         origin = self.package.imported_from(module, one)
         for alias in one.names:
             if name == (alias.asname or alias.name):
                 return self._of_module(origin, alias.name)
             if alias.name == "*" and self.package.has(origin) and self.package.exports(origin, name):
                 return self.global_of(origin, name)
-        return UNKNOWN
+        return _ABSENT
 
     def _imported(self, name: str) -> Any:
         return Module(name) if self.package.has(name) else External(name)
@@ -138,7 +146,7 @@ class Follower:
         if not self.package.has(module):
             return External(f"{module}.{name}")
         found = self.global_of(module, name)
-        return External(f"{module}.{name}") if found is UNKNOWN else found
+        return External(f"{module}.{name}") if found is _ABSENT else found
 
     # Calls
 
@@ -205,7 +213,8 @@ class Follower:
         given = dict(zip(fields, values, strict=False)) | named
         defaults = {name: value for name, value in fields.items() if value is not UNKNOWN}
         known = self.defaults.get(cls.node.name, {})
-        return Section(_name_of(cls), given, dict.fromkeys(given, line), known | defaults)
+        made = {name: copy.deepcopy(value) for name, value in defaults.items() if isinstance(value, (list, dict, set))}
+        return Section(_name_of(cls), given, dict.fromkeys(given, line), known | defaults, made)
 
     def _fields(self, cls: Class) -> Iterator[tuple[str, Any]]:
         scope = Scope(cls.module, {})
@@ -252,7 +261,14 @@ class Follower:
                 self._assign(target, value, scope)
 
     def _augment(self, one: ast.AugAssign, scope: Scope) -> None:
-        both = self._operate(one.op, self.evaluate(_read(one.target), scope), one.value, scope)
+        left = self.evaluate(_read(one.target), scope)
+        both = self._operate(one.op, left, one.value, scope)
+        if isinstance(left, list) and isinstance(both, list):  # other names of the same list see the change
+            left[:] = both
+            both = left
+        elif isinstance(left, (dict, set)) and isinstance(both, type(left)):
+            left.update(both)
+            both = left
         self._assign(one.target, both, scope)
 
     def _branch(self, one: ast.If, scope: Scope) -> None:
@@ -263,6 +279,13 @@ class Follower:
         for value in self._elements(one.iter, scope):
             self._assign(one.target, value, scope)
             self.execute(one.body, scope)
+        self.execute(one.orelse, scope)  # no loop with a break is followed
+
+    def _with(self, one: ast.With, scope: Scope) -> None:
+        for item in one.items:
+            if item.optional_vars is not None:
+                self._assign(item.optional_vars, UNKNOWN, scope)
+        self.execute(one.body, scope)
 
     def _try(self, one: ast.Try, scope: Scope) -> None:
         self.execute([*one.body, *one.orelse, *one.finalbody], scope)
@@ -297,9 +320,12 @@ class Follower:
                     self._assign(part, one, scope)
             case ast.Attribute():
                 owner = self.evaluate(target.value, scope)
+                if isinstance(owner, Unknown):  # what the program sets in it is known
+                    owner = Section("")
+                    self._assign(target.value, owner, scope)
                 if isinstance(owner, Section):
                     owner.set(target.attr, value, _line(target, scope))
-                elif not isinstance(owner, (Unknown, External)):
+                elif not isinstance(owner, External):
                     raise self._not_followed(target, scope, f"it sets {ast.unparse(target)}")
             case ast.Subscript():
                 owner, key = self.evaluate(target.value, scope), self.evaluate(target.slice, scope)
@@ -345,7 +371,7 @@ class Follower:
         if node.id in scope.variables:
             return scope.variables[node.id]
         found = self.global_of(scope.module, node.id)
-        return External(node.id) if found is UNKNOWN else found
+        return External(node.id) if found is _ABSENT else found
 
     def _unary(self, node: ast.UnaryOp, scope: Scope) -> Any:
         value = self.evaluate(node.operand, scope)
@@ -418,7 +444,7 @@ class Follower:
             if decided is UNKNOWN:
                 is_unknown = True
             elif decided == ends:  # a later operand cannot change whether it counts as true
-                return value if not is_unknown else ends
+                return value if not is_unknown or isinstance(value, bool) else UNKNOWN
         return UNKNOWN if is_unknown else value
 
     def _compare(self, node: ast.Compare, scope: Scope) -> Any:
@@ -482,22 +508,15 @@ class Follower:
         return UNKNOWN
 
     def _called(self, node: ast.Call, scope: Scope) -> Any:
-        values = list(self._parts(node.args, scope))
-        named: dict[str, Any] = {}
-        for keyword in node.keywords:
-            value = self.evaluate(keyword.value, scope)
-            if keyword.arg is not None:
-                named[keyword.arg] = value
-            elif isinstance(value, dict):
-                named |= value
-            else:
-                raise self._not_followed(node, scope, f"arguments from {ast.unparse(keyword.value)}")
+        values, named = list(self._parts(node.args, scope)), self._keywords(node, scope)
         line = _line(node, scope)
         if isinstance(node.func, ast.Attribute):
             owner = self.evaluate(node.func.value, scope)
             if isinstance(owner, Section):
                 return self._method(owner, node.func.attr, values, named, line)
             if isinstance(owner, Plain):
+                if node.func.attr in _LOOKUPS and not is_known(values[:1]):
+                    return UNKNOWN
                 return method_of(owner, node.func.attr)(*values, **named)
             if isinstance(owner, Class):
                 method = self._method_of(owner, node.func.attr)
@@ -507,6 +526,18 @@ class Follower:
         if isinstance(callee, External) and callee.name in _OF_OBJECTS:
             return _OF_OBJECTS[callee.name](self, values, named, line)
         return self.call(callee, values, named, line)
+
+    def _keywords(self, node: ast.Call, scope: Scope) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.evaluate(keyword.value, scope)
+            if keyword.arg is not None:
+                named[keyword.arg] = value
+            elif isinstance(value, dict):
+                named |= value
+            else:
+                raise self._not_followed(node, scope, f"arguments from {ast.unparse(keyword.value)}")
+        return named
 
     def _method(self, owner: Section, name: str, values: list[Any], named: dict[str, Any], line: Line) -> Any:
         replaced = self.replaced.get(f"{owner.of}.{name}")
@@ -575,13 +606,15 @@ def _line(node: ast.expr, scope: Scope) -> Line:
 def _getattr(follower: Follower, values: list[Any], _named: dict[str, Any], _line: Line) -> Any:
     owner, name, *default = values
     found = follower.attribute(owner, name)
-    return default[0] if found is UNKNOWN and default and isinstance(owner, (Section, type(None))) else found
+    is_absent = owner is None or (isinstance(owner, Section) and owner.of and name not in owner.values)
+    return default[0] if default and found is UNKNOWN and is_absent else found
 
 
 def _setattr(_follower: Follower, values: list[Any], _named: dict[str, Any], line: Line) -> None:
     owner, name, value = values
-    if isinstance(owner, Section):
-        owner.set(name, value, line)
+    if not isinstance(owner, Section):
+        raise NotFollowedError(f"setattr of {type(owner).__name__}")
+    owner.set(name, value, line)
 
 
 def _isinstance(_follower: Follower, values: list[Any], _named: dict[str, Any], _line: Line) -> Any:
@@ -591,7 +624,7 @@ def _isinstance(_follower: Follower, values: list[Any], _named: dict[str, Any], 
     if isinstance(value, Section):
         is_other = all(name in _NAMES_OF_PLAIN for name in names)
         return value.of.rpartition(".")[2] in names or (False if is_other else UNKNOWN)
-    return type(value).__name__ in names if isinstance(value, Plain) else UNKNOWN
+    return any(kind.__name__ in names for kind in type(value).__mro__) if isinstance(value, Plain) else UNKNOWN
 
 
 def _replaced(_follower: Follower, values: list[Any], named: dict[str, Any], line: Line) -> Any:
@@ -620,7 +653,7 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[Follower, Any, Scope], None]] = {
     ast.If: Follower._branch,
     ast.For: Follower._loop,
     ast.Try: Follower._try,
-    ast.With: lambda follower, one, scope: follower.execute(one.body, scope),
+    ast.With: Follower._with,
     ast.FunctionDef: Follower._define,
     ast.Import: Follower._import,
     ast.ImportFrom: Follower._import,
@@ -649,7 +682,9 @@ _EXPRESSIONS: dict[type[ast.expr], Callable[[Follower, Any, Scope], Any]] = {
         node.body if follower._decided(node.test, scope) else node.orelse, scope
     ),
     ast.JoinedStr: Follower._text,
-    ast.FormattedValue: lambda follower, node, scope: follower.evaluate(node.value, scope),
+    ast.FormattedValue: lambda follower, node, scope: (
+        follower.evaluate(node.value, scope) if node.format_spec is None and node.conversion == -1 else UNKNOWN
+    ),
     ast.Subscript: Follower._subscript,
     ast.Slice: Follower._slice,
     ast.Lambda: lambda _, node, scope: Function(scope.module, node, scope.variables),

@@ -35,12 +35,23 @@ class Section:
     """An object of a class whose attributes are plain values, such as a dataclass of a configuration."""
 
     of: str
-    """The name of its class, with its module."""
+    """The name of its class, with its module; empty where that is unknown."""
     values: dict[str, Any] = field(default_factory=dict)
     """What the program sets."""
     lines: dict[str, Line] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     """What its class has by itself."""
+    made: dict[str, Any] = field(default_factory=dict)
+    """Copies of the lists and dictionaries among the defaults, as they were before the program changed them."""
+
+    def all_set(self) -> dict[str, Any]:
+        """Returns what the program sets, also inside of what the class has by itself."""
+        inside = {
+            name: value
+            for name, value in self.defaults.items()
+            if isinstance(value, Section) or (name in self.made and value != self.made[name])
+        }
+        return inside | self.values
 
     def get(self, name: str, default: Any = UNKNOWN) -> Any:
         """Returns an attribute, or the default where neither the program nor the class has it."""
@@ -131,7 +142,7 @@ def _range(*ends: int) -> list[int]:
 
 def _has(owner: Any, name: str) -> Any:
     if isinstance(owner, Section):
-        return name in owner.values or name in owner.defaults or (UNKNOWN if owner.of else False)
+        return name in owner.values or name in owner.defaults or UNKNOWN
     return UNKNOWN if isinstance(owner, (External, Unknown)) else hasattr(owner, name)
 
 
