@@ -220,7 +220,8 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
     predicted = predict_rank(job, rank)
     step = job["ranks"][rank]["steps"][-1]
     outside = step.get("outside_torch_bytes")  # left out where other processes used the same GPU
-    stated = estimate_outside_torch(predicted.scenario.layout, predicted.scenario.architecture)
+    scenario = predicted.scenario
+    stated = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state)
     inside = outside is None or stated.total_bytes <= outside <= stated.most_bytes
     cells = [
         *(f"{job['name']}", f"{rank}"),

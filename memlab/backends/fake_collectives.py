@@ -1,7 +1,8 @@
 """Collectives on fake tensors: kernels for torch's meta device, on which the ``fake`` process group has none.
 
-The group answers for the other ranks at once, and allocates nothing, like NCCL where Megatron brings the buffers. What
-a rank would send is counted in `memlab.meter.collectives`.
+The group answers for the other ranks at once, and allocates nothing, like NCCL where Megatron brings the buffers. Lists
+of tensors of one size are the exception (`gather`, `reduce_and_scatter`). What a rank would send is counted in
+`memlab.meter.collectives`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.meter.collectives import sent_bytes
+
+_gather, _reduce_and_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
 
 _Shares = Callable[[Any, Any], float]
 """Takes a collective's arguments and its group, and returns the bytes that the group's own rank sends."""
@@ -85,6 +89,38 @@ def _count(name: str, args: tuple[Any, ...]) -> None:
     group = next(each for each in args if isinstance(each, torch.ScriptObject))
     kind, sent = _SENT[name]
     sent_bytes[kind] += round(sent(args, torch.distributed.ProcessGroup.unbox(group)))
+
+
+def gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    """Replaces ``torch.distributed.all_gather`` on a simulated GPU; NCCL writes into a copy of equal outputs."""
+    flat = _flat_copy(outputs, group)
+    work = _gather(outputs, own, group, **kwargs)
+    del flat
+    return work
+
+
+def reduce_and_scatter(output: torch.Tensor, inputs: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``torch.distributed.reduce_scatter`` on a simulated GPU; NCCL reads from a copy of equal inputs."""
+    flat = _flat_copy(inputs, kwargs.get("group"))
+    work = _reduce_and_scatter(output, inputs, *args, **kwargs)
+    del flat
+    return work
+
+
+def _flat_copy(tensors: list[torch.Tensor], group: Any) -> torch.Tensor | None:
+    """Returns what ``ProcessGroupNCCL`` makes of a list of tensors that have one size (``newLikeFlat``, torch 2.11).
+
+    Tensors of several sizes are sent one by one, without a copy. How many rows of the experts' inputs each tensor
+    parallel rank has depends on the routers if experts are spread; then the sizes differ, in practice.
+    """
+    has_one_size = len({tensor.numel() for tensor in tensors}) == 1
+    if not has_one_size or (_are_experts_spread() and group is parallel_state.get_expert_tensor_parallel_group()):
+        return None
+    return tensors[0].new_empty(len(tensors) * tensors[0].numel())
+
+
+def _are_experts_spread() -> bool:
+    return parallel_state.is_initialized() and parallel_state.get_expert_model_parallel_world_size() > 1
 
 
 def exchange(operations: list[Any]) -> list[Any]:

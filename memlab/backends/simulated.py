@@ -45,7 +45,7 @@ def backend(reason: str) -> Backend:
         layer_provider=FakeProvider,
         fp8_layer_provider=fake_fp8.FakeFp8Provider,
         join=join_alone,
-        active=on_fake_tensors,
+        active=on_fake_gpu,
         meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=_fill_workspaces,
         sharding=sharding_on_fake_tensors,
@@ -59,6 +59,7 @@ def of_the_cpu_backend() -> Backend:
     return replace(
         simulated,
         kind=replace(simulated.kind, has_allocator=False),
+        active=on_fake_tensors,
         meter=lambda labels: plain_meter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda scenario: None,
     )
@@ -99,6 +100,17 @@ def on_fake_tensors() -> Iterator[None]:
         fake_collectives.collectives_on_fake_tensors(),
         patched(_replacements()),
     ):
+        yield
+
+
+@contextmanager
+def on_fake_gpu() -> Iterator[None]:
+    """As `on_fake_tensors`, with the copies that NCCL makes."""
+    copies = {
+        "torch.distributed.all_gather": fake_collectives.gather,
+        "torch.distributed.reduce_scatter": fake_collectives.reduce_and_scatter,
+    }
+    with on_fake_tensors(), patched(copies):
         yield
 
 

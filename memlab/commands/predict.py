@@ -311,7 +311,9 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
         lines.append(other_ranks_line(layout))
     if phases is not None:
         lines += ["", phases_table(phases, found.judged_range)]
-    return "\n".join([*lines, "", str(estimate_outside_torch(layout, judged.scenario.architecture))])
+    return "\n".join(
+        [*lines, "", str(estimate_outside_torch(layout, judged.scenario.architecture, judged.scenario.state))]
+    )
 
 
 def _with_range(record: StepRecord, found: _Predicted) -> dict[str, Any]:

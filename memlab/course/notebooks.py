@@ -13,8 +13,6 @@ from memlab.regression.suite.notebooks import EXERCISE_TAG, has_tag
 _SUMMARY = r"<summary><strong>Answers?</strong> to the (?:exercise|task)"
 """The first lab has tasks, which nothing checks, in place of exercises."""
 _ANSWERS = re.compile(rf"<details>{_SUMMARY}.*?</details>\n*", re.DOTALL)
-_FORGET = "# forget an older answer"
-"""The end of a line of an exercise before its answer: a typo in the answer must not leave an older one to be judged."""
 _INSTALL = """\
 import sys
 
@@ -59,8 +57,8 @@ def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     check = copy.deepcopy(cell)
     cell.source = "\n".join(answer).rstrip()
     # An answer with a syntax error does not run, so the check itself has to forget the answer before it.
-    forget = [line for line in answer if line.endswith(_FORGET)]
-    check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), ")", *forget])
+    judged = [f"{name} = None  # the next check needs a new answer" for name in _judged("\n".join(answer), last)]
+    check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), ")", *judged])
     check.id = f"{cell.id}-check"
     for each, is_answer in ((cell, True), (check, False)):
         name = f"{each.id}"
@@ -68,3 +66,18 @@ def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         points = {} if is_answer else {"points": 1}
         each.metadata["nbgrader"] = {"schema_version": 3, "grade_id": name, "cell_type": "code", **kind, **points}
     return [cell, check]
+
+
+def _judged(answer: str, goals: ast.stmt) -> list[str]:
+    """Returns the names that an answer gives to a value, a block or a function, and that its check judges."""
+    nodes = list(ast.walk(ast.parse(answer)))
+    given = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    given |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    judged = [
+        argument
+        for call in ast.walk(goals)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+        for argument in call.args
+    ]
+    names = [node.id for each in judged for node in ast.walk(each) if isinstance(node, ast.Name)]
+    return [name for name in dict.fromkeys(names) if name in given]

@@ -67,7 +67,7 @@ class Check(Goals):
             hint: What to look at, in the words of the exercise; by default, that of `peak_below`.
         """
         scenario = self._record.scenario
-        outside = estimate_outside_torch(scenario.layout, scenario.architecture).total_bytes
+        outside = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
         return self.peak_below(parse_bytes(gpu_memory) - outside, hint)
 
     def runs_on(self, num_ranks: int) -> Self:

@@ -226,7 +226,7 @@ def judge_fit(
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
-    outside = estimate_outside_torch(record.scenario.layout, record.scenario.architecture)
+    outside = estimate_outside_torch(record.scenario.layout, record.scenario.architecture, record.scenario.state)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
     is_measured = not KINDS[record.backend].is_prediction
 

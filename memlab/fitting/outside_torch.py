@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.training_state import TrainingState
 from memlab.units import MIB, format_bytes
 
 CONTEXT_BYTES = 700 * MIB
@@ -74,25 +75,25 @@ class OutsideTorch:
         )
 
 
-def estimate_outside_torch(layout: Layout, model: Architecture | None = None) -> OutsideTorch:
+def estimate_outside_torch(
+    layout: Layout, model: Architecture | None = None, state: TrainingState | None = None
+) -> OutsideTorch:
     """Estimates what a rank's GPU holds outside torch's allocator.
 
     Args:
         layout: Of the job, with the rank.
         model: Says whether there are experts and tied embeddings, which have groups of their own. None: a dense model
             without tied embeddings, unless the layout spreads experts.
+        state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the
+            embedding too. None: no such layers.
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
     rings = _groups_that_reduce(layout, has_experts=has_experts, is_last_stage=is_last_stage)
-    has_embedding = is_last_stage or layout.pipeline_stage == 0
-    if (
-        layout.pipeline_model_parallel_size > 1
-        and has_embedding
-        and model
-        and model.share_embeddings_and_output_weights
-    ):
-        rings.append(2)  # the gradients of the two copies of the embedding
+    has_copies = bool(model and model.share_embeddings_and_output_weights) or bool(state and state.mtp_num_layers)
+    is_at_an_end = is_last_stage or layout.pipeline_stage == 0
+    if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
+        rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)
     pairs, sends = _pairs(layout)
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
@@ -107,11 +108,12 @@ def estimate_outside_torch(layout: Layout, model: Architecture | None = None) ->
     )
 
 
-def outside_torch_of_every_stage(layout: Layout, model: Architecture) -> OutsideTorch:
+def outside_torch_of_every_stage(layout: Layout, model: Architecture, state: TrainingState) -> OutsideTorch:
     """Returns the estimate of the pipeline stage whose GPU holds the most outside torch."""
     firsts = range(0, layout.world_size, layout.ranks_of_a_stage)
     return max(
-        (estimate_outside_torch(replace(layout, rank=rank), model) for rank in firsts), key=lambda one: one.total_bytes
+        (estimate_outside_torch(replace(layout, rank=rank), model, state) for rank in firsts),
+        key=lambda one: one.total_bytes,
     )
 
 

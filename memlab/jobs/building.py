@@ -33,8 +33,9 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         CannotStartError: If the ranks cannot be divided so.
         ValueError: If memlab does not model how layers are split over stages.
     """
-    _count_ends_as_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
-    _count_chunks_in_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
+    num_layers = reading.values.get("num_layers") or architecture.num_layers
+    _count_chunks_in_layers(reading, num_layers + len(_counted_ends(reading)))
+    _count_ends_as_layers(reading, num_layers)
     _split_fp8(reading)
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
@@ -89,7 +90,12 @@ def _split_fp8(reading: Reading) -> None:
 
 
 def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:
-    """Takes the model chunks of a stage from the layers of a chunk, by the rule of Megatron-LM's `validate_args`."""
+    """Takes the model chunks of a stage from the layers of a chunk, by the rule of Megatron-LM's `validate_args`.
+
+    Args:
+        reading: Of the job.
+        num_layers: Of the model, with what counts as a layer (`_COUNTED`).
+    """
     key = "num_layers_per_virtual_pipeline_stage"
     layers, stages = reading.values.pop(key, None), reading.values.get("pipeline_model_parallel_size") or 1
     if layers is None or stages < 2:
@@ -113,6 +119,10 @@ _COUNTED = {
 """Megatron's options by which a stage with the embedding, or with the loss, has one layer fewer than the others."""
 
 
+def _counted_ends(reading: Reading) -> list[NotModelled]:
+    return [one for one in reading.not_modelled if one.key.rpartition(".")[2] in _COUNTED]
+
+
 def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     """Takes the layers of the first and the last stage where embedding or loss counts as a layer of them.
 
@@ -120,7 +130,7 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     """
     values = reading.values
     stages, chunks = (values.get(f"{name}pipeline_model_parallel_size") or 1 for name in ("", "virtual_"))
-    counted = [one for one in reading.not_modelled if one.key.rpartition(".")[2] in _COUNTED]
+    counted = _counted_ends(reading)
     if not counted:
         return
     if stages <= 1:
@@ -150,9 +160,9 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
         for field, chunk in zip(_COUNTED.values(), (0, -1), strict=True):
             layers[chunk] -= field in ends
         text = "|".join("t" * number for number in layers)
-        reading.take(
-            counted[0].key, "pipeline_model_parallel_layout", f"E{text}{'m' * (values.get('mtp_num_layers') or 0)}L"
-        )
+        text = f"E{text}{'m' * (values.get('mtp_num_layers') or 0)}L"
+        for key in ends.values():
+            reading.take(key, "pipeline_model_parallel_layout", text)
 
 
 def with_layer_pattern(reading: Reading, architecture: Architecture) -> Architecture:

@@ -38,6 +38,7 @@ _IN_A_FOLDER = (".hydra/config.yaml", "config.yaml", "run_config.yaml", "args.js
 _ACTION = "give a script, a log with a block of arguments, or a resolved configuration"
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
+_NO_SCRIPT = "is no script that could be started with values: leave out what follows --"
 _FIRST_OF_A_TREE = {"model", *(one.signs.key.partition(".")[0] for one in FRAMEWORKS.values() if one.signs.key)}
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
 
@@ -60,7 +61,11 @@ def read_file(
         ValueError: If it cannot be read, is larger than any real one, or is none of the known formats.
     """
     if is_recipe_file(path):
-        return format_name or "bridge", read_recipe_file(path)
+        if arguments is not None:
+            raise ValueError(f"{path.name} {_NO_SCRIPT}")
+        if format_name not in (None, "bridge"):
+            raise ValueError(f"the format is {format_name!r}, but {path.name} is a recipe of 'bridge': leave it out")
+        return "bridge", read_recipe_file(path)
     return _read_text(_file_of(path), variables, format_name, arguments)
 
 
@@ -70,7 +75,7 @@ def _read_text(
     text, is_whole = _text(path)
     is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
     if arguments is not None and (not is_script or has_argument_block(text)):
-        raise ValueError(f"{path.name} is no script that could be started with values: leave out what follows --")
+        raise ValueError(f"{path.name} {_NO_SCRIPT}")
     if has_argument_block(text):
         entries = read_argument_block(text, path.name)
         if not is_whole:

@@ -74,7 +74,7 @@ def phases_of(
     synced = 0 if rollout.syncs_from_host else loaded
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
-    outside = estimate_outside_torch(scenario.layout, scenario.architecture).total_bytes
+    outside = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)

@@ -201,8 +201,9 @@ _TORCH = (
         "backends/simulated.py",
         _replaced(
             "torch.distributed",
-            "all_gather_object batch_isend_irecv",
-            "The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
+            "all_gather_object batch_isend_irecv all_gather reduce_scatter",
+            "The first needs the other ranks, the second looks up a backend for the device of fake tensors, and of the "
+            "last two NCCL makes a copy.",
         ),
     ),
     *_in(
@@ -1029,7 +1030,7 @@ _TRANSFORMER_ENGINE = (
             _ENGINE + ".quantization",
             "global_amax_buffer global_amax_history_buffer global_scale_buffer reset",
             "FP8 scales and maxima of all modules, which outlive a model.",
-            on_instances=True,
+            on_instances=True,  # of FP8GlobalStateManager or, since 2.15, of its quantization_state
         ),
         _used(
             _ENGINE + ".attention.dot_product_attention.softmax",

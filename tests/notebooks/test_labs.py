@@ -114,6 +114,15 @@ def test_a_lab_holds_no_logic(path: Path) -> None:
 
 
 @every_lab
+def test_an_exercise_forgets_the_answer_of_an_earlier_run(path: Path) -> None:
+    """A typo in the name of the answer would leave the older one to be judged."""
+    for cell in code_cells(read_notebook(path)):
+        for marked in re.findall(r"(?m)^ *(\w[\w, =]*) = .*  # change me$", cell.source):
+            names = re.findall(r"\w+", marked)
+            assert f"{' = '.join(names)} = None  # forget an older answer" in cell.source.splitlines()
+
+
+@every_lab
 def test_a_lab_imports_only_the_public_api_and_the_standard_library(path: Path) -> None:
     for cell in code_cells(read_notebook(path)):
         for node in ast.walk(ast.parse(cell.source)):

@@ -186,6 +186,16 @@ def test_a_file_without_the_name_of_its_recipe_is_asked_for_it(name: str, checko
         Job.read(checkout / name)
 
 
+def test_what_a_recipe_cannot_take_is_refused(checkout: Path) -> None:
+    path = checkout / f"{LLAMA}::llama32_1b_sft_1gpu_h100_bf16_config"
+    with pytest.raises(ValueError, match="is no script that could be started with values: leave out what follows --"):
+        Job.read(path, arguments=["--tp", "2"])
+    with pytest.raises(
+        ValueError, match=r"the format is 'verl', but llama3\.py::\w+ is a recipe of 'bridge': leave it out"
+    ):
+        Job.read(path, format_name="verl")
+
+
 def test_a_survey_counts_each_recipe_as_a_job(checkout: Path) -> None:
     found = survey(checkout)
     outcomes = {one.path.rpartition("::")[2]: one.outcome for one in found.files if "/recipes/" in one.path}

@@ -349,14 +349,14 @@ OTHER_KINDS = {
     "numpy": """
 import numpy as np
 start = np.array([step.static_bytes for step in steps]); left = np.array([step.residual_bytes for step in steps])
-rises = np.diff(start) > 0.005 * start[0]
+rises = np.diff(start) > 0.001 * start[0]
 if rises[-1]: return "Leak"
 if rises.any(): return "growth by phase"
 return "retention" if (left > 0).all() else "spike"
 """,
     "the last step": """
 a, b = steps[-2:]
-if b.static_bytes - a.static_bytes > steps[0].static_bytes / 200: return "leak"
+if b.static_bytes - a.static_bytes > steps[0].static_bytes / 1000: return "leak"
 if b.static_bytes > 1.01 * steps[0].static_bytes: return "growth"
 return "retention" if all(s.residual_bytes for s in steps) else "spike"
 """,
@@ -374,6 +374,26 @@ WRONG_KINDS = {
             "return 'retention' if steps[-1].residual_bytes else 'spike'"
         ),
         "which is wrong",
+    ),
+    "a limit for each step": (
+        OTHER_KINDS["the last step"].replace("steps[0].static_bytes / 1000", "0.01 * steps[-2].static_bytes"),
+        "your function says growth, which is wrong",
+    ),
+    "two rises are a leak": (
+        (
+            "s = [x.static_bytes for x in steps]\nrises = sum(b > 1.01 * a for a, b in zip(s, s[1:]))\n"
+            "if rises >= 2: return 'leak'\n" + KIND_OF.strip()
+        ),
+        "your function says leak, which is wrong",
+    ),
+    "a residual of any step": (KIND_OF.replace("min(", "any("), "your function says retention, which is wrong"),
+    "the last step's residual": (
+        KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[-1].residual_bytes"),
+        "your function says retention, which is wrong",
+    ),
+    "the first step's residual": (
+        KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[0].residual_bytes"),
+        "your function says retention, which is wrong",
     ),
     "first and last": (KIND_OF.replace("starts[half]", "starts[0]"), "your function says leak, which is wrong"),
     "the residual first": (

@@ -40,7 +40,7 @@ from tests.unit.test_simulated_backend import measured_on_an_h200
 
 MEASURED = Path(__file__).parent / "data" / "measured"
 SMALL = {"num_layers": 2, "seq_length": 64}
-EXACT = {name: getattr(of_the_cpu_backend(), name) for name in ("meter", "fill_workspaces")}
+EXACT = {name: getattr(of_the_cpu_backend(), name) for name in ("meter", "fill_workspaces", "active")}
 """Of a simulated backend without an allocator."""
 
 

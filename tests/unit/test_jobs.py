@@ -862,6 +862,21 @@ def test_layers_of_a_chunk_that_megatron_refuses_are_found(layers: str, chunks: 
         assert job.required()[0].layout.virtual_pipeline_model_parallel_size == chunks
 
 
+def test_layers_of_a_chunk_are_counted_with_embedding_and_loss(tmp_path: Path) -> None:
+    """As ``validate_args`` of Megatron-LM counts them, which has the chunks of ``get_num_layers_to_build``."""
+    flags = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    flags += " --pipeline-model-parallel-size 6 --num-layers-per-virtual-pipeline-stage"
+    train = TRAIN.replace("--nproc-per-node 8", "--nproc-per-node 6")
+    job = Job.read(write(tmp_path, "run.sh", f"{train} --global-batch-size 12 {flags} 1"))
+    layout = job.required()[0].layout
+    stages = [list(layout.layers_of_chunks(stage, 40)) for stage in range(6)]
+    assert stages == [layers_of_megatron(6, 40, chunks=7)[stage::6] for stage in range(6)]
+    keys = {one.key for one in job.taken if one.memlab_value == layout.pipeline_model_parallel_layout}
+    assert keys == {"account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"}
+    refused = Job.read(write(tmp_path, "run.sh", f"{train} {flags} 2")).cannot_start
+    assert "2, must divide the layers of a stage, 42 / 6" in str(refused)
+
+
 def test_what_fails_in_a_calculation_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ZeroDivisionError("division by zero")

@@ -10,6 +10,7 @@ import pytest
 
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
+from memlab.config.training_state import TrainingState
 from memlab.fitting.outside_torch import OutsideTorch, estimate_outside_torch, outside_torch_of_every_stage
 from memlab.units import GIB, MIB, format_bytes
 
@@ -61,9 +62,22 @@ def test_only_the_last_stage_has_the_group_of_the_loss_and_the_kernels_of_the_ou
     assert last.nccl_bytes - first.nccl_bytes == 388 * MIB
     assert last.context_and_libraries_bytes - first.context_and_libraries_bytes == 130 * MIB
     layout = Layout(pipeline_model_parallel_size=4)
-    assert outside_torch_of_every_stage(layout, find_architecture("phi-4")) == last
+    assert outside_torch_of_every_stage(layout, find_architecture("phi-4"), TrainingState()) == last
     tied, apart = (of("PP2", model) for model in ("qwen3-4b", "qwen3-8b"))
     assert tied.nccl_bytes - apart.nccl_bytes == 484 * MIB
+
+
+@pytest.mark.parametrize(("model", "more"), [("qwen3-8b", (484, 0, 484)), ("qwen3-4b", (0, 0, 0))])
+def test_the_last_stage_has_a_copy_of_the_embedding_for_multi_token_prediction(
+    model: str, more: tuple[int, ...]
+) -> None:
+    for rank, mebibytes in enumerate(more):
+        layout = Layout(pipeline_model_parallel_size=3, rank=rank)
+        without, with_them = (
+            estimate_outside_torch(layout, find_architecture(model), TrainingState(mtp_num_layers=number))
+            for number in (None, 1)
+        )
+        assert with_them.nccl_bytes - without.nccl_bytes == mebibytes * MIB
 
 
 def test_an_all_to_all_of_eight_ranks_is_what_h100s_took_for_it() -> None:

@@ -108,7 +108,7 @@ def limit_for_torch(gpu_memory_bytes: int, scenario: Scenario) -> int:
     Raises:
         ValueError: If there are none.
     """
-    outside_torch_bytes = estimate_outside_torch(scenario.layout, scenario.architecture).total_bytes
+    outside_torch_bytes = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
     if gpu_memory_bytes <= outside_torch_bytes:
         outside = format_bytes(outside_torch_bytes)
         raise ValueError(
