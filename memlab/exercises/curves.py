@@ -20,8 +20,9 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
     """Returns runs of large models: the kind of each, and its steps.
 
     Their shapes differ from those of lab 06 in what a careless rule looks at: peaks vary under a leak, a leak begins
-    late, a spike comes in the first or in the last step, state is allocated in the third step, a retention lies under
-    peaks that vary, and caches for new lengths lift the start of a spike a little.
+    late or rises by less than 1 % in each step, a spike comes in the first or in the last step, state is allocated in
+    the third step or in two steps, a retention lies under peaks that vary, one step alone has a residual, and caches
+    for new lengths lift the start of a spike a little.
     """
     flat = [60.0] * 8
     varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
@@ -34,6 +35,10 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("leak", _steps([40.0, 40.0, 40.0, 40.0, 41.0, 42.0, 43.0, 44.0], flat, [0.0] * 4 + [1.0] * 4)),
         ("growth", _steps([12.0, 12.0, 31.0, 31.0, 31.0, 31.0, 31.0, 31.0], [40.0] * 8)),
         ("retention", _steps([20.0] * 8, varying, [6.0] * 8)),
+        ("leak", _steps([50 + 0.2 * step for step in range(12)], [80.0] * 12)),
+        ("growth", _steps([10.0, 10.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0], [40.0] * 8)),
+        ("spike", _steps([20.0] * 8, varying, [0.0] * 7 + [1.5])),
+        ("spike", _steps([20.0] * 8, varying, [1.5] + [0.0] * 7)),
     ]
 
 

@@ -56,7 +56,7 @@ class BridgePackage:
     def recipes_of(self, file: Path) -> list[Recipe]:
         """Returns the recipes that a file defines, in its order; none for files outside the recipes' folders."""
         try:
-            parts = file.absolute().relative_to(self.root.absolute()).with_suffix("").parts
+            parts = file.resolve().relative_to(self.root.resolve()).with_suffix("").parts
         except ValueError:
             return []
         module = ".".join(parts)
@@ -148,7 +148,7 @@ def _has_recipes(module: str) -> bool:
 
 def package_around(path: Path) -> BridgePackage | None:
     """Returns the checkout that a file belongs to, else the package that Python would import; None without both."""
-    for folder in path.absolute().parents:
+    for folder in path.resolve().parents:
         for root in (folder, folder / "src"):
             if (root / _PACKAGE / "recipes").is_dir():
                 return _package(root)

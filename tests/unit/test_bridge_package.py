@@ -140,8 +140,10 @@ def test_a_command_in_the_checkout_takes_the_checkout_s_recipe(
     """A performance recipe of the same name counts, and the ranks of the launcher."""
     (checkout / "examples").mkdir()
     (checkout / "examples/run.sh").write_text(f"{torchrun}scripts/training/run_recipe.py {words}\n")
-    scenario, _ = Job.read(checkout / "examples/run.sh").required()
+    job = Job.read(checkout / "examples/run.sh")
+    scenario, _ = job.required()
     assert (scenario.micro_batch_size, scenario.layout.world_size) == (micro_batch_size, 8 if torchrun else ranks)
+    assert {one.value for one in job.taken if one.field == "world_size"} == (set() if torchrun else {ranks})
 
 
 def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(checkout: Path) -> None:
@@ -206,6 +208,15 @@ def test_a_survey_counts_each_recipe_as_a_job(checkout: Path) -> None:
     }
     assert [name.rpartition("::")[2] for name in found.unreadable] == ["llama32_1b_of_this_machine_config"]
     assert sum("perf_recipes" in one.path for one in found.files) == 1
+
+
+@pytest.mark.parametrize("folder", [".", "../llama", "h100"])
+def test_a_survey_from_inside_the_recipes_counts_them_too(
+    folder: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkout / LLAMA.rpartition("/h100/")[0])
+    found = survey(Path(folder))
+    assert (len(found.files), len(found.unreadable)) == (3, 1)
 
 
 def test_nothing_outside_the_package_is_a_recipe(tmp_path: Path) -> None:

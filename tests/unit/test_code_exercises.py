@@ -90,7 +90,7 @@ WRONG_MOVES = {
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
     "only the experts": (RELEASE.replace(ALL, "model.expert_parallel_buffers"), LOAD, "held by buffers.grad_data"),
     "the experts not loaded": (RELEASE, LOAD.replace(ALL, "model.buffers"), "after load, the audit finds: gradients"),
-    "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released ends in your"),
+    "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released ends with an error: your"),
     "the same with a guard": (RELEASE, LOAD.replace("== 0", "> 0 and buffer.grad_data_size"), "was not brought back"),
     "the size not stored": (RELEASE.replace("buffer.grad_data_size = storage.size()", "pass"), LOAD, "has 0 bytes"),
     "the size stored too late": (
@@ -102,16 +102,16 @@ WRONG_MOVES = {
     "a second release stores 0": (
         f"for b in {ALL}:\n    b.grad_data_size = b.grad_data.storage().size(); b.grad_data.storage().resize_(0)",
         LOAD,
-        "load ends in your code zeroes",
+        "load ends with an error: your code zeroes",
     ),
     "bytes taken for elements": (RELEASE, LOAD.replace(".storage()", ".untyped_storage()"), "must have as many"),
     "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
-    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "left in it what was there before"),
+    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
     "a load without a condition": (
         RELEASE,
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data_size)\n    b.grad_data.zero_()",
-        "load, before anything was released ends in your code zeroes",
+        "load, before anything was released ends with an error: your code zeroes",
     ),
     "an attribute that is not there": (RELEASE, LOAD.replace("grad_data_size", "size"), "no attribute 'size'"),
     "only an if that a guard skips": (
@@ -349,14 +349,14 @@ OTHER_KINDS = {
     "numpy": """
 import numpy as np
 start = np.array([step.static_bytes for step in steps]); left = np.array([step.residual_bytes for step in steps])
-rises = np.diff(start) > 0.005 * start[0]
+rises = np.diff(start) > 0.001 * start[0]
 if rises[-1]: return "Leak"
 if rises.any(): return "growth by phase"
 return "retention" if (left > 0).all() else "spike"
 """,
     "the last step": """
 a, b = steps[-2:]
-if b.static_bytes - a.static_bytes > steps[0].static_bytes / 200: return "leak"
+if b.static_bytes - a.static_bytes > steps[0].static_bytes / 1000: return "leak"
 if b.static_bytes > 1.01 * steps[0].static_bytes: return "growth"
 return "retention" if all(s.residual_bytes for s in steps) else "spike"
 """,
@@ -374,6 +374,26 @@ WRONG_KINDS = {
             "return 'retention' if steps[-1].residual_bytes else 'spike'"
         ),
         "which is wrong",
+    ),
+    "a limit for each step": (
+        OTHER_KINDS["the last step"].replace("steps[0].static_bytes / 1000", "0.01 * steps[-2].static_bytes"),
+        "your function says growth, which is wrong",
+    ),
+    "two rises are a leak": (
+        (
+            "s = [x.static_bytes for x in steps]\nrises = sum(b > 1.01 * a for a, b in zip(s, s[1:]))\n"
+            "if rises >= 2: return 'leak'\n" + KIND_OF.strip()
+        ),
+        "your function says leak, which is wrong",
+    ),
+    "a residual of any step": (KIND_OF.replace("min(", "any("), "your function says retention, which is wrong"),
+    "the last step's residual": (
+        KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[-1].residual_bytes"),
+        "your function says retention, which is wrong",
+    ),
+    "the first step's residual": (
+        KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[0].residual_bytes"),
+        "your function says retention, which is wrong",
     ),
     "first and last": (KIND_OF.replace("starts[half]", "starts[0]"), "your function says leak, which is wrong"),
     "the residual first": (
