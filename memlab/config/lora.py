@@ -134,6 +134,16 @@ class LoRA:
             if weight.is_matrix and self.adapts(name, is_grouped=bool(weight.num_experts)):
                 yield weight
 
+    def names(self, number: int, linear: str) -> bool:
+        """Whether an empty list or a pattern names a linear, which may be one of `linears_without_adapters`.
+
+        Args:
+            number: Of the layer in its model chunk.
+            linear: Its name in the layer.
+        """
+        targets = self.target_modules
+        return not targets or any(_matches(target, f"decoder.layers.{number}.{linear}") for target in targets)
+
     def weights(self, linear: Weight, ranks_of_experts: int) -> tuple[Weight, Weight]:
         """Returns the two weights of a linear's adapter.
 
@@ -158,9 +168,10 @@ class LoRA:
 
 
 def linears_without_adapters(parts: Iterable[Part]) -> list[str]:
-    """Returns the linears of layers of which memlab predicts no adapters, such as those of latent attention."""
-    names = {weight.name.removesuffix(".weight").rpartition(".")[2] for part in parts for weight in part.weights()}
-    return sorted(name for name in names if name.startswith("linear_") and name not in LINEARS and "norm" not in name)
+    """Returns the linears in layers of which memlab predicts no adapters, such as those of latent attention."""
+    names = {weight.name.removesuffix(".weight") for part in parts for weight in part.weights() if weight.is_matrix}
+    own = {name: name.rpartition(".")[2] for name in names}
+    return sorted(name for name in names if own[name].startswith("linear_") and own[name] not in LINEARS)
 
 
 def _matches(pattern: str, name: str) -> bool:

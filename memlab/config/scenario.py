@@ -266,10 +266,17 @@ class Scenario:
                 "adapters: name other linears, or give lora_exclude_modules output_layer",
                 *("lora_target_modules", "lora_exclude_modules"),
             )
-        if not lora.target_modules and (others := linears_without_adapters(self.architecture.parts)):
+        numbers = range(max(map(len, self.chunks_of_rank)))
+        others = [
+            name.rpartition(".")[2]
+            for name in linears_without_adapters(self.architecture.parts)
+            if any(lora.names(number, name) for number in numbers)
+        ]
+        if others:
             raise RuleError(
-                f"lora_target_modules is empty, which names {', '.join(others)} of {self.architecture.name} too, of "
-                f"which memlab predicts no adapters: name {', '.join(LINEARS)}",
+                f"lora_target_modules is {shortened(list(lora.target_modules)) if lora.target_modules else 'empty'}, "
+                f"which names {', '.join(others)} of {self.architecture.name} too, of which memlab predicts no "
+                f"adapters: name {', '.join(LINEARS)}",
                 "lora_target_modules",
             )
         of_experts = layout.expert_tensor_size if any(one.num_experts for one in self.weights_of_adapters()) else 1

@@ -46,7 +46,7 @@ class CodeCheck(Goals):
         with lab.own_gradient_moves(release, load):
             for what, call, hint in calls:
                 if error := _result(call, "gradients")[1]:
-                    return self.goal(False, f"{what} ends in {error}", hint)
+                    return self.goal(False, f"{what} ends with an error: {error}", hint)
                 if complaints := lab.audit_residency().complaints:
                     return self.goal(False, f"after {what}, the audit finds: {complaints[0]}", hint)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")

@@ -210,7 +210,7 @@ class Check(Goals):
         if is_whole:
             return self.goal(True, "every layer is recomputed as a whole")
         what = f"the settings are '{settings}', must recompute every layer as a whole"
-        hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with the number of layers"
+        hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with all layers of the model"
         return self.goal(False, what, hint)
 
     def with_state(self, **options: object) -> Self:

@@ -56,7 +56,7 @@ class BridgePackage:
     def recipes_of(self, file: Path) -> list[Recipe]:
         """Returns the recipes that a file defines, in its order; none for files outside the recipes' folders."""
         try:
-            parts = file.absolute().relative_to(self.root.absolute()).with_suffix("").parts
+            parts = file.resolve().relative_to(self.root.resolve()).with_suffix("").parts
         except ValueError:
             return []
         module = ".".join(parts)
@@ -82,6 +82,7 @@ class BridgePackage:
         See ``load_recipe`` in scripts/training/recipe_runner.py, main of August 2026.
         """
         follower = self._following()
+        follower.forget()
         modules = [*self._families(BENCHMARKS), *self._libraries()] if _RANKS.search(name) else self._libraries()
         for module in modules:
             found = follower.global_of(module, name)
@@ -148,7 +149,7 @@ def _has_recipes(module: str) -> bool:
 
 def package_around(path: Path) -> BridgePackage | None:
     """Returns the checkout that a file belongs to, else the package that Python would import; None without both."""
-    for folder in path.absolute().parents:
+    for folder in path.resolve().parents:
         for root in (folder, folder / "src"):
             if (root / _PACKAGE / "recipes").is_dir():
                 return _package(root)

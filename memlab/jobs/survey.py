@@ -137,7 +137,7 @@ def _jobs(files: Iterable[Path]) -> Iterator[Path]:
 def _files(folder: Path, unread: Callable[[OSError], None]) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=unread):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        has_recipes = not set(Path(parent).parts).isdisjoint(_WITH_RECIPES)
+        has_recipes = not set(Path(parent).resolve().parts).isdisjoint(_WITH_RECIPES)
         endings = {*_ENDINGS, ".py"} if has_recipes else _ENDINGS
         yield from (Path(parent, name) for name in names if Path(name).suffix in endings)
 

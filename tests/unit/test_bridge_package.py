@@ -140,8 +140,10 @@ def test_a_command_in_the_checkout_takes_the_checkout_s_recipe(
     """A performance recipe of the same name counts, and the ranks of the launcher."""
     (checkout / "examples").mkdir()
     (checkout / "examples/run.sh").write_text(f"{torchrun}scripts/training/run_recipe.py {words}\n")
-    scenario, _ = Job.read(checkout / "examples/run.sh").required()
+    job = Job.read(checkout / "examples/run.sh")
+    scenario, _ = job.required()
     assert (scenario.micro_batch_size, scenario.layout.world_size) == (micro_batch_size, 8 if torchrun else ranks)
+    assert {one.value for one in job.taken if one.field == "world_size"} == (set() if torchrun else {ranks})
 
 
 def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(checkout: Path) -> None:
@@ -186,6 +188,19 @@ def test_a_file_without_the_name_of_its_recipe_is_asked_for_it(name: str, checko
         Job.read(checkout / name)
 
 
+def test_a_recipe_that_was_edited_is_read_again(checkout: Path) -> None:
+    (checkout / "run.sh").write_text("scripts/training/run_recipe.py --recipe llama32_1b_pretrain_config\n")
+    jobs = [Job.read(checkout / "run.sh")]
+    for name, old, new in ((LLAMA, "'NullTokenizer', 32000", "'NullTokenizer', 640000"),
+                           ("src/megatron/bridge/recipes/llama/__init__.py", "pretrain_4gpu", "sft_1gpu")):  # fmt: skip
+        path = checkout / name
+        path.write_text(path.read_text().replace(old, new))
+        jobs.append(Job.read(checkout / "run.sh"))
+    scenarios = [job.required()[0] for job in jobs]
+    assert [one.architecture.vocab_size for one in scenarios] == [32_000, 640_000, 128_256]
+    assert [one.layout.world_size for one in scenarios] == [4, 4, 1]
+
+
 def test_what_a_recipe_cannot_take_is_refused(checkout: Path) -> None:
     path = checkout / f"{LLAMA}::llama32_1b_sft_1gpu_h100_bf16_config"
     with pytest.raises(ValueError, match="is no script that could be started with values: leave out what follows --"):
@@ -206,6 +221,15 @@ def test_a_survey_counts_each_recipe_as_a_job(checkout: Path) -> None:
     }
     assert [name.rpartition("::")[2] for name in found.unreadable] == ["llama32_1b_of_this_machine_config"]
     assert sum("perf_recipes" in one.path for one in found.files) == 1
+
+
+@pytest.mark.parametrize("folder", [".", "../llama", "h100"])
+def test_a_survey_from_inside_the_recipes_counts_them_too(
+    folder: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkout / LLAMA.rpartition("/h100/")[0])
+    found = survey(Path(folder))
+    assert (len(found.files), len(found.unreadable)) == (3, 1)
 
 
 def test_nothing_outside_the_package_is_a_recipe(tmp_path: Path) -> None:

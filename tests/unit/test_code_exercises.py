@@ -90,7 +90,7 @@ WRONG_MOVES = {
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
     "only the experts": (RELEASE.replace(ALL, "model.expert_parallel_buffers"), LOAD, "held by buffers.grad_data"),
     "the experts not loaded": (RELEASE, LOAD.replace(ALL, "model.buffers"), "after load, the audit finds: gradients"),
-    "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released ends in your"),
+    "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released ends with an error: your"),
     "the same with a guard": (RELEASE, LOAD.replace("== 0", "> 0 and buffer.grad_data_size"), "was not brought back"),
     "the size not stored": (RELEASE.replace("buffer.grad_data_size = storage.size()", "pass"), LOAD, "has 0 bytes"),
     "the size stored too late": (
@@ -102,16 +102,16 @@ WRONG_MOVES = {
     "a second release stores 0": (
         f"for b in {ALL}:\n    b.grad_data_size = b.grad_data.storage().size(); b.grad_data.storage().resize_(0)",
         LOAD,
-        "load ends in your code zeroes",
+        "load ends with an error: your code zeroes",
     ),
     "bytes taken for elements": (RELEASE, LOAD.replace(".storage()", ".untyped_storage()"), "must have as many"),
     "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
-    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "left in it what was there before"),
+    "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
     "a load without a condition": (
         RELEASE,
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data_size)\n    b.grad_data.zero_()",
-        "load, before anything was released ends in your code zeroes",
+        "load, before anything was released ends with an error: your code zeroes",
     ),
     "an attribute that is not there": (RELEASE, LOAD.replace("grad_data_size", "size"), "no attribute 'size'"),
     "only an if that a guard skips": (

@@ -359,6 +359,17 @@ def test_every_loss_is_written_or_said_to_be_another(name: str, loss: Any, tmp_p
         assert (job.scenario.state.loss, job.scenario.state.fp32_output) == (loss, fp32_output)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("name", OF_MEGATRON)
+def test_how_tokens_are_permuted_is_written_once(name: str, is_fused: bool, tmp_path: Path) -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", state=TrainingState(moe_permute_fusion=is_fused))
+    lines = written(name, scenario, MemorySettings()).lines
+    assert sum("permute" in line for line in lines) <= 1, lines
+    job = read_lines(name, lines, scenario.layout.world_size, tmp_path / FILES.get(name, "run.sh"))
+    assert job.scenario is not None
+    assert job.scenario.state.moe_permute_fusion == is_fused
+
+
 @pytest.mark.parametrize("name", OF_MEGATRON)
 def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Path) -> None:
     dice = random.Random(f"changes {name}")

@@ -96,6 +96,27 @@ def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, l
         Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
 
 
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        ((), "is empty, which names linear_kv_down_proj, linear_kv_up_proj, linear_q_down_proj, linear_q_up_proj"),
+        (("linear_fc1", "*"), r"is \['linear_fc1', '\*'\], which names linear_kv_down_proj"),
+        (
+            ("*.layers.1.self_attention.linear_q*", "linear_proj"),
+            "which names linear_q_down_proj, linear_q_up_proj of deepseek",
+        ),
+        (("*.layers.99.self_attention.linear_q*", "linear_proj"), None),
+        (("*.mlp.*", "linear_proj"), None),
+    ],
+)
+def test_linears_of_latent_attention_are_never_left_without_adapters_in_silence(
+    targets: tuple[str, ...], named: str | None
+) -> None:
+    state = TrainingState(lora=LoRA(target_modules=targets))
+    with nullcontext() if named is None else pytest.raises(RuleError, match=named):
+        Scenario.of("deepseek-tiny", num_layers=2, state=state)
+
+
 @pytest.mark.parametrize(("architecture", "module"), [("phi-4-tiny", "mlp"), ("qwen3-moe-tiny", "moe")])
 def test_a_checkpoint_whose_input_requires_no_gradient_is_refused(architecture: str, module: str) -> None:
     """Megatron's step then ends without an error, and no adapter has a gradient."""

@@ -105,5 +105,6 @@ def test_a_rank_without_experts_has_a_dense_model_s_workspaces_and_says_which_se
         assert ("recompute_modules:moe_act" in record.without_effect) == (rank == 0)
     with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
         dense = lab.step(warm_up=False).peak_by_category["workspace"]
-    assert found[1] - found[0] >= 128 * 2**20
-    assert found[0] < dense + 2**20
+    of_cublas = 2 * 32 * 2**20  # only the output layer of the dense model is a matrix product of torch itself
+    assert found[1] - found[0] >= 128 * 2**20 + of_cublas
+    assert found[0] == pytest.approx(dense - of_cublas, abs=2**20)

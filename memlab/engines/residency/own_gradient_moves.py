@@ -148,8 +148,8 @@ class _Gradients:
     def require_zeroed(self) -> None:
         if self._is_unwritten:
             raise ValueError(
-                "your load gave the gradients memory and left in it what was there before, must be zeros: backward "
-                "adds to them"
+                "your load gives the gradients memory and does not zero it, must fill it with zeros: backward adds to "
+                "what is there"
             )
 
 

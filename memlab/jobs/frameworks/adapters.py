@@ -66,7 +66,7 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
 
 def lacks_of_model(architecture: Architecture) -> list[str]:
     """Returns what memlab lacks where all linears of a model have adapters, in phrases."""
-    return [f"adapters of {name}" for name in linears_without_adapters(architecture.parts)]
+    return [f"adapters of {name.rpartition('.')[2]}" for name in linears_without_adapters(architecture.parts)]
 
 
 def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> None:

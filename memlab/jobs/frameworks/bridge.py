@@ -188,6 +188,7 @@ def complete(reading: Reading) -> None:
     own = reading.entries.by_key.get("world_size")  # of a recipe, the number that it is named by
     if per_node is not None and (own is None or own.line is not None):
         values["world_size"] = nodes * per_node
+        reading.taken = [one for one in reading.taken if one.field != "world_size"]
     recipe = values.pop("recipe")
     known = reading.entries.recipe
     if known:

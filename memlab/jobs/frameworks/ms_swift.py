@@ -674,6 +674,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
             reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
         if lora.dropout_position != "pre":
             reasons["lora_dropout_position"] = "ms-swift drops the inputs of adapters"
+        if not lora.target_modules:
+            reasons["lora_target_modules"] = "ms-swift has no list that stands for all linears with the output layer"
     if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax of logits in fp32"
     return reasons
