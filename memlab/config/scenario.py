@@ -155,6 +155,7 @@ class Scenario:
         self._check_adapters()
         self._check_attention()
         self._check_packing()
+        self._check_mask()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     def _check_architecture(self) -> None:
@@ -320,6 +321,22 @@ class Scenario:
                 "auto, fused or flash",
                 *("packed_sequences", "attention_backend"),
             )
+
+    def _check_mask(self) -> None:
+        if not self.state.create_attention_mask:
+            return
+        ranks, backend = self.layout.context_parallel_size, self.state.attention_backend
+        for name, value, refused, advice in (
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None, "leave one of the two out"),
+            ("context_parallel_size", ranks, ranks > 1, "choose 1"),
+            ("attention_backend", repr(backend), backend == "unfused", "choose auto, fused or flash"),
+        ):
+            if refused:
+                raise RuleError(
+                    f"create_attention_mask is True with {name} {value}, which memlab does not predict together: "
+                    f"{advice}, or leave create_attention_mask out",
+                    *("create_attention_mask", name),
+                )
 
     def _check_experts(self) -> None:
         if self.architecture.num_moe_experts is not None:

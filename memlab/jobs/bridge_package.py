@@ -82,6 +82,7 @@ class BridgePackage:
         See ``load_recipe`` in scripts/training/recipe_runner.py, main of August 2026.
         """
         follower = self._following()
+        follower.forget()
         modules = [*self._families(BENCHMARKS), *self._libraries()] if _RANKS.search(name) else self._libraries()
         for module in modules:
             found = follower.global_of(module, name)

@@ -36,7 +36,8 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     num_layers = reading.values.get("num_layers") or architecture.num_layers
     _count_chunks_in_layers(reading, num_layers + len(_counted_ends(reading)))
     _count_ends_as_layers(reading, num_layers)
-    _split_fp8(reading)
+    if not architecture.routes:  # a model with experts cannot start so
+        _split_fp8(reading)
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
     tensor = values["tensor_model_parallel_size"] or 1

@@ -56,7 +56,8 @@ class CachingMemory:
 
     @limit_bytes.setter
     def limit_bytes(self, num_bytes: int | None) -> None:
-        self.allocator.empty_cache()  # the limit applies to new segments only
+        if num_bytes != self._limit_bytes:
+            self.allocator.empty_cache()  # the limit applies to new segments only
         self._limit_bytes = num_bytes
 
     def use_allocator(self, settings: AllocatorSettings) -> None:

@@ -188,6 +188,19 @@ def test_a_file_without_the_name_of_its_recipe_is_asked_for_it(name: str, checko
         Job.read(checkout / name)
 
 
+def test_a_recipe_that_was_edited_is_read_again(checkout: Path) -> None:
+    (checkout / "run.sh").write_text("scripts/training/run_recipe.py --recipe llama32_1b_pretrain_config\n")
+    jobs = [Job.read(checkout / "run.sh")]
+    for name, old, new in ((LLAMA, "'NullTokenizer', 32000", "'NullTokenizer', 640000"),
+                           ("src/megatron/bridge/recipes/llama/__init__.py", "pretrain_4gpu", "sft_1gpu")):  # fmt: skip
+        path = checkout / name
+        path.write_text(path.read_text().replace(old, new))
+        jobs.append(Job.read(checkout / "run.sh"))
+    scenarios = [job.required()[0] for job in jobs]
+    assert [one.architecture.vocab_size for one in scenarios] == [32_000, 640_000, 128_256]
+    assert [one.layout.world_size for one in scenarios] == [4, 4, 1]
+
+
 def test_what_a_recipe_cannot_take_is_refused(checkout: Path) -> None:
     path = checkout / f"{LLAMA}::llama32_1b_sft_1gpu_h100_bf16_config"
     with pytest.raises(ValueError, match="is no script that could be started with values: leave out what follows --"):

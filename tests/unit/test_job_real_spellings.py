@@ -822,4 +822,6 @@ def test_only_sequence_parallelism_needs_a_length_that_ranks_can_share(tmp_path:
     lengths = ("tensor_model_parallel_size=4", "seq_length=262", "world_size=4")
     whole, split = (_job("megatron-lm", tmp_path, *lengths, f"sequence_parallel={on}") for on in ("false", "true"))
     assert "experts Megatron-Core does not train without it" in str(whole.cannot_start)
+    in_fp8 = _job("megatron-lm", tmp_path, *lengths, "sequence_parallel=false", "fp8_format=hybrid")
+    assert in_fp8.cannot_start == whole.cannot_start
     assert "must divide the 262 tokens of a sequence" in str(split.cannot_start)

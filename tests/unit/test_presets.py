@@ -12,7 +12,7 @@ from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.option import options_of
-from memlab.config.scenario import Scenario
+from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
@@ -32,7 +32,10 @@ def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
     for architecture in ARCHITECTURES.values():
         if architecture.multi_latent_attention and architecture.rope_type == "rope" and preset.state.apply_rope_fusion:
             continue  # Megatron-Core refuses it
-        check_on_model(preset.settings, Scenario.of(architecture, state=preset.state))
+        if preset.engine == "fsdp2" and architecture.family not in FAMILIES_OF_FSDP2:
+            continue  # the engine does not build it
+        scenario = Scenario.of(architecture, state=preset.state, engine=preset.engine or "megatron")
+        check_on_model(preset.settings, scenario)
 
 
 @pytest.mark.parametrize(

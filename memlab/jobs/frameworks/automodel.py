@@ -238,7 +238,7 @@ def _take_rows(reading: Reading) -> None:
         reading.assumed.append("the length of its sequences")
         reading.warnings.append(
             "the length of sequences is the data's and not in the file, so memlab takes the model's usual one: give "
-            "--seq-length"
+            "--set dataset.seq_length=TOKENS"
         )
     is_of_one_length = "mock" in str(reading.get("dataset._target_"))
     if not packed and not is_of_one_length and values["micro_batch_size"] > 1:

@@ -91,8 +91,12 @@ class Follower:
             NotFollowedError: If it cannot be followed; the text says where.
         """
         self._steps = 0
-        self._globals.clear()  # an earlier call may have changed them
+        self.forget()
         return self.call(self.global_of(module, name), [], {}, Line(0, module))
+
+    def forget(self) -> None:
+        """Forgets what names of modules stand for: an earlier call may have changed it, and so may who edits a file."""
+        self._globals.clear()
 
     def global_of(self, module: str, name: str) -> Any:
         """Returns what a name of a module stands for; `_ABSENT` if the module does not have it."""

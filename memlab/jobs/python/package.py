@@ -18,7 +18,8 @@ class Package:
 
     root: Path
     """The folder with the package's first folder, such as ``src``."""
-    _parsed: dict[str, ast.Module | None] = field(default_factory=dict)
+    _parsed: dict[str, tuple[tuple[Path, int, int], ast.Module | None]] = field(default_factory=dict)
+    """By a module's name, its syntax, with what tells whether its file has changed since."""
 
     def file_of(self, module: str) -> Path | None:
         """Returns the file of a module, or None if the package does not have it."""
@@ -38,16 +39,18 @@ class Package:
         Raises:
             NotFollowedError: If there is none, or if it cannot be parsed.
         """
-        if name not in self._parsed:
-            file = self.file_of(name)
-            if file is None:
-                raise NotFollowedError(f"the module {name} is not in {self.root}")
+        file = self.file_of(name)
+        if file is None:
+            raise NotFollowedError(f"the module {name} is not in {self.root}")
+        stat = file.stat()
+        stamp = (file, stat.st_mtime_ns, stat.st_size)
+        if name not in self._parsed or self._parsed[name][0] != stamp:
             try:
                 text = file.read_bytes()[: _MOST_BYTES + 1]
-                self._parsed[name] = None if len(text) > _MOST_BYTES else ast.parse(text)
+                self._parsed[name] = (stamp, None if len(text) > _MOST_BYTES else ast.parse(text))
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-                self._parsed[name] = None
-        found = self._parsed[name]
+                self._parsed[name] = (stamp, None)
+        found = self._parsed[name][1]
         if found is None:
             raise NotFollowedError(f"the module {name} cannot be read as Python")
         return found

@@ -58,11 +58,12 @@ class AllocatorMeter:
 
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
+        if num_bytes == self._device.limit_bytes:
+            return
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.empty_cache()  # the limit applies to new segments only
-        if num_bytes is not None or self._device.limit_bytes is not None:
-            # Never for a process without a limit: torch reads garbage_collection_threshold only after this call.
-            torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
+        # Never for a process without a limit: torch reads garbage_collection_threshold only after this call.
+        torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
         self._device.limit_bytes = num_bytes
 
     @property
