@@ -553,14 +553,29 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        if self.state.lora is not None and self.state.lora.dropout_position != "pre" and not self.state.lora.dropout:
-            reasons["lora_dropout_position"] = "lora_dropout is 0"
-        reasons |= self._without_effect_on_experts()
+        reasons |= self._without_effect_on_adapters() | self._without_effect_on_experts()
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}
         if self.layout.pipeline_stage > 0 and self.state.ddp_bucket_size is not None:
             reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
+        return reasons
+
+    def _without_effect_on_adapters(self) -> dict[str, str]:
+        lora, reasons = self.state.lora, {}
+        if lora is None:
+            return {}
+        if lora.dropout_position != "pre" and not lora.dropout:
+            reasons["lora_dropout_position"] = "lora_dropout is 0"
+        every = replace(lora, exclude_modules=())
+        excludes = lora.adapts(OUTPUT_LAYER) != every.adapts(OUTPUT_LAYER) or any(
+            [*lora.adapted(number, part.weights())] != [*every.adapted(number, part.weights())]
+            for chunk in (self.chunks_of_rank if lora.exclude_modules else ())
+            for number, layer in enumerate(chunk)
+            for part in self.architecture.parts_of(layer)
+        )
+        if lora.exclude_modules and not excludes:
+            reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
         return reasons
 
     def _without_effect_on_experts(self) -> dict[str, str]:

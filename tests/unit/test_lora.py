@@ -141,6 +141,16 @@ def test_a_position_of_dropout_is_named_without_dropout() -> None:
         assert Scenario.of("llama-3-tiny", state=state).without_effect() == reasons
 
 
+@pytest.mark.parametrize(
+    ("excluded", "is_idle"),
+    [("linear_kqv", True), ("*.layers.9.*", True), ("linear_fc1", False), ("*.layers.0.*", False), ("output*", False)],
+)
+def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: bool) -> None:
+    state = TrainingState(lora=LoRA(target_modules=(), exclude_modules=(excluded,)))
+    reasons = Scenario.of("llama-3-tiny", num_layers=2, state=state).without_effect()
+    assert ("lora_exclude_modules" in reasons) == is_idle
+
+
 def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:
     def reason(architecture: str, **options: Any) -> str | None:
         state = TrainingState(freeze_moe_router=True, **options)
