@@ -214,14 +214,14 @@ def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
 
 def table_row(pair: tuple[dict[str, Any], int]) -> str:
     """Predicts one rank; returns its row of the table."""
-    from memlab.fitting.outside_torch import estimate_outside_torch
+    from memlab.fitting.outside_torch import outside_torch_of
 
     job, rank = pair
     predicted = predict_rank(job, rank)
     step = job["ranks"][rank]["steps"][-1]
     outside = step.get("outside_torch_bytes")  # left out where other processes used the same GPU
     scenario = predicted.scenario
-    stated = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state)
+    stated = outside_torch_of(scenario)
     inside = outside is None or stated.total_bytes <= outside <= stated.most_bytes
     cells = [
         *(f"{job['name']}", f"{rank}"),

@@ -33,7 +33,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit, judge_phases
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.writing import writable
@@ -311,9 +311,7 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
         lines.append(other_ranks_line(layout))
     if phases is not None:
         lines += ["", phases_table(phases, found.judged_range)]
-    return "\n".join(
-        [*lines, "", str(estimate_outside_torch(layout, judged.scenario.architecture, judged.scenario.state))]
-    )
+    return "\n".join([*lines, "", str(outside_torch_of(judged.scenario))])
 
 
 def _with_range(record: StepRecord, found: _Predicted) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from memlab.config.settings import KEPT_ON_HOST
 from memlab.config.training_state import TrainingState
 from memlab.exercises.audits import ResidencyCheck
 from memlab.exercises.goals import Goals, listed
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.record.job_record import JobRecord
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
@@ -67,7 +67,7 @@ class Check(Goals):
             hint: What to look at, in the words of the exercise; by default, that of `peak_below`.
         """
         scenario = self._record.scenario
-        outside = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
+        outside = outside_torch_of(scenario).total_bytes
         return self.peak_below(parse_bytes(gpu_memory) - outside, hint)
 
     def runs_on(self, num_ranks: int) -> Self:

@@ -16,7 +16,7 @@ from memlab.fitting.measured_margin import (
     measured_margin,
     needs_whole_reserve,
 )
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.jobs.frameworks.framework import NotModelled
@@ -226,7 +226,7 @@ def judge_fit(
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
-    outside = estimate_outside_torch(record.scenario.layout, record.scenario.architecture, record.scenario.state)
+    outside = outside_torch_of(record.scenario)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
     is_measured = not KINDS[record.backend].is_prediction
 

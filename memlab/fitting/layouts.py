@@ -291,7 +291,7 @@ def _surest_first(searches: list[tuple[Scenario, int]], base: MemorySettings) ->
 
 
 def _outside_torch_bytes(job: Scenario) -> int:
-    return outside_torch_of_every_stage(job.layout, job.architecture, job.state).total_bytes
+    return outside_torch_of_every_stage(job).total_bytes
 
 
 def _is_no_larger(other: FittingLayout, layout: Layout, base: MemorySettings) -> bool:

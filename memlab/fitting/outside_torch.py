@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.units import MIB, format_bytes
 
@@ -43,6 +44,10 @@ ROUNDING_BYTES = 2 * MIB
 """By which the same communicator was larger on some ranks."""
 MOST_PEERS = 7
 """With buffers of their own: the other GPUs of a node. Over a network they are shared (``NCCL_NET_SHARED_BUFFERS``)."""
+CONTEXT_OF_FSDP2_BYTES = 815 * MIB
+"""CUDA's context and all kernels of a job of FSDP2, which has no Transformer Engine: 820 to 840 MiB in 76 jobs of plain
+torch on one and two H200s (``labs/results/h200_plain_fsdp2.jsonl``, ``h200x2_plain_fsdp2.jsonl``). One group serves all
+its collectives, and a single rank has none."""
 MEASURED_RANKS = 4
 BEYOND_MEASURED_BYTES = 640 * MIB
 """More at most in a job of more ranks than were measured. It is an assumption, not a measurement."""
@@ -78,7 +83,7 @@ class OutsideTorch:
 def estimate_outside_torch(
     layout: Layout, model: Architecture | None = None, state: TrainingState | None = None
 ) -> OutsideTorch:
-    """Estimates what a rank's GPU holds outside torch's allocator.
+    """Estimates what the GPU of a rank of Megatron-Core holds outside torch's allocator.
 
     Args:
         layout: Of the job, with the rank.
@@ -108,13 +113,23 @@ def estimate_outside_torch(
     )
 
 
-def outside_torch_of_every_stage(layout: Layout, model: Architecture, state: TrainingState) -> OutsideTorch:
-    """Returns the estimate of the pipeline stage whose GPU holds the most outside torch."""
-    firsts = range(0, layout.world_size, layout.ranks_of_a_stage)
-    return max(
-        (estimate_outside_torch(replace(layout, rank=rank), model, state) for rank in firsts),
-        key=lambda one: one.total_bytes,
+def outside_torch_of(job: Scenario) -> OutsideTorch:
+    """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is."""
+    if job.engine == "megatron":
+        return estimate_outside_torch(job.layout, job.architecture, job.state)
+    size = job.layout.world_size
+    return OutsideTorch(
+        context_and_libraries_bytes=CONTEXT_OF_FSDP2_BYTES,
+        nccl_bytes=WORLD_BYTES if size > 1 else 0,
+        uncertain_bytes=OTHER_KERNELS_BYTES + BEYOND_MEASURED_BYTES * (size > MEASURED_RANKS),
     )
+
+
+def outside_torch_of_every_stage(job: Scenario) -> OutsideTorch:
+    """Returns the estimate of the pipeline stage whose GPU holds the most outside torch."""
+    firsts = range(0, job.layout.world_size, job.layout.ranks_of_a_stage)
+    stages = (replace(job, layout=replace(job.layout, rank=rank)) for rank in firsts)
+    return max(map(outside_torch_of, stages), key=lambda one: one.total_bytes)
 
 
 def _groups_that_reduce(layout: Layout, *, has_experts: bool, is_last_stage: bool) -> list[int]:

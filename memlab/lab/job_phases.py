@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.lab.search_steps import SimulatedSteps, stepping
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
@@ -74,7 +74,7 @@ def phases_of(
     synced = 0 if rollout.syncs_from_host else loaded
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
-    outside = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
+    outside = outside_torch_of(scenario).total_bytes
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)

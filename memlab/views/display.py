@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memlab.analysis.diagnosis import Finding
 from memlab.atomic_files import written_aside
 from memlab.fitting.does_it_fit import Fit
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
@@ -270,7 +270,7 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("79GiB
     if not records:
         raise ValueError("peaks got 0 records, must be at least 1: pass {'a name': lab.step()}")
     scenarios = [record.scenario for record in records.values()]
-    outside = max(estimate_outside_torch(one.layout, one.architecture, one.state).total_bytes for one in scenarios)
+    outside = max(outside_torch_of(one).total_bytes for one in scenarios)
     limits = {size: max(0, parse_bytes(size) - outside) for size in gpu_memory}
     blocks = peak_blocks(records, limits)
     return View(peak_figure(records, limits), as_text(blocks), as_html(blocks))

@@ -10,8 +10,14 @@ import pytest
 
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
-from memlab.fitting.outside_torch import OutsideTorch, estimate_outside_torch, outside_torch_of_every_stage
+from memlab.fitting.outside_torch import (
+    OutsideTorch,
+    estimate_outside_torch,
+    outside_torch_of,
+    outside_torch_of_every_stage,
+)
 from memlab.units import GIB, MIB, format_bytes
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
@@ -22,6 +28,17 @@ TWO = [json.loads(line) for line in (RESULTS / "h200x2_plain_megatron.jsonl").re
 def of(text: str, model: str | None = None, rank: int = 0) -> OutsideTorch:
     layout = replace(Layout.from_text(text), rank=rank) if text else Layout()
     return estimate_outside_torch(layout, None if model is None else find_architecture(model))
+
+
+@pytest.mark.parametrize("file", ["h200_plain_fsdp2.jsonl", "h200x2_plain_fsdp2.jsonl"])
+def test_every_rank_of_fsdp2_is_within_its_range(file: str) -> None:
+    jobs = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    assert len(jobs) >= 37
+    for job in jobs:
+        for number, rank in enumerate(job["ranks"]):
+            layout = Layout(data_parallel_size=len(job["ranks"]), rank=number)
+            stated = outside_torch_of(Scenario.of(job["job"]["model"], layout=layout, engine="fsdp2"))
+            assert stated.total_bytes <= rank["outside_torch"] <= stated.most_bytes, job["name"]
 
 
 def test_one_rank_is_what_an_h200_held() -> None:
@@ -61,8 +78,8 @@ def test_only_the_last_stage_has_the_group_of_the_loss_and_the_kernels_of_the_ou
     assert middle.nccl_bytes - first.nccl_bytes == 384 * MIB, "it has two neighbours"
     assert last.nccl_bytes - first.nccl_bytes == 388 * MIB
     assert last.context_and_libraries_bytes - first.context_and_libraries_bytes == 130 * MIB
-    layout = Layout(pipeline_model_parallel_size=4)
-    assert outside_torch_of_every_stage(layout, find_architecture("phi-4"), TrainingState()) == last
+    job = Scenario.of("phi-4", layout=Layout(pipeline_model_parallel_size=4))
+    assert outside_torch_of_every_stage(job) == last
     tied, apart = (of("PP2", model) for model in ("qwen3-4b", "qwen3-8b"))
     assert tied.nccl_bytes - apart.nccl_bytes == 484 * MIB
 

@@ -13,7 +13,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import MEASURED, TITLES, Versions
-from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.units import format_bytes, parse_bytes
 
 _LARGEST_MEMORY_BYTES = 2**50
@@ -108,7 +108,7 @@ def limit_for_torch(gpu_memory_bytes: int, scenario: Scenario) -> int:
     Raises:
         ValueError: If there are none.
     """
-    outside_torch_bytes = estimate_outside_torch(scenario.layout, scenario.architecture, scenario.state).total_bytes
+    outside_torch_bytes = outside_torch_of(scenario).total_bytes
     if gpu_memory_bytes <= outside_torch_bytes:
         outside = format_bytes(outside_torch_bytes)
         raise ValueError(
