@@ -95,6 +95,12 @@ class LoRA:
                     f"lora_{field}",
                 )
             object.__setattr__(self, field, tuple(names))
+        if self.library == "mcore_bridge" and not self.target_modules:
+            raise RuleError(
+                f"lora_target_modules is empty with lora_library {self.library!r}, must name linears there, since only "
+                f"Megatron-Bridge takes an empty list for all of them: name {', '.join(LINEARS)}",
+                *("lora_target_modules", "lora_library"),
+            )
         if self.exclude_modules and self.target_modules:
             raise RuleError(
                 f"lora_exclude_modules is {shortened(list(self.exclude_modules))} with lora_target_modules "

@@ -155,6 +155,7 @@ class Scenario:
         self._check_adapters()
         self._check_attention()
         self._check_packing()
+        self._check_mask()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     def _check_architecture(self) -> None:
@@ -320,6 +321,22 @@ class Scenario:
                 "auto, fused or flash",
                 *("packed_sequences", "attention_backend"),
             )
+
+    def _check_mask(self) -> None:
+        if not self.state.create_attention_mask:
+            return
+        ranks, backend = self.layout.context_parallel_size, self.state.attention_backend
+        for name, value, refused, advice in (
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None, "leave one of the two out"),
+            ("context_parallel_size", ranks, ranks > 1, "choose 1"),
+            ("attention_backend", repr(backend), backend == "unfused", "choose auto, fused or flash"),
+        ):
+            if refused:
+                raise RuleError(
+                    f"create_attention_mask is True with {name} {value}, which memlab does not predict together: "
+                    f"{advice}, or leave create_attention_mask out",
+                    *("create_attention_mask", name),
+                )
 
     def _check_experts(self) -> None:
         if self.architecture.num_moe_experts is not None:
@@ -536,14 +553,29 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        if self.state.lora is not None and self.state.lora.dropout_position != "pre" and not self.state.lora.dropout:
-            reasons["lora_dropout_position"] = "lora_dropout is 0"
-        reasons |= self._without_effect_on_experts()
+        reasons |= self._without_effect_on_adapters() | self._without_effect_on_experts()
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"
             reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}
         if self.layout.pipeline_stage > 0 and self.state.ddp_bucket_size is not None:
             reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
+        return reasons
+
+    def _without_effect_on_adapters(self) -> dict[str, str]:
+        lora, reasons = self.state.lora, {}
+        if lora is None:
+            return {}
+        if lora.dropout_position != "pre" and not lora.dropout:
+            reasons["lora_dropout_position"] = "lora_dropout is 0"
+        every = replace(lora, exclude_modules=())
+        excludes = lora.adapts(OUTPUT_LAYER) != every.adapts(OUTPUT_LAYER) or any(
+            [*lora.adapted(number, part.weights())] != [*every.adapted(number, part.weights())]
+            for chunk in (self.chunks_of_rank if lora.exclude_modules else ())
+            for number, layer in enumerate(chunk)
+            for part in self.architecture.parts_of(layer)
+        )
+        if lora.exclude_modules and not excludes:
+            reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
         return reasons
 
     def _without_effect_on_experts(self) -> dict[str, str]:

@@ -217,6 +217,16 @@ class TrainingState:
     )
     """Megatron-Core's own default is False: SiLU of the gate, the other half and, of experts, the product are then
     tensors of their own, which are kept for backward."""
+    # Each micro-batch makes it (memlab/engines/megatron/training_step.py).
+    create_attention_mask: bool = option(
+        False,
+        "give the model a causal mask of 1 byte for each pair of tokens, as NeMo-RL does with rows that it does not "
+        "pack",
+        group="",
+        rebuilds="nothing",
+    )
+    """The attention is causal without it. The mask of a micro-batch lives until that of the next has been made, and the
+    last one until the step ends. Making it takes 8 bytes for each pair of tokens."""
     # The router reads it in each forward (transformer/moe/router.py).
     moe_router_dtype: RouterDtype = option(
         "fp32",

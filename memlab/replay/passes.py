@@ -158,6 +158,8 @@ class PassesOfStep:
         is_followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or self._num_chunks > 1
         self.overlaps = self.is_moe and is_followed
         """Whether an MoE layer's forward pass may come between those of another micro-batch."""
+        self.frees_masks = False
+        """Whether the backward pass of a chunk's first unit may free a mask, which its checkpoint keeps longest."""
         self.replays = False
         """Whether passes are replayed, and what they do is learned."""
         self.refills = False
@@ -175,6 +177,8 @@ class PassesOfStep:
         self.replays, self.refills = plan.passes, self.is_moe_stage and plan.recomputes_moe
         is_full, method = live.config.recompute_granularity == "full", live.config.recompute_method
         self.recomputes_block_of_moe = self.is_moe and is_full and method == "block"
+        is_stage = live.scenario.layout.pipeline_model_parallel_size > 1
+        self.frees_masks = is_stage and live.scenario.state.create_attention_mask
         self.communicates = plan.communicates
         self.num_microbatches = live.scenario.num_microbatches
         self.in_flight.clear()

@@ -64,6 +64,8 @@ class Replayer:
         # What a stage has received from another one is the result of no node, which would report its gradient.
         if given.grad_fn is None or not torch.is_grad_enabled():
             return False
+        if step.frees_masks and unit.is_first:  # its checkpoint keeps the mask, which the stand-ins of others do not
+            return False
         if any(self._other(one, role) is None for _, role in known.recording.others):
             return False
         if known.calls.copies and not self.calls.has_buffers_of(known.calls):

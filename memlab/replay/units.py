@@ -63,6 +63,11 @@ class Unit:
     is_replayed: bool = False
     """Whether its first pass in this step was replayed."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no other unit of its chunk of the model is before it."""
+        return self.before == _NONE
+
 
 class Units:
     """Divides the layers of a model into units.

@@ -141,7 +141,7 @@ def test_adapters_are_written_or_named(framework: str, others: dict[str, Any], l
     text = written(framework, scenario, MemorySettings())
     assert all(any(line in one for one in text.lines) for line in lines), text.lines
     assert ("lora_rank" in text.unsaid) == (framework == "megatron-lm")
-    all_linears = Scenario.of("qwen3-8b", state=TrainingState(lora=LoRA(rank=16, target_modules=(), **others)))
+    all_linears = Scenario.of("qwen3-8b", state=TrainingState(lora=LoRA(rank=16, target_modules=())))
     unsaid = written(framework, all_linears, MemorySettings()).unsaid
     assert ("lora_target_modules" in unsaid) == (framework in ("megatron-lm", "ms-swift"))
 

@@ -528,24 +528,29 @@ def test_a_draft_model_of_an_engine_on_other_gpus_is_no_matter_of_the_training(t
 
 
 @pytest.mark.parametrize(
-    ("overrides", "in_flight"),
+    ("is_packed", "overrides", "bound_bytes"),
     [
-        ([], 1),
-        (["policy.megatron_cfg.pipeline_model_parallel_size=2"], 2),
-        (["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=512"], None),
+        ("false", [], None),
+        ("false", ["policy.megatron_cfg.attention_backend=unfused"], 512**2 * (1 + 8)),
+        ("false", ["policy.megatron_cfg.attention_backend=local"], 512**2 * (1 + 8)),
+        ("false", ["policy.precision=float32"], 512**2 * (1 + 8)),
+        ("false", ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=512"],
+         512**2 * (1 + 8)),
+        ("true", ["policy.sequence_packing.train_mb_tokens=512"], None),
     ],
-)
+)  # fmt: skip
 def test_rows_that_nemo_rl_does_not_pack_have_a_causal_mask(
-    overrides: list[str], in_flight: int | None, tmp_path: Path
+    is_packed: str, overrides: list[str], bound_bytes: int | None, tmp_path: Path
 ) -> None:
-    """``process_microbatch`` in nemo_rl/models/megatron/data.py: 1 byte per pair of tokens, made of 2 x 4 bytes."""
+    """``process_microbatch`` in nemo_rl/models/megatron/data.py: 1 byte per pair of tokens, made of 2 x 4 bytes.
+
+    It is a bound where the data decide how long a row is, and where attention makes other masks of it.
+    """
     key = "policy.sequence_packing.enabled"
-    found = effects(nemo(tmp_path, f"{key}=false", *overrides)).get(key)
-    if in_flight is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert (found.effect, found.bound_bytes) == ("more", 512**2 * (in_flight + 8))
+    job = nemo(tmp_path, f"{key}={is_packed}", *overrides)
+    found = effects(job).get(key)
+    assert (None if found is None else found.bound_bytes) == bound_bytes
+    assert job.required()[0].state.create_attention_mask == (is_packed == "false" and found is None)
 
 
 def test_slime_s_state_is_back_for_log_probabilities_and_away_at_the_weight_sync() -> None:

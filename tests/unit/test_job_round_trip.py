@@ -175,7 +175,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         state["deallocate_pipeline_outputs"] = False
     state |= {} if scenario.architecture.routes else {"moe_router_dtype": "fp32"}
     packed = packed_sequences_said(name, scenario)
-    state |= loss_said(name, scenario, state)
+    state |= loss_said(name, scenario, state) | {"create_attention_mask": mask_said(name, scenario, state)}
     unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()
     unread += UNREAD["fp8"] if state["fp8_format"] is None else ()
     unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] != "cross_entropy" else ()
@@ -187,7 +187,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     unsaid.pop("allocator", None)
     own = {"overlap_param_gather": False, "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16"}
     state |= {field: value for field, value in own.items() if unsaid.pop(field, None)}
-    for own in ("loss", "logprobs_chunk_size"):
+    for own in ("loss", "logprobs_chunk_size", "create_attention_mask"):
         unsaid.pop(own, None)
     if unsaid:
         moved = kept["offload_parameters"]
@@ -212,6 +212,13 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
 def packed_sequences_said(name: str, scenario: Scenario) -> int | None:
     """Returns the packed sequences of a row, where the framework packs."""
     return scenario.packed_sequences if name in PACKING else None
+
+
+def mask_said(name: str, scenario: Scenario, state: dict[str, Any]) -> bool:
+    """Returns whether the framework gives the rows a mask: NeMo-RL does if it does not pack them."""
+    is_fused = state["attention_backend"] != "unfused" and scenario.dtype == "bf16"
+    is_packed = packed_sequences_said(name, scenario) is not None
+    return name == "nemo-rl" and is_fused and not is_packed and scenario.layout.context_parallel_size == 1
 
 
 def loss_said(name: str, scenario: Scenario, state: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    tensor_model_parallel_size: 2\n    distributed_data_parallel_config: {grad_reduce_in_fp32: true, overlap_grad_reduce: false, overlap_param_gather: false}\n    optimizer: {use_precision_aware_optimizer: false, use_distributed_optimizer: true}\n    apply_rope_fusion: false\n  sequence_packing: {enabled: false}\n  generation: {colocated: {enabled: false, resources: {num_nodes: 2}}}\n  train_micro_batch_size: 2\n  max_total_sequence_length: 2048\n  train_global_batch_size: 64\ncluster: {num_nodes: 4, gpus_per_node: 8}\n",
-        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "micro_batch_size": 2, "seq_length": 2048, "num_microbatches": 4, "loss": "logprobs_one_hot", "fp32_output": True},
+        {"create_attention_mask": True, "architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "micro_batch_size": 2, "seq_length": 2048, "num_microbatches": 4, "loss": "logprobs_one_hot", "fp32_output": True},
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    context_parallel_size: 2\n    activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [moe, layernorm]\n    env_vars: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:False'}\n  train_micro_batch_size: 1\n  max_total_sequence_length: 8192\n  train_global_batch_size: 4\n  sequence_packing:\n    enabled: true\n    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
@@ -150,7 +150,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "nemo-rl", "config.yaml", NEMO + "    fp8_cfg: {enabled: true, fp8: hybrid, fp8_recipe: blockwise, fp8_param: false}\n    fine_grained_activation_offloading: true\n    offload_modules: [expert_fc1]\n    pipeline_model_parallel_size: 2\n    num_layers_in_first_pipeline_stage: 23\n    num_layers_in_last_pipeline_stage: 25\n  train_micro_batch_size: 1\n  max_total_sequence_length: 4096\n  sequence_packing: {enabled: false}\n  train_global_batch_size: 2\ncluster: {num_nodes: 1, gpus_per_node: 2}\n",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 25, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "offload_modules": ("expert_fc1",), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs_one_hot", "fp32_output": True, **MOVED},
+        {"create_attention_mask": True, "architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 25, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "offload_modules": ("expert_fc1",), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs_one_hot", "fp32_output": True, **MOVED},
     ),
     (
         "nemo-rl", "config.yaml", NEMO.replace("Qwen/Qwen3-30B-A3B", "microsoft/phi-4") + "    tensor_model_parallel_size: 2\n    optimizer: {optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5, use_precision_aware_optimizer: true}\n  dynamic_batching: {enabled: true, train_mb_tokens: 6144}\n  sequence_packing: {enabled: false}\n  train_global_batch_size: 512\n  max_total_sequence_length: 4096\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
@@ -608,6 +608,7 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "ref.megatron.param_offload",
         "create_attention_mask_in_dataloader",
         "padding_free",
+        "sequence_packing.enabled",
     }
     noted |= {"lora.rank", "peft", "peft.enabled"}  # of adapters that memlab has none of
     noted |= {"loss_fn._target_"}

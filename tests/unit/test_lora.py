@@ -64,6 +64,11 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
         ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
         ({"lora_rank": 8, "lora_target_modules": [1]}, "lora_target_modules", "must be a list of names"),
         (
+            {"lora_rank": 8, "lora_target_modules": [], "lora_library": "mcore_bridge"},
+            "lora_target_modules",
+            "must name linears there, since only Megatron-Bridge takes an empty list",
+        ),
+        (
             {"lora_rank": 8, "lora_target_modules": [], "lora_exclude_modules": [1]},
             "lora_exclude_modules",
             "must be a list of names",
@@ -134,6 +139,16 @@ def test_a_position_of_dropout_is_named_without_dropout() -> None:
     for dropout, reasons in ((0.0, {"lora_dropout_position": "lora_dropout is 0"}), (0.1, {})):
         state = TrainingState(lora=LoRA(dropout=dropout, dropout_position="post"))
         assert Scenario.of("llama-3-tiny", state=state).without_effect() == reasons
+
+
+@pytest.mark.parametrize(
+    ("excluded", "is_idle"),
+    [("linear_kqv", True), ("*.layers.9.*", True), ("linear_fc1", False), ("*.layers.0.*", False), ("output*", False)],
+)
+def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: bool) -> None:
+    state = TrainingState(lora=LoRA(target_modules=(), exclude_modules=(excluded,)))
+    reasons = Scenario.of("llama-3-tiny", num_layers=2, state=state).without_effect()
+    assert ("lora_exclude_modules" in reasons) == is_idle
 
 
 def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:

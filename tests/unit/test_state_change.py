@@ -46,7 +46,9 @@ IN_PLACE = TrainingState(
     loss="logprobs",
     logprobs_chunk_size=16,
 )
-OTHER_OPTIMIZER = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
+OTHER_OPTIMIZER = TrainingState(
+    use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8", create_attention_mask=True
+)
 CPU_OPTIMIZER = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed", gradient_accumulation_fusion=True)
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}

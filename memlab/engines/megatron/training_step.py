@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -16,6 +16,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.build import LiveModel, seed_megatron
+from memlab.engines.megatron.causal_mask import causal_mask
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -41,8 +42,9 @@ def train_step(
         chunk.zero_grad_buffer()
     with torch._C.DisableTorchFunction():  # it drops references: a function mode would see each look at a gradient
         live.optimizer.zero_grad()
+    batches = [_batches(live.scenario) for _ in live.chunks]  # they hold the last mask until the step ends
     with _phases(live, labels, microbatches.before_forward):
-        loss = _run_schedule(live, microbatches)
+        loss = _run_schedule(live, microbatches, batches)
         load_for_update()
         labels.enter_phase("optimizer")
         if update is None:
@@ -60,10 +62,11 @@ def forward_only_step(
     """Takes a step of forward passes alone, as `memlab.engines.protocol.Engine.forward_only_step` documents it."""
     without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
     _set_training(live, False)
+    batches = [_batches(live.scenario) for _ in live.chunks]
     try:
         phases = _phases(live, labels, microbatches.before_forward)
         with phases, torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
-            loss = _run_schedule(live, microbatches, forward_only=True)
+            loss = _run_schedule(live, microbatches, batches, forward_only=True)
             zero_auxiliary_losses()
     finally:
         _set_training(live, True)
@@ -75,7 +78,16 @@ def _set_training(live: LiveModel, mode: bool) -> None:
         chunk.train(mode)
 
 
-def _run_schedule(live: LiveModel, microbatches: Microbatches, *, forward_only: bool = False) -> float | None:
+class _Batch(NamedTuple):
+    tokens: torch.Tensor
+    mask: torch.Tensor | None
+    positions: torch.Tensor | None
+    """Those that are made with the mask."""
+
+
+def _run_schedule(
+    live: LiveModel, microbatches: Microbatches, batches: list[Iterator[_Batch]], *, forward_only: bool = False
+) -> float | None:
     scenario = live.scenario
     live.config.memlab_routing.begin_step()
     if scenario.state.hidden_dropout or scenario.state.attention_dropout:
@@ -83,7 +95,7 @@ def _run_schedule(live: LiveModel, microbatches: Microbatches, *, forward_only: 
     with microbatches.counted():
         losses = live.forward_backward(
             forward_step_func=partial(_forward_step, live),
-            data_iterator=[_batches(scenario) for _ in live.chunks],
+            data_iterator=batches,
             model=live.chunks,
             num_microbatches=scenario.num_microbatches,
             seq_length=scenario.seq_length,
@@ -106,11 +118,13 @@ def _over_the_copies(loss: float) -> float:
     return total.item() / group.size()
 
 
-def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    tokens, lengths = next(batches).cuda(), live.scenario.sequence_lengths
+def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    batch, mask, positions = next(batches)
+    tokens, lengths = batch.cuda(), live.scenario.sequence_lengths
     if lengths is None:
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        positions = torch.arange(inputs.shape[1], device="cuda").expand_as(inputs)
+        if positions is None:
+            positions = torch.arange(inputs.shape[1], device="cuda").expand_as(inputs)
     else:
         inputs, positions, labels = shifted(tokens, lengths)
     packed = {"packed_seq_params": packed_sequence_params(live.scenario)}
@@ -118,13 +132,13 @@ def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) 
     state, ranks = live.scenario.state, parallel_state.get_context_parallel_world_size()
     lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
     if state.loss == "cross_entropy":
-        return model(own_inputs, own_positions, None, labels=own_labels, **packed), _mean_loss
+        return model(own_inputs, own_positions, mask, labels=own_labels, **packed), _mean_loss
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank))
 
     # Without labels the model returns the logits.
-    logits = model(own_inputs, own_positions, None, **packed)
+    logits = model(own_inputs, own_positions, mask, **packed)
     return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
 
 
@@ -136,16 +150,21 @@ def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
     return loss / ranks if ranks > 1 else loss, loss.item()
 
 
-def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+def _batches(scenario: Scenario) -> Iterator[_Batch]:
     """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step.
 
     A packed row has one token more for each of its sequences. Each copy of the model has its own tokens; the ranks of
-    one copy have the same.
+    one copy have the same. The mask of a micro-batch is held until that of the next has been made, as by
+    ``make_processed_microbatch_iterator`` in nemo_rl/models/megatron/data.py (NeMo-RL 7ea279ab).
     """
+    mask = positions = None
     generator = torch.Generator().manual_seed(scenario.seed + parallel_state.get_data_parallel_rank())
     shape = (scenario.micro_batch_size, scenario.seq_length + (scenario.packed_sequences or 1))
     for _ in range(scenario.num_microbatches):
-        yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+        tokens = torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+        if scenario.state.create_attention_mask:
+            mask, positions = causal_mask(scenario.micro_batch_size, scenario.seq_length)
+        yield _Batch(tokens, mask, positions)
 
 
 def chunks_of_this_rank(batch: torch.Tensor, lengths: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -456,6 +456,7 @@ BRIDGE = Framework(
     without_own_key=frozenset(("dtype",)),
     cannot_write=OF_BRIDGE
     | {
+        "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

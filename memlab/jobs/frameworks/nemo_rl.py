@@ -177,8 +177,6 @@ FRAMEWORK_MISSING = (
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
-    # ``process_microbatch`` in nemo_rl/models/megatron/data.py.
-    Missing("policy.sequence_packing.enabled", "more", "rows that are not packed have a causal mask", is_false),
     Missing("loss_fn.zero_outside_topk", "more",
             "distillation computes log-probabilities over the whole vocabulary, in chunks"),
     Missing("distillation.topk_logits_k", "more", "memlab's loss has 64 logits of each token",
@@ -241,6 +239,8 @@ def complete(reading: Reading) -> None:
     if "distillation" in sections:
         values["loss"], values["logprobs_chunk_size"] = "topk_logits", None
         _drop_filters(reading)
+    if not is_packed_row:
+        _take_mask(reading, is_dynamic=is_dynamic)
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
@@ -257,6 +257,19 @@ def complete(reading: Reading) -> None:
         take_rows(reading, key, -(-tokens // context), longest, sequences)
         return
     take_sequences(reading, longest, sequences)
+
+
+def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:
+    """Takes the causal mask of rows that are not packed (``process_microbatch`` in nemo_rl/models/megatron/data.py).
+
+    How long the rows of dynamic batches are, the data decide. Attention that is not fused makes further masks of it.
+    """
+    key, values = "policy.sequence_packing.enabled", reading.values
+    is_fused = values.get("attention_backend") not in ("unfused", "local") and values["dtype"] == "bf16"
+    if is_dynamic or not is_fused or (values.get("context_parallel_size") or 1) > 1:
+        reading.miss(key, "more", "rows that are not packed have a causal mask")
+    else:
+        reading.take(key, "create_attention_mask", value=True)
 
 
 def _take_rollout(
@@ -538,6 +551,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     packed_losses = ("logprobs_by_sequence", "logprobs_one_hot") if is_packed(scenario) else ("logprobs_one_hot",)
     if scenario.state.loss not in packed_losses:
         reasons["loss"] = f"NeMo-RL's policy gradient computes the loss {' or '.join(packed_losses)}"
+    if not is_packed(scenario) and not scenario.state.create_attention_mask:
+        reasons["create_attention_mask"] = "NeMo-RL gives rows that are not packed a causal mask"
     if scenario.state.logprobs_chunk_size is not None and scenario.state.fp32_output:
         reasons["logprobs_chunk_size"] = "NeMo-RL takes chunks only of logits that stay in bf16 (defer_fp32_logits)"
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
@@ -583,7 +598,12 @@ NEMO_RL = Framework(
         "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
     },
-    without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer", "loss", "fp32_output")),
+    without_own_key=frozenset(
+        (
+            *("offload_parameters", "offload_gradients", "offload_optimizer"),
+            *("loss", "fp32_output", "create_attention_mask"),
+        )
+    ),
     cannot_write_of=cannot_write,
     render=yaml_lines,
 )

@@ -141,6 +141,7 @@ def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}
 CANNOT_WRITE = OF_BRIDGE | {
+    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
     "lora_dropout_position": "SkyRL's adapters drop their inputs",
     "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",

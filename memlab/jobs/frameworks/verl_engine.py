@@ -227,6 +227,7 @@ FIXED: dict[str, Any] = {
     "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "checkpoint_input_remedy": "release_storage",
 }  # fmt: skip
 CANNOT_WRITE = OF_BRIDGE | {
+    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
     "freeze_moe_router": "verl has no such key",
     "checkpoint_input_remedy": "verl always applies release_storage",
     "offload_optimizer_except_update": "verl loads the optimizer state before the step",
