@@ -185,11 +185,14 @@ def test_one_rank_is_not_sharded_by_automodel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [MemorySettings(), FULL], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("kind", ["float32 everywhere", "foreach", "for_loop", "fused", "bf16 reduction"])
+@pytest.mark.parametrize(
+    "kind", ["float32 everywhere", "foreach", "for_loop", "fused", "bf16 reduction", "fp32 shards"]
+)
 def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_path: Path) -> None:
     state: dict[str, Any] = {"defer_fsdp_grad_sync": True, "reshard_after_forward": "all"}
     if kind in ("foreach", "for_loop", "fused"):
         state |= {"adam_implementation": kind, "fp32_sharded_params": kind == "fused"}
+    state |= {"fp32_sharded_params": True} if kind == "fp32 shards" else {}
     scenario = Scenario.of(
         "llama-3.1-8b",
         num_layers=8,
@@ -198,7 +201,7 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
         dtype="fp32" if kind == "float32 everywhere" else "bf16",
         engine="fsdp2",
         layout=Layout(data_parallel_size=4),
-        state=TrainingState(**state, grad_reduce_in_bf16=kind == "bf16 reduction"),
+        state=TrainingState(**state, grad_reduce_in_bf16=kind in ("bf16 reduction", "fp32 shards")),
     )
     said = written("automodel", scenario, settings)
     (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))

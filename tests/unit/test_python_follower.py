@@ -17,6 +17,7 @@ _CLASSES = """
 import copy
 from copy import deepcopy
 import os
+import sys
 from dataclasses import dataclass, field, replace
 
 BIG = os.environ.get("BIG")
@@ -86,6 +87,7 @@ _HOSTILE = {
     "a machine": "import os\ncfg = base()\nif os.environ.get('X'):\n    cfg.model.layers = 3\nreturn cfg",
     "a machine's constant": "cfg = base()\nif BIG:\n    cfg.model.layers = 3\nreturn cfg",
     "a machine's absent constant": "cfg = base()\nif BIG is not None:\n    cfg.model.layers = 3\nreturn cfg",
+    "another package's constant": "cfg = base()\nif sys.flags.debug:\n    cfg.model.layers = 3\nreturn cfg",
     "a constant below a branch": "cfg = base()\nif WIDTH == 8:\n    cfg.model.layers = 3\nreturn cfg",
     "an attribute by its name": "setattr(os.environ.get('X'), 'layers', 3)\nreturn base()",
     "a file": "cfg = base()\nfor line in open('x'):\n    cfg.model.layers = 3\nreturn cfg",
@@ -142,6 +144,7 @@ def test_what_cannot_be_known_is_refused_and_not_run(name: str, tmp_path: Path) 
         "LENGTHS.get(BIG, 4)",
         "getattr(Config(model=BIG), 'model', 4)",
         "f'{4:02d}'",
+        "os.PathLike(4)",
     ],
 )
 def test_what_depends_on_the_machine_is_unknown_where_no_branch_needs_it(value: str, tmp_path: Path) -> None:

@@ -318,6 +318,13 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     return {}
 
 
+def _render(values: dict[str, Any]) -> list[str]:
+    """Writes YAML; a whole job whose policy has the type of the reduction has the layers' type beside it."""
+    compute, is_whole = f"{_POLICY}.param_dtype", "model.torch_dtype" in values
+    has_policy = f"{_POLICY}.reduce_dtype" in values and compute not in values
+    return yaml_lines(values | ({compute: LONG_DTYPE.write("bf16")} if is_whole and has_policy else {}))
+
+
 _STAYS = "Automodel keeps it on the device between steps"
 AUTOMODEL = Framework(
     name="automodel",
@@ -351,5 +358,5 @@ AUTOMODEL = Framework(
             "recompute_num_layers",
         )
     ),
-    render=yaml_lines,
+    render=_render,
 )

@@ -166,7 +166,7 @@ class Follower:
         if isinstance(callee, External):
             if callee.name in BUILTINS:
                 return BUILTINS[callee.name](*values, **named)
-            if callee.name.rpartition(".")[2][:1].isupper():
+            if callee.name.rpartition(".")[2][:1].isupper() and not values:  # else what they set is not known
                 known = self.defaults.get(callee.name.rpartition(".")[2], {})
                 return Section(callee.name, dict(named), dict.fromkeys(named, line), known)
             return UNKNOWN

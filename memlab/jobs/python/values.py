@@ -164,6 +164,6 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 
 def truth(value: Any) -> Any:
     """Returns whether a value counts as true, or `UNKNOWN`."""
-    if isinstance(value, Unknown):
+    if isinstance(value, (Unknown, External)):
         return UNKNOWN
     return bool(value) if isinstance(value, Plain) else True
