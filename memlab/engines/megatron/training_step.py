@@ -121,6 +121,7 @@ def _over_the_copies(loss: float) -> float:
 def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tuple[torch.Tensor, Any]:
     batch, mask, positions = next(batches)
     tokens, lengths = batch.cuda(), live.scenario.sequence_lengths
+    del batch
     if lengths is None:
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if positions is None:
@@ -161,10 +162,10 @@ def _batches(scenario: Scenario) -> Iterator[_Batch]:
     generator = torch.Generator().manual_seed(scenario.seed + parallel_state.get_data_parallel_rank())
     shape = (scenario.micro_batch_size, scenario.seq_length + (scenario.packed_sequences or 1))
     for _ in range(scenario.num_microbatches):
-        tokens = torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
         if scenario.state.create_attention_mask:
             mask, positions = causal_mask(scenario.micro_batch_size, scenario.seq_length)
-        yield _Batch(tokens, mask, positions)
+        # Not held here: this generator lives until the step ends.
+        yield _Batch(torch.randint(scenario.architecture.vocab_size, shape, generator=generator), mask, positions)
 
 
 def chunks_of_this_rank(batch: torch.Tensor, lengths: tuple[int, ...] | None = None) -> torch.Tensor:
