@@ -198,7 +198,8 @@ def test_twice_the_sequence_on_two_ranks_is_the_sequence_on_one() -> None:
         record = step(2048, context_parallel_size=2, rank=rank)
         assert record.activation_peak_bytes == pytest.approx(alone.activation_peak_bytes, rel=0.002)
         for category in ("parameters", "gradients", "activations"):
-            assert record.peak_by_category[category] == pytest.approx(alone.peak_by_category[category], rel=0.002)
+            expected = pytest.approx(alone.peak_by_category[category], rel=0.002, abs=1024)  # two tensors, rounded
+            assert record.peak_by_category[category] == expected
         state = record.peak_by_category["optimizer state"]
         assert state == pytest.approx(alone.peak_by_category["optimizer state"] / 2, rel=0.001)
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks import optimizer_on_host
 from memlab.allocator.pinned import PinnedMemory
 from memlab.backends.cpu import cuda_replaced
-from memlab.backends.simulated import on_fake_tensors
+from memlab.backends.simulated import of_labs_before_0_4, on_fake_tensors
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -87,7 +87,8 @@ def test_overlapped_copies_reserve_memory_of_their_own_as_on_an_h200() -> None:
     second, third = steps["peak_reserved_bytes"][:2]
     assert third > second + 0.5 * GIB, "the pool of the gradients' stream grows once more in the third step"
     state = TrainingState(**optimizer_on_host.BASES[base], **optimizer_on_host.ROWS[row], **optimizer_on_host.LOSS)
-    with Lab(optimizer_on_host.MODEL, state=state, backend="simulated", **optimizer_on_host.WORKLOAD) as lab:
+    backend = of_labs_before_0_4()  # which measured them
+    with Lab(optimizer_on_host.MODEL, state=state, backend=backend, **optimizer_on_host.WORKLOAD) as lab:
         for allocated, reserved in zip(steps["peak_allocated_bytes"], steps["peak_reserved_bytes"], strict=True):
             record = lab.step()
             assert record.peak_allocated_bytes == pytest.approx(allocated, rel=1e-5)

@@ -222,12 +222,13 @@ def on_one_rank(job: Job) -> Values:
     """Computes the step of a job on one rank: as many micro-batches as all copies of the model have together."""
     copies = job.sizes.get("data_parallel_size", 1)
 
-    def batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+    def batches(scenario: Scenario) -> Iterator[training_step._Batch]:
         shape = (scenario.micro_batch_size, scenario.seq_length + (scenario.packed_sequences or 1))
         for copy in range(copies):
             generator = torch.Generator().manual_seed(scenario.seed + copy)
             for _ in range(job.num_microbatches):
-                yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+                tokens = torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+                yield training_step._Batch(tokens, None, None)
 
     num_microbatches = copies * job.num_microbatches
     workload: dict[str, Any] = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}

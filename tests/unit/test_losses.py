@@ -165,7 +165,7 @@ def test_out_of_memory_in_the_loss_names_the_option_that_makes_it_smaller(
     state: TrainingState, take: Callable[[Lab], StepRecord], option: str | None
 ) -> None:
     with Lab("phi-4", num_layers=1, seq_length=4096, backend="simulated", state=state) as lab:
-        lab.device_memory_bytes = take(lab).peak_reserved_bytes - 4096 * 100_352
+        lab.device_memory_bytes = take(lab).peak_allocated_bytes - 4096 * 100_352
         failed = take(lab).out_of_memory
     assert failed is not None
     if option is None:
