@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.package_info import MINOR
 
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
@@ -78,6 +79,7 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert all(held.holders for held in account.still_resident)
 
 
+@pytest.mark.skipif(MINOR >= 19, reason="memlab builds latent attention with megatron-core 0.16 only")
 @pytest.mark.parametrize(
     ("scenario", "transferred", "kept"),
     [

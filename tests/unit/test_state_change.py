@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.package_info import MINOR
 
 from memlab.analysis.difference import obstacles
 from memlab.analysis.loss_tolerance import loss_tolerance
@@ -33,7 +34,10 @@ pytestmark = pytest.mark.versions
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
 FUSED_GRADIENTS = TrainingState(
-    grad_reduce_in_bf16=True, gradient_accumulation_fusion=True, moe_permute_fusion=False, mtp_num_layers=1
+    grad_reduce_in_bf16=True,
+    gradient_accumulation_fusion=True,
+    moe_permute_fusion=False,
+    mtp_num_layers=1 if MINOR < 19 else None,
 )
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
