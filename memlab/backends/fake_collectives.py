@@ -99,10 +99,16 @@ def gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, **
     return work
 
 
-def reduce_and_scatter(output: torch.Tensor, inputs: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def reduce_and_scatter(
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Any = torch.distributed.ReduceOp.SUM,
+    group: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Replaces ``torch.distributed.reduce_scatter`` on a simulated GPU; NCCL reads from a copy of equal inputs."""
-    flat = _flat_copy(inputs, kwargs.get("group"))
-    work = _reduce_and_scatter(output, inputs, *args, **kwargs)
+    flat = _flat_copy(inputs, group)
+    work = _reduce_and_scatter(output, inputs, op, group, **kwargs)
     del flat
     return work
 

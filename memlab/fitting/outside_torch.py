@@ -7,9 +7,9 @@ in 41 jobs of plain Megatron-Core on four H200s of one host (``labs/results/h200
 NCCL 2.28.9, Transformer Engine 2.16.1, NVLink multicast off); a sum of these numbers lies within the stated range on
 each of their 164 ranks. The groups are those of ``megatron/core/parallel_state.py``, 0.16.1.
 
-Not measured, and not counted: NVLink multicast (NVLS), which NCCL uses by itself on eight GPUs of a host, the buffers
-of a network, and an inference engine in the same process. verl #6408 freed 7 to 9.5 GB per rank on eight H100s (TP2
-PP2 DP2) with all of these but a network.
+Not measured, and not counted: NVLink multicast (NVLS), which NCCL may use by itself within a host, the buffers of a
+network, and an inference engine in the same process. verl #6408 freed 7 to 9.5 GB per rank on eight H100s (TP2 PP2
+DP2), with all of these but a network.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OutsideTorch:
         context, nccl, most = map(format_bytes, (self.context_and_libraries_bytes, self.nccl_bytes, self.most_bytes))
         return (
             f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries and {nccl} "
-            f"for NCCL, at most {most} in all"
+            f"for NCCL, at most {most} in all; NVLink multicast, a network and an inference engine are not in it"
         )
 
 

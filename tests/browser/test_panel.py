@@ -122,6 +122,25 @@ def test_a_double_click_goes_back_to_the_picture_s_own_axes(panel: PanelPage) ->
         assert plot.evaluate(ranges) == drawn
 
 
+def test_adapters_are_put_on_and_taken_off(panel: PanelPage) -> None:
+    plain_peak, ask = panel.run(), panel.notebook.ask
+    panel.press("state-toggle")
+    panel.write("state-lora-rank", 8)
+    assert panel.run() < plain_peak
+    assert ask("lab.records[-1].scenario.state.lora.rank") == 8
+    assert ask("lab.records[-1].static_bytes < lab.records[0].static_bytes / 4")
+    panel.write("state-lora-rank", 0)
+    assert panel.run() == plain_peak
+    assert ask("lab.records[-1].scenario.state.lora is None")
+
+
+def test_the_value_of_an_option_with_a_long_name_can_be_read(panel: PanelPage) -> None:
+    panel.press("state-toggle")
+    for option, field in (("moe-router-load-balancing-type", "select"), ("garbage-collection-threshold", "input")):
+        box = panel.part(f"state-{option}", field).bounding_box()
+        assert box is not None and box["width"] >= 80, option
+
+
 def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:
     panel.tick("offload-modules-attn-proj")
     expect(panel.error_boxes).to_have_count(1)

@@ -45,6 +45,9 @@ def test_one_rank_is_what_an_h200_held() -> None:
     one = estimate_outside_torch(Layout())
     assert one.total_bytes <= 2489 * MIB <= 2508 * MIB <= one.most_bytes, "steps of one rank held 2,489 to 2,508 MiB"
     assert f"at most {format_bytes(one.most_bytes)} in all" in str(one)
+    assert "NVLink multicast, a network and an inference engine are not in it" in str(one), (
+        "at most of what was measured"
+    )
 
 
 def test_every_measured_rank_is_within_a_range_of_less_than_a_gibibyte() -> None:
