@@ -359,7 +359,7 @@ def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) 
 @pytest.mark.parametrize("switch", ["set -eu", "set -o nounset", "set -u; set +u"])
 def test_a_script_that_refuses_unset_variables_stops_where_bash_does(switch: str, read: str) -> None:
     text = f"{switch}\n: {read}\ntrue"
-    stops = subprocess.run(["bash", "-c", text], env={}, check=False, capture_output=True).returncode != 0
+    stops = subprocess.run(["/bin/bash", "-c", text], env={}, check=False, capture_output=True).returncode != 0
     causes = read_script(text, Path("run.sh"), arguments=[]).causes
     assert causes == (["line 2: the script stops here unless A is set: give it with --set A=VALUE"] if stops else [])
 
