@@ -86,7 +86,7 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
     reasons, targets = [*lacks], values.get("lora_target_modules")
     if targets is not None and not all(str(name).endswith(("*", *LINEARS, OUTPUT_LAYER)) for name in targets):
         reasons.append("adapters of other linears")
-    for name, what in (("fp8_format", "adapters beside FP8"), ("optimizer_cpu_offload", "the host's optimizer")):
+    for name, what in (("fp8_format", "adapters beside FP8"), ("optimizer_cpu_offload", "adapters beside the optimizer on the host")):
         if values.get(name):
             reasons.append(what)
     if reasons:
