@@ -23,6 +23,7 @@ from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
 from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
+from memlab.views.text.record import version_lines
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -117,6 +118,7 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
         record = lab.step()
     share, workspaces = scenario.architecture.with_layers(2).num_parameters / 8, 2 * 32 * 2**20
     assert record.static_bytes == pytest.approx(6 * share + workspaces, rel=0.01)
+    assert version_lines(record) == ["versions: torch 2.11"] and "transformer-engine" not in record.versions
     assert sum(parameters_of_rank(scenario)) == pytest.approx(share, abs=2)
     assert kept_bytes(scenario) == pytest.approx((2 * share, 2 * share, 4 * share), abs=8)
     in_fp32 = replace(scenario, state=TrainingState(fp32_sharded_params=True))

@@ -90,8 +90,9 @@ def version_lines(record: StepRecord) -> list[str]:
     """Returns the versions that a prediction is for, and a line for each way in which they decide or are not exact."""
     if not KINDS[record.backend].is_prediction:
         return []
-    versions, core = record.scenario.versions, record.versions.get("megatron-core", "")
-    return [f"versions: {versions.words(core)}", *versions.remarks(record.scenario.state, core)]
+    scenario, core = record.scenario, record.versions.get("megatron-core", "")
+    remarks = scenario.versions.remarks(scenario.state, core) if scenario.engine == "megatron" else []
+    return [f"versions: {scenario.versions.words(scenario.engine, core)}", *remarks]
 
 
 def record_table(record: StepRecord) -> str:
