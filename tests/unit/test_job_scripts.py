@@ -350,6 +350,26 @@ def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) 
 
 
 @pytest.mark.parametrize(
+    "read",
+    [
+        "$A", '"${A}"', "${A%x}", "${A:1:2}", "${#A}", "${A[0]}", "${A:-}", "${A-}", "${A:+x}", "${A[@]:-}", "$@", "$#",
+        "${B:-$A}", "${IFS:-$A}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("switch", ["set -eu", "set -o nounset", "set -u; set +u"])
+def test_a_script_that_refuses_unset_variables_stops_where_bash_does(switch: str, read: str) -> None:
+    text = f"{switch}\n: {read}\ntrue"
+    stops = subprocess.run(["/bin/bash", "-c", text], env={}, check=False, capture_output=True).returncode != 0
+    causes = read_script(text, Path("run.sh"), arguments=[]).causes
+    assert causes == (["line 2: the script stops here unless A is set: give it with --set A=VALUE"] if stops else [])
+
+
+def test_a_variable_that_may_be_set_is_no_reason_to_stop() -> None:
+    text = 'set -u\ncase "$(other)" in a) A=1 ;; esac\nrun $A $SLURM_JOB_ID $HOME'
+    assert not read_script(text, Path("run.sh")).causes
+
+
+@pytest.mark.parametrize(
     "text",
     [
         'A=x\n: "${A:?}" "${A?}"\nrun',
@@ -484,7 +504,7 @@ HOSTILE = {
     "dollars": "run " + "$" * 100_000,
     "braces": "run " + "${" * 20_000,
     "quotes": "run " + "'a'" * 50_000,
-    "continuations": "run \\\n" * 50_000,
+    "continuations": "run \\n" * 50_000,
     "blocks": "if [ 1 = 1 ]; then\n" * 5000,
     "sources": "source run.sh\n" * 50,
     "brackets": "(" * 10_000,

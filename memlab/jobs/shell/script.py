@@ -636,7 +636,7 @@ class _Reader(Builtins):
         return True
 
     def stops_without(self, name: str) -> None:
-        if self.is_certain and not self.shells:
+        if self.is_certain and not self.shells and name not in self.undecided:
             self.faults.stops_without(self.line, name)
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
