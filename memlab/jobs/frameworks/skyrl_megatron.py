@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -142,16 +143,19 @@ def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}
-CANNOT_WRITE = OF_BRIDGE | {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
-    "lora_dropout_position": "SkyRL's adapters drop their inputs",
-    "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
-    "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
-    "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
-    "manual_gc": "SkyRL has no such key",
-    "ddp_bucket_size": "SkyRL has no such key",
-    "loss": "SkyRL computes the loss logprobs",
-    "fp32_output": "SkyRL's logits are fp32",
-    "dtype": "SkyRL's Megatron jobs are bf16",
-}
+CANNOT_WRITE = (
+    OF_BRIDGE
+    | NO_MASK_OF_ALL_ROWS
+    | {
+        "lora_dropout_position": "SkyRL's adapters drop their inputs",
+        "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
+        "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
+        "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
+        "manual_gc": "SkyRL has no such key",
+        "ddp_bucket_size": "SkyRL has no such key",
+        "loss": "SkyRL computes the loss logprobs",
+        "fp32_output": "SkyRL's logits are fp32",
+        "dtype": "SkyRL's Megatron jobs are bf16",
+    }
+)
 """Fields that no program of SkyRL expresses, each with the reason."""
