@@ -268,6 +268,8 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     if job.scenario.architecture.routes and framework in WITHOUT_AUXILIARY_LOSS:
         default["moe_router_load_balancing_type"] = "none"
         default["freeze_moe_router"] = framework == "nemo-rl"
+    if job.scenario.architecture.routes and framework == "megatron-lm" and "dispatcher" not in text:
+        default["moe_token_dispatcher_type"] = "allgather"
     found = flat(job.scenario, job.settings) | {"sequence_parallel": not job.scenario.layout.has_whole_sequences}
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
     assert [one.key for one in job.not_modelled if one.effect == "unknown"] == []
