@@ -88,7 +88,7 @@ class LoRA:
     )
     """Otherwise it does only under full recompute, whose backward would not run without it."""
     share_expert_adapters: bool = option(
-        True, "all experts of a rank share an adapter, instead of one for each expert", **_WITHOUT_CONTROL
+        True, "share an adapter among all experts of a rank, instead of one for each expert", **_WITHOUT_CONTROL
     )
     """``GroupedExpertLinearAdapter`` in ``peft/utils.py`` of Megatron-Bridge 0.6.2 is one for each expert."""
     normalize_moe_lora: bool = option(

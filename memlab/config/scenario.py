@@ -208,6 +208,25 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
+        if ranks % replicas:
+            raise RuleError(
+                f"dp_replicate_size is {replicas}, must divide data_parallel_size, {ranks}, so that each group has all "
+                "shards: choose another",
+                *("dp_replicate_size", "data_parallel_size"),
+            )
+        of_layers = self.state.reshard_after_forward_ranks or 1
+        if self.ranks_of_shards % of_layers:
+            raise RuleError(
+                f"reshard_after_forward_ranks is {of_layers}, must divide the {self.ranks_of_shards} ranks that have "
+                "shards, by a rule of torch's fully_shard: choose another, or leave it out",
+                *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
+            )
+
+    @property
+    def ranks_of_shards(self) -> int:
+        """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
+        return self.layout.data_parallel_size // self.state.dp_replicate_size if self.engine == "fsdp2" else 1
 
     def _check_attention(self) -> None:
         if self.architecture.multi_latent_attention:
@@ -421,6 +440,14 @@ class Scenario:
         """What may change on a live model: the fields that `Lab.set_workload` takes."""
         return {name: getattr(self, name) for name in WORKLOAD}
 
+    @property
+    def in_default_state(self) -> Scenario:
+        """The same job in the default training state, but for the layers of multi-token prediction.
+
+        A pipeline layout places them, and they belong to what a rank builds.
+        """
+        return replace(self, state=TrainingState(mtp_num_layers=self.state.mtp_num_layers))
+
     def differences(self, other: Scenario) -> list[str]:
         """Names the fields in which another scenario differs."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
@@ -627,6 +654,8 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
+            reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

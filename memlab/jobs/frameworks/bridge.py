@@ -58,7 +58,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
     fields_of,
 )
-from memlab.jobs.frameworks.megatron_lm import common, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, common, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -470,8 +470,8 @@ BRIDGE = Framework(
     writes_sizes=True,
     without_own_key=frozenset(("dtype",)),
     cannot_write=OF_BRIDGE
+    | NO_MASK_OF_ALL_ROWS
     | {
-        "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

@@ -376,6 +376,7 @@ def complete(reading: Reading) -> None:
     values["seq_length"] = length
     if kind in _WITH_PAIRS:
         _complete_pairs(reading)
+    _complete_task(reading)
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
@@ -403,10 +404,29 @@ def _complete_pairs(reading: Reading) -> None:
     if reading.get("packing"):
         reading.miss("rlhf_type", "more", "a pair of answers that is longer than a row makes a row of its own")
     else:
-        for name in ("micro_batch_size", "global_batch_size"):
-            reading.take("rlhf_type", name, 2 * values[name])
+        _double_batch(reading, "rlhf_type")
     if (values.get("pipeline_model_parallel_size") or 1) > 1:
         reading.miss("rlhf_type", "more", "pipeline stages send and keep the reference model's outputs too")
+
+
+def _double_batch(reading: Reading, key: str) -> None:
+    for name in ("micro_batch_size", "global_batch_size"):
+        reading.take(key, name, 2 * reading.values[name])
+
+
+def _complete_task(reading: Reading) -> None:
+    """Takes an anchor and its positive for each of a batch of embeddings, which negatives may follow.
+
+    A reranker has a positive and negatives for each (``_embedding_data_collator`` and ``_reranker_data_collator`` in
+    swift/template/base.py, ms-swift 3602360).
+    """
+    task = reading.get("task_type")
+    if task == "embedding":
+        _double_batch(reading, "task_type")
+        reading.miss("task_type", "more", "each negative of the data is a sequence of the micro-batch too")
+    if task in ("reranker", "generative_reranker"):
+        negatives = _variable(reading, "MAX_NEGATIVE_SAMPLES", 7)
+        reading.miss("task_type", "more", f"each of a batch is a positive and up to {negatives} negatives of the data")
 
 
 def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
@@ -549,7 +569,7 @@ swift/ray/megatron/checkpoint_engine/nccl.py, main of August 2026; the size is t
 
 
 def _variable(reading: Reading, name: str, default: int) -> int:
-    """Returns a number of MiB from the environment of the launch.
+    """Returns a number from the environment of the launch.
 
     Raises:
         ValueError: If it is no whole number of at least 1.

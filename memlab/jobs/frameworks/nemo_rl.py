@@ -82,6 +82,8 @@ _REFIT_SHARE = 0.3
 (``_compute_buffer_size`` in nemo_rl/weight_sync/ipc_weight_synchronizer.py)."""
 
 
+_GUIDES = {"docs/guides/deepseek.md": "deepseek-ai/DeepSeek-V3"}
+"""In place of a model, some of NeMo-RL's own configurations name the guide that makes its checkpoint in bf16."""
 _PAIRS = {"dpo", "rm"}
 """Methods whose sequences come in pairs, a chosen and a rejected one, always in the same micro-batch (``policy.train``
 in nemo_rl/algorithms/{dpo,rm}.py)."""
@@ -213,6 +215,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if not values.pop("has_adapters"):
         values["lora_rank"] = None
+    _take_model_of_guide(reading)
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
@@ -257,6 +260,18 @@ def complete(reading: Reading) -> None:
         take_rows(reading, key, -(-tokens // context), longest, sequences)
         return
     take_sequences(reading, longest, sequences)
+
+
+def _take_model_of_guide(reading: Reading) -> None:
+    key, name = "policy.model_name", str(reading.values.get("architecture"))
+    for guide, model in _GUIDES.items():
+        if name.endswith(guide):
+            reading.taken = [one for one in reading.taken if one.key != key]
+            reading.take(key, "architecture", model)
+            reading.warnings.append(
+                f"{key} names the guide {guide} in place of a checkpoint; memlab takes {model}, of which that guide "
+                f"makes one in bf16: give another with --set {key}=NAME"
+            )
 
 
 def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:

@@ -35,6 +35,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -141,8 +142,8 @@ FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distribut
 CANNOT_WRITE = (
     OF_BRIDGE
     | of_one_kind("SkyRL")
+    | NO_MASK_OF_ALL_ROWS
     | {
-        "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
         "lora_dropout_position": "SkyRL's adapters drop their inputs",
         "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",

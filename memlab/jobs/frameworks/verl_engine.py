@@ -50,7 +50,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.megatron_lm import take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -237,14 +237,17 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
 FIXED: dict[str, Any] = {
     "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "checkpoint_input_remedy": "release_storage",
 }  # fmt: skip
-CANNOT_WRITE = OF_BRIDGE | {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
-    "freeze_moe_router": "verl has no such key",
-    "checkpoint_input_remedy": "verl always applies release_storage",
-    "offload_optimizer_except_update": "verl loads the optimizer state before the step",
-    "manual_gc": "verl has no such key",
-    "loss": "verl computes the loss vocab_parallel_cross_entropy",
-    "fp32_output": "verl's logits are fp32",
-    "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
-}
+CANNOT_WRITE = (
+    OF_BRIDGE
+    | NO_MASK_OF_ALL_ROWS
+    | {
+        "freeze_moe_router": "verl has no such key",
+        "checkpoint_input_remedy": "verl always applies release_storage",
+        "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+        "manual_gc": "verl has no such key",
+        "loss": "verl computes the loss vocab_parallel_cross_entropy",
+        "fp32_output": "verl's logits are fp32",
+        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
+    }
+)
 """Fields that no trainer of verl expresses, each with the reason."""
