@@ -678,11 +678,6 @@ _MEGATRON = (
             "The probabilities whose graph keeps a checkpoint's input allocated (verl #5251, Megatron-LM #3267).",
             on_instances=True,
         ),
-        _replaced(
-            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
-            "dispatch_postprocess",
-            "It keeps the probabilities with their graph; the remedy detaches them.",
-        ),
         _used(
             _DISPATCHER + ":MoEAllGatherTokenDispatcher",
             "local_probs",
@@ -790,11 +785,6 @@ _MEGATRON = (
             "It counts the tokens of each expert, which fake tensors cannot.",
         ),
         _replaced(_DISPATCHER, "gather_from_sequence_parallel_region", "It gathers those counts."),
-        _replaced(
-            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
-            "dispatch_postprocess",
-            "It counts the tokens of each expert, which fake tensors cannot.",
-        ),
         _used(
             _DISPATCHER + ":MoEAllGatherTokenDispatcher",
             "local_expert_indices tp_ep_group",
@@ -815,7 +805,10 @@ _MEGATRON = (
             "Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
         ),
         _replaced(
-            _DISPATCHER + ":MoEAllGatherTokenDispatcher", "dispatch_postprocess", "It selects probabilities so too."
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "dispatch_postprocess",
+            "It counts the tokens of each expert and selects their probabilities by a mask; it also keeps these with their "
+            "graph, which a remedy detaches.",
         ),
         _replaced(
             "megatron.core.fusions.fused_bias_swiglu",
