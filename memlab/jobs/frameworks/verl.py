@@ -117,7 +117,7 @@ def complete(reading: Reading) -> None:
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     _check_engine(reading)
-    _note_critic(reading)
+    note_critic(reading, "critic.megatron")
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
@@ -257,12 +257,12 @@ def _note_unchosen(reading: Reading) -> None:
         )
 
 
-def _note_critic(reading: Reading) -> None:
-    """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of it is offloaded."""
+def note_critic(reading: Reading, engine: str) -> None:
+    """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of its engine is offloaded."""
     key = "critic.enable" if reading.get("critic.enable") is not None else "algorithm.adv_estimator"
     if reading.get(key, "gae") not in ("gae", True):
         return
-    offloads = [reading.get(f"critic.megatron.{part}_offload") for part in ("param", "grad", "optimizer")]
+    offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "grad", "optimizer")]
     if offloads != [True] * 3:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
