@@ -398,6 +398,14 @@ class Scenario:
         """What may change on a live model: the fields that `Lab.set_workload` takes."""
         return {name: getattr(self, name) for name in WORKLOAD}
 
+    @property
+    def in_default_state(self) -> Scenario:
+        """The same job in the default training state, but for the layers of multi-token prediction.
+
+        A pipeline layout places them, and they belong to what a rank builds.
+        """
+        return replace(self, state=TrainingState(mtp_num_layers=self.state.mtp_num_layers))
+
     def differences(self, other: Scenario) -> list[str]:
         """Names the fields in which another scenario differs."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]

@@ -420,7 +420,7 @@ def _parts(scenario: Scenario) -> Iterator[tuple[str, tuple[str, object]]]:
 
 def _shown(value: object) -> str:
     if isinstance(value, Versions):
-        return value.words()
+        return value.words("megatron")  # which runs all of them
     return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"{value}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from memlab.config.backend_kind import KINDS
 from memlab.config.layout import Layout
@@ -72,8 +71,7 @@ def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
 
 def without_state(scenario: Scenario) -> str:
     """Returns the words of a scenario without those of its training state."""
-    # A layout of a pipeline can name layers of multi-token prediction, which the state has.
-    return str(replace(scenario, state=TrainingState(mtp_num_layers=scenario.state.mtp_num_layers)))
+    return str(scenario.in_default_state)
 
 
 def rank_words(layout: Layout) -> str:
