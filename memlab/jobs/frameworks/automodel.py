@@ -87,6 +87,11 @@ _RESHARD = Conversion(
     lambda value: {name: given for given, name in _RESHARDED.items()}[value],
 )
 
+_POLICY_ON_HOST = "torch.distributed.fsdp.CPUOffloadPolicy"
+_OFFLOAD = Conversion(
+    lambda value: str(value).endswith("CPUOffloadPolicy"), lambda value: _POLICY_ON_HOST if value else None
+)
+
 KEYS = (
     Key("model.pretrained_model_name_or_path", "architecture", TEXT),
     Key("model.config", "architecture", TEXT),
@@ -98,7 +103,8 @@ KEYS = (
     Key("model.dtype", "storage", _STORAGE),
     Key("distributed.strategy", "strategy", TEXT, "fsdp2"),
     Key("distributed.dp_size", "data_ranks", _SIZE, None),
-    Key("distributed.dp_replicate_size", "replicas", _SIZE, None),
+    Key("distributed.dp_replicate_size", "dp_replicate_size", _SIZE, None),
+    Key("distributed.offload_policy._target_", "fsdp_cpu_offload", _OFFLOAD, False),
     Key("distributed.tp_size", "tensor_model_parallel_size", COUNT, 1),
     Key("distributed.cp_size", "context_parallel_size", COUNT, 1),
     Key("distributed.pp_size", "pipeline_model_parallel_size", COUNT, 1),
@@ -196,7 +202,7 @@ def _take_least(reading: Reading, optimizer: str) -> None:
     """Takes what FSDP2 keeps of each parameter: its shard, and of what torch's Adam trains three more in its type."""
     shard = 4 if reading.values["fp32_sharded_params"] or reading.values["dtype"] == "fp32" else 2
     keys = reading.entries.by_key
-    is_on_host = is_given(reading.get("distributed.offload_policy")) or "distributed.offload_policy._target_" in keys
+    is_on_host = reading.values["fsdp_cpu_offload"]
     has_other_weights = any(key.startswith("quantization.") for key in keys) or _class_of_model(reading) != _CAUSAL
     if is_on_host or has_other_weights:
         return
@@ -221,11 +227,12 @@ def _refuse(reading: Reading) -> None:
         if keys:
             _block(reading, keys[0], f"a recipe with {section}")
             reading.known |= {key for key in by_key if key.startswith(begins)}
-    if is_given(reading.get("distributed.offload_policy")) or "distributed.offload_policy._target_" in by_key:
-        _block(reading, "distributed.offload_policy", "shards on the host (CPUOffloadPolicy)")
+    if is_given(reading.get("distributed.offload_policy")):
+        _block(reading, "distributed.offload_policy", "an offload policy without a _target_")
+    values["dp_replicate_size"] = values["dp_replicate_size"] or 1
+    reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "replicas": (1, "shards of which groups of ranks have copies (HSDP)"),
         "tensor_model_parallel_size": (1, "tensor parallelism by DTensor"),
         "context_parallel_size": (1, "context parallelism of FSDP2"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
@@ -235,7 +242,7 @@ def _refuse(reading: Reading) -> None:
         if given not in (None, usual):
             taken = next(one for one in reversed(reading.taken) if one.field == field)
             _block(reading, taken.key, what)
-    del values["strategy"], values["replicas"]
+    del values["strategy"]
 
 
 def _drop_keys_of_other_ranks(reading: Reading) -> None:
@@ -416,6 +423,7 @@ AUTOMODEL = Framework(
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     cannot_write=no_adapters("memlab's engine fsdp2")
+    | {"reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null"}
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
