@@ -451,9 +451,9 @@ def _least_kept(reading: Reading, given: str | Path | Architecture | None) -> di
     """Returns `Job.at_least`.
 
     FSDP2 shares each parameter among ranks, and so do pipeline stages, tensor and expert parallel ranks: the rank that
-    keeps the most has no less than the model divided by all ranks. Copies of shards (HSDP) only add to that.
+    keeps the most has no less than the model divided by all ranks that have one copy of it (HSDP has several).
     """
-    ranks = reading.values.get("world_size")
+    ranks = (reading.values.get("world_size") or 0) // (reading.values.get("dp_replicate_size") or 1)
     if not reading.kept_of_parameter or not ranks:
         return {}
     try:

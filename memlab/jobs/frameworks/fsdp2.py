@@ -1,4 +1,4 @@
-"""What the readers of jobs that train with FSDP have in common: what FSDP2 keeps of a model, and what memlab has of it."""
+"""What the readers of jobs with FSDP have in common: what FSDP2 keeps of a model, and what memlab has of it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,6 @@ def take_kept(reading: Reading, *, trains_all: bool, is_torch_adam: bool) -> Non
         reading.kept_of_parameter["gradients"] = shard
         if is_torch_adam:
             reading.kept_of_parameter["optimizer state"] = 2 * shard
-
-
-def take_replicas(reading: Reading, key: str, groups: int) -> None:
-    """Takes the number of groups of ranks that each have all shards (HSDP)."""
-    if groups > 1:
-        reading.take(key, "dp_replicate_size", groups)
-        reading.kept_of_parameter = {name: groups * size for name, size in reading.kept_of_parameter.items()}
 
 
 def take_checkpointed_layers(reading: Reading) -> None:

@@ -222,28 +222,16 @@ def check(reading: Reading) -> None:
 
 
 def _check_engine(reading: Reading) -> None:
-    """Refuses a job of another engine: verl takes FSDP without ``model_engine=megatron`` or a configuration with it."""
+    """Refuses a job of another engine than Megatron's; those of FSDP have a table of their own (`verl_fsdp`)."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
     is_chosen = chosen is not None or reading.entries.get("model_engine") is not None
     engine = engine if chosen is None else str(chosen).removesuffix("_actor")
-    keys, configuration = reading.entries.by_key, reading.get("config_name")
+    reading.known.add("config_name")
     if not is_chosen:
         _note_unchosen(reading)
-    if engine is None and "megatron" not in str(configuration):
-        if any(key.startswith((f"{_ACTOR}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config.")) for key in keys):
-            engine = "dp"
-        engine = "dp" if configuration else engine
-        if any(key.startswith((f"{_ACTOR}.megatron.", "actor_rollout_ref.ref.megatron.")) for key in keys):
-            engine = "megatron"
-        elif engine is None:
-            reading.warnings.append(
-                "no key chooses Megatron, and verl takes FSDP then: memlab predicts the job with model_engine=megatron"
-            )
     if engine not in (None, "megatron"):
-        reading.blocked.append(
-            f"model_engine {engine}: memlab predicts this framework's jobs with Megatron only (model_engine=megatron)"
-        )
+        reading.blocked.append(f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only")
 
 
 def _note_unchosen(reading: Reading) -> None:

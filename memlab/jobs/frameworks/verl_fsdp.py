@@ -16,7 +16,6 @@ from memlab.jobs.frameworks.fsdp2 import (
     lacks_family,
     take_checkpointed_layers,
     take_kept,
-    take_replicas,
     take_types,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Conversion, Key, Missing, is_false
@@ -88,13 +87,14 @@ FRAMEWORK_MISSING = (
 
 
 def chooses_fsdp(values: dict[str, Any]) -> bool:
-    """Whether the keys of a job choose FSDP by name, or have keys that only FSDP's actor has."""
+    """Whether a job trains with FSDP: by name, or as verl does where neither a name nor a key of Megatron says else."""
+    chosen = values.get(f"actor@{_ACTOR}")
     engine = values.get("model_engine") or values.get(f"{_ACTOR}.strategy")
-    if engine is None:
-        configuration = str(values.get("config_name") or "")
-        has_keys = [any(key.startswith(f"{_ACTOR}.{one}.") for key in values) for one in ("megatron", "fsdp_config")]
-        return "megatron" not in configuration and not has_keys[0] and (has_keys[1] or bool(configuration))
-    return engine in ("dp", "fsdp", "fsdp2", "fsdp_turbo")
+    engine = engine if chosen is None else str(chosen).removesuffix("_actor")
+    if engine is not None:
+        return engine in ("dp", "fsdp", "fsdp2", "fsdp_turbo")
+    has_keys = any(key.startswith((f"{_ACTOR}.megatron.", "actor_rollout_ref.ref.megatron.")) for key in values)
+    return not has_keys and "megatron" not in str(values.get("config_name"))
 
 
 def complete(reading: Reading) -> None:
@@ -102,7 +102,12 @@ def complete(reading: Reading) -> None:
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     del values["nodes"], values["ranks_per_node"]
-    values.pop("model_engine", None)
+    is_chosen = values.pop("model_engine", None) is not None or reading.get(f"actor@{_ACTOR}") is not None
+    if not is_chosen and f"{_ACTOR}.strategy" not in reading.entries.by_key:
+        reading.warnings.append(
+            "no key chooses an engine, and verl takes FSDP then: give model_engine=megatron for Megatron"
+        )
+    reading.known.add("config_name")
     note_critic(reading, "critic.fsdp")
     _take_strategy(reading)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
@@ -125,7 +130,7 @@ def complete(reading: Reading) -> None:
 def _take_strategy(reading: Reading) -> None:
     strategy, key = reading.values.pop("strategy"), f"{_ACTOR}.strategy"
     if strategy == "fsdp":
-        reading.miss(key, "either", "FSDP1 gathers the parameters of a layer as one; memlab predicts FSDP2 in its place")
+        reading.miss(key, "either", "FSDP1 gathers the parameters of a layer as one; memlab predicts FSDP2 instead")
     elif strategy != "fsdp2":
         block(reading, key, f"the engine {strategy}")
     if reading.values.pop("ulysses") > 1:
@@ -148,10 +153,10 @@ def _take_optimizer(reading: Reading) -> None:
 
 
 def _take_shards(reading: Reading) -> None:
-    """Takes groups of ranks with all shards, as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py makes them."""
+    """Takes groups of ranks that each have all shards (``create_device_mesh`` in verl/workers/engine/fsdp/utils.py)."""
     ranks, shards = reading.values["world_size"], reading.values.pop("ranks_of_shards")
     if 0 < shards < ranks:
-        take_replicas(reading, f"{_FSDP}.fsdp_size", ranks // shards)
+        reading.take(f"{_FSDP}.fsdp_size", "dp_replicate_size", ranks // shards)
 
 
 def _take_rows(reading: Reading) -> None:
@@ -188,6 +193,7 @@ VERL_FSDP = Framework(
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=complete_of_model,
+    versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
 """Read only: `memlab.jobs.frameworks.registry` says when."""
