@@ -807,7 +807,7 @@ _MEGATRON = (
         _replaced(
             _DISPATCHER + ":MoEAllGatherTokenDispatcher",
             "dispatch_postprocess",
-            "It counts the tokens of each expert and selects their probabilities by a mask; it also keeps these with their "
+            "It counts the tokens of each expert and selects their probabilities by a mask, and keeps these with their "
             "graph, which a remedy detaches.",
         ),
         _replaced(
