@@ -13,7 +13,15 @@ from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import (
+    LORA,
+    OF_BRIDGE,
+    adapter_keys,
+    complete_adapters,
+    kind_of,
+    lacks_of_kind,
+    lacks_of_section,
+)
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -94,6 +102,8 @@ KEYS = (
         dropout_position=ABSENT,
         target_modules=ABSENT,
         exclude_modules=ABSENT,
+        share_expert_adapters=ABSENT,
+        normalize_moe_lora=ABSENT,
     ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
@@ -312,8 +322,9 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
         if not knows_recipe:
             reading.miss("peft", "less", f"{LORA} (their rank is the recipe's)")
             values["lora_rank"] = None
-    kinds = [str(each).rpartition(".")[2].lower() for each in (kind, target) if is_given(each)]
-    lacks = [f"adapters of the kind {each}" for each in kinds if each not in ("lora", "true")]
+    kinds = [str(each).rpartition(".")[2] for each in (target, kind) if is_given(each) and each is not True]
+    has_targets = values.get("lora_target_modules") is not None
+    lacks = lacks_of_kind(reading, kinds[0] if kinds else None, has_targets=has_targets)
     complete_adapters(reading, "peft", [*lacks, *lacks_of_section(reading, "peft")])
 
 
@@ -421,6 +432,10 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
         reading.miss("mixed_precision", "more", "the first and last layers stay in bf16")
 
 
+_CLASSES = {"lora": "lora.LoRA", "canonical_lora": "canonical_lora.CanonicalLoRA"}
+"""Of Megatron-Bridge's package of adapters."""
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     layout = scenario.layout
@@ -433,7 +448,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "num_layers": scenario.num_layers,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
-            "class_of_adapters": None if scenario.state.lora is None else "megatron.bridge.peft.lora.LoRA",
+            "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",
             "make_vocab_size_divisible_by": 128,
         }
     )
