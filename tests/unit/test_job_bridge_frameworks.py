@@ -363,6 +363,24 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
 
 
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ("model.expert_model_parallel_size=8", None),  # of 1, as the model's
+        ("model.tensor_model_parallel_size=2 model.sequence_parallel=true model.expert_model_parallel_size=8", 1),
+        (
+            "model.tensor_model_parallel_size=2 model.sequence_parallel=true model.expert_model_parallel_size=4 "
+            "model.expert_tensor_parallel_size=2",
+            None,  # as the model's
+        ),
+        ("model.tensor_model_parallel_size=2 model.sequence_parallel=true", None),  # experts are not spread
+    ],
+)
+def test_an_expert_of_bridge_is_whole_where_experts_are_spread(keys: str, size: int | None, tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node=8 run_recipe.py model.hf_model_id=Qwen/Qwen3-30B-A3B "
+    assert sft(tmp_path, command + keys).required()[0].layout.expert_tensor_parallel_size == size
+
+
 @pytest.mark.parametrize("option", ["--step_func vlm_step", "--step-func=qwen3_vl_step", "--step_func of_tomorrow"])
 def test_a_step_of_another_kind_of_model_is_refused(option: str, tmp_path: Path) -> None:
     assert "which memlab does not have" in str(sft(tmp_path, f"{RECIPE} -ep 8 {option}").not_supported)
