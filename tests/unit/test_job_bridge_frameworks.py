@@ -366,14 +366,10 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
 @pytest.mark.parametrize(
     ("keys", "size"),
     [
-        ("model.expert_model_parallel_size=8", None),  # of 1, as the model's
-        ("model.tensor_model_parallel_size=2 model.sequence_parallel=true model.expert_model_parallel_size=8", 1),
-        (
-            "model.tensor_model_parallel_size=2 model.sequence_parallel=true model.expert_model_parallel_size=4 "
-            "model.expert_tensor_parallel_size=2",
-            None,  # as the model's
-        ),
-        ("model.tensor_model_parallel_size=2 model.sequence_parallel=true", None),  # experts are not spread
+        ("-ep 8", None),  # of 1, as the model's
+        ("-tp 2 -ep 8 model.sequence_parallel=true", 1),
+        ("-tp 2 -ep 4 -etp 2 model.sequence_parallel=true", None),  # as the model's
+        ("-tp 2 model.sequence_parallel=true", None),  # experts are not spread
     ],
 )
 def test_an_expert_of_bridge_is_whole_where_experts_are_spread(keys: str, size: int | None, tmp_path: Path) -> None:
