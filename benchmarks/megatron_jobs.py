@@ -592,6 +592,10 @@ OF_ATTENTION = ("linear_qkv", "linear_proj")
 OF_MLP = ("linear_fc1", "linear_fc2")
 
 
+OF_PARTS = ("linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_gate", "linear_fc1_up", "linear_fc2")
+"""In the canonical form."""
+
+
 OF_ALL_LINEARS: dict[str, Any] = {"lora_target_modules": ()}
 """Of the output layer too, and not of experts: NeMo-RL's default."""
 
@@ -637,6 +641,19 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from adapters_of_ms_swift(of, (alone,))
     yield from of(LLAMA, 2, alone, {}, FULL, state=lora(24) | OF_ALL_LINEARS)
     yield from of(QWEN, 2, alone, state=lora(24) | OF_ALL_LINEARS)
+    yield from further_adapters(of, alone)
+
+
+def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[Job]:
+    """Yields jobs of the other kinds of Megatron-Bridge's adapters: of each expert, of other ranks, of parts."""
+    for rank in (16, 20):  # torch multiplies all experts' rows at once where the rank is a multiple of 8
+        yield from of(QWEN, 2, alone, {}, FULL, state=lora(rank, share_expert_adapters=False))
+    yield from of(QWEN, 2, alone, state=lora(32, dropout=0.1, share_expert_adapters=False))
+    yield from of(QWEN, 2, alone, state=lora(64, normalize_moe_lora=True, share_expert_adapters=False))
+    yield from of(QWEN, 2, alone, {}, FULL, state=lora(64, normalize_moe_lora=True))
+    yield from of(LLAMA, 4, alone, {}, FULL, state=lora(16, *OF_PARTS))
+    yield from of(PHI, 2, alone, state=lora(32, *OF_PARTS, dropout=0.1))
+    yield from of(QWEN, 2, alone, {}, FULL, state=lora(16, *OF_PARTS))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

@@ -295,6 +295,7 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
         utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
         utils.TELinear = layers.TorchLinear
         utils.version = lambda _: "2.16.1"
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
         utils.TECL = (layers.TorchNormLinear, layers.TorchColumnLinear, layers.TorchGroupedLinear)
         utils.TERL = (layers.TorchRowLinear, layers.TorchGroupedRowLinear)
         matcher = importlib.import_module("megatron.bridge.peft.module_matcher")
@@ -306,9 +307,14 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
                 weights = [weight for weight in module.parameters() if weight.dim() > 1]
                 module.out_features, module.in_features = weights[0].shape
                 module.config = model.config
-    lora = importlib.import_module("megatron.bridge.peft.lora")
+    module, kind = (
+        ("canonical_lora", "CanonicalLoRA")
+        if "linear_q" in options.get("lora_target_modules", ())
+        else ("lora", "LoRA")
+    )
+    add = getattr(importlib.import_module(f"megatron.bridge.peft.{module}"), kind)
     values = {name.removeprefix("lora_"): value for name, value in options.items()}
-    lora.LoRA(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
+    add(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
 
 
 def stand_in_for_transformer_engine() -> None:

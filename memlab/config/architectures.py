@@ -436,6 +436,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("llama-2-13b", 40, 5120, 13824, 40, **(_LLAMA_2 | {"num_query_groups": 40})),
         _row("llama-2-70b", 80, 8192, 28672, 64, **_LLAMA_2),
         _row("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
+        # https://huggingface.co/deepseek-ai/deepseek-llm-7b-base/blob/main/config.json
+        _row("deepseek-llm-7b", 30, 4096, 11008, 32,
+             **(_LLAMA_2 | {"num_query_groups": 32, "vocab_size": 102400, "layernorm_epsilon": 1e-6})),
         # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json, and likewise. (The sliding window of
         # v0.1 is not modelled.)
         _row("mistral-7b-v0.2", 32, 4096, 14336, 32, **(_MISTRAL | {"vocab_size": 32000})),
@@ -460,6 +463,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen2.5-32b", 64, 5120, 27648, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
         _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
+        # https://huggingface.co/XiaomiMiMo/MiMo-7B-RL/blob/main/config.json, whose layers are Qwen2's; a job says
+        # whether it trains the model's layer of multi-token prediction
+        _row("mimo-7b", 36, 4096, 11008, 32,
+             **(_QWEN2_5 | {"vocab_size": 151680, "rotary_base": 640000.0, "layernorm_epsilon": 1e-5})),
         # https://arxiv.org/abs/2005.14165, table 2.1; the vocabulary as Megatron-LM pads it
         _row("gpt3-6.7b", 32, 4096, 16384, 32, max_position_embeddings=2048, **(_GPT | _GPT_3)),
         _row("gpt-tiny", 4, 128, 512, 4, max_position_embeddings=1024, **(_GPT | _TINY | {"num_query_groups": 4})),
@@ -526,6 +533,8 @@ HUGGING_FACE_NAMES = {
         for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b", "3.1-405b")
     },
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
+    "deepseek-llm-7b": "deepseek-ai/deepseek-llm-7b-base",
+    "mimo-7b": "XiaomiMiMo/MiMo-7B-Base",
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
@@ -571,7 +580,7 @@ SAME_SIZES = {
 """Published models that have the sizes of another one."""
 # Suffixes of checkpoints that have the same shapes as the model that they were made from.
 _VARIANTS = re.compile(
-    r"([-_](base|instruct|chat|thinking|reasoning|plus|2407|2411|2501|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron"
+    r"([-_](base|instruct|chat|thinking|reasoning|plus|rl|sft|2407|2411|2501|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron"
     r"|fp8|int4|int8))+$"
 )
 

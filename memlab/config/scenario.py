@@ -14,7 +14,7 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, OUTPUT_LAYER, linears_without_adapters
+from memlab.config.lora import LINEARS, OUTPUT_LAYER, PARTS, LoRA, linears_without_adapters
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -212,6 +212,25 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
+        if ranks % replicas:
+            raise RuleError(
+                f"dp_replicate_size is {replicas}, must divide data_parallel_size, {ranks}, so that each group has all "
+                "shards: choose another",
+                *("dp_replicate_size", "data_parallel_size"),
+            )
+        of_layers = self.state.reshard_after_forward_ranks or 1
+        if self.ranks_of_shards % of_layers:
+            raise RuleError(
+                f"reshard_after_forward_ranks is {of_layers}, must divide the {self.ranks_of_shards} ranks that have "
+                "shards, by a rule of torch's fully_shard: choose another, or leave it out",
+                *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
+            )
+
+    @property
+    def ranks_of_shards(self) -> int:
+        """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
+        return self.layout.data_parallel_size // self.state.dp_replicate_size if self.engine == "fsdp2" else 1
 
     def _check_attention(self) -> None:
         if self.architecture.multi_latent_attention:
@@ -310,23 +329,46 @@ class Scenario:
                 f"adapters: name {', '.join(LINEARS)}",
                 "lora_target_modules",
             )
-        of_experts = layout.expert_tensor_size if any(one.num_experts for one in self.weights_of_adapters()) else 1
-        for name, ranks in (
-            ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
-            ("expert_tensor_parallel_size", of_experts),
-        ):
-            if lora.rank % ranks and lora.library == "megatron_bridge":
-                raise RuleError(
-                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
-                    "whose ranks share the rows of an adapter: choose another",
-                    *("lora_rank", name),
-                )
+        self._check_linears_with_adapters(lora)
         if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
                 f"lora_library is 'mcore_bridge' with expert_tensor_parallel_size {layout.expert_tensor_size}, where "
                 "mcore-bridge adds no adapters: choose 1, or leave lora_library out",
                 *("lora_library", "expert_tensor_parallel_size"),
             )
+
+    def _check_linears_with_adapters(self, lora: LoRA) -> None:
+        model, layout, of_bridge = self.architecture, self.layout, lora.library == "megatron_bridge"
+        kinds = dict.fromkeys((linear, lora.parts(name)) for linear, name in self._linears_with_adapters())
+        for linear, parts in kinds:
+            own = linear.name.removesuffix(".weight").rpartition(".")[2]
+            if parts and parts != PARTS[own]:
+                raise RuleError(
+                    f"lora_target_modules has {', '.join(parts)} alone of {own}, must have {', '.join(PARTS[own])}, "
+                    "since the step of Megatron-Bridge 0.6.2 fails otherwise: name all of them, or none",
+                    "lora_target_modules",
+                )
+            if linear.num_experts and lora.normalize_moe_lora and lora.rank % model.moe_router_topk:
+                raise RuleError(
+                    f"lora_rank is {lora.rank} with lora_normalize_moe_lora, must be a multiple of "
+                    f"{model.moe_router_topk}, the experts of a token, by a rule of Megatron-Bridge: choose another",
+                    *("lora_rank", "lora_normalize_moe_lora"),
+                )
+            if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:
+                raise RuleError(
+                    f"expert_tensor_parallel_size is {layout.expert_tensor_size}, must be 1 with "
+                    "lora_share_expert_adapters False, since Megatron-Bridge 0.6.2 gathers what such adapters compute "
+                    "without its gradients: choose 1, or let experts share adapters",
+                    *("expert_tensor_parallel_size", "lora_share_expert_adapters"),
+                )
+            name = "expert_tensor_parallel_size" if linear.num_experts else "tensor_model_parallel_size"
+            ranks = layout.expert_tensor_size if linear.num_experts else layout.tensor_model_parallel_size
+            if of_bridge and linear.split == 0 and lora.rank_of(linear, model, layout) % ranks:
+                raise RuleError(
+                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
+                    "whose ranks share the rows of an adapter: choose another",
+                    *("lora_rank", name),
+                )
 
     def _check_packing(self) -> None:
         if self.packed_sequences is None:
@@ -429,6 +471,14 @@ class Scenario:
         """What may change on a live model: the fields that `Lab.set_workload` takes."""
         return {name: getattr(self, name) for name in WORKLOAD}
 
+    @property
+    def in_default_state(self) -> Scenario:
+        """The same job in the default training state, but for the layers of multi-token prediction.
+
+        A pipeline layout places them, and they belong to what a rank builds.
+        """
+        return replace(self, state=TrainingState(mtp_num_layers=self.state.mtp_num_layers))
+
     def differences(self, other: Scenario) -> list[str]:
         """Names the fields in which another scenario differs."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
@@ -518,14 +568,19 @@ class Scenario:
 
     def weights_of_adapters(self) -> Iterator[Weight]:
         """Yields the weights of all adapters of the rank."""
+        for linear, name in self._linears_with_adapters():
+            yield from self.state.lora.weights(linear, name, self.architecture, self.layout)  # type: ignore[union-attr]
+
+    def _linears_with_adapters(self) -> Iterator[tuple[Weight, str]]:
         lora = self.state.lora
-        for chunk in self.chunks_of_rank if lora is not None else ():
+        if lora is None:
+            return
+        for chunk in self.chunks_of_rank:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
-                    for linear in lora.adapted(number, part.weights()):  # type: ignore[union-attr]
-                        yield from lora.weights(linear, self.layout.expert_model_parallel_size)  # type: ignore[union-attr]
-        if lora is not None and lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
-            yield from lora.weights(self.architecture.output_weight, 1)
+                    yield from lora.adapted(number, part.weights())
+        if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
+            yield self.architecture.output_weight, OUTPUT_LAYER
 
     @property
     def _has_output_layer(self) -> bool:
@@ -607,6 +662,9 @@ class Scenario:
         )
         if lora.exclude_modules and not excludes:
             reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
+        if not any(linear.num_experts for linear, _ in self._linears_with_adapters()):
+            of_experts = {"lora_share_expert_adapters", "lora_normalize_moe_lora"} & self.state.changed().keys()
+            reasons |= dict.fromkeys(of_experts, "no linear of experts has an adapter")
         return reasons
 
     def _without_effect_on_experts(self) -> dict[str, str]:
@@ -627,6 +685,8 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
+            reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

@@ -318,6 +318,35 @@ class TrainingState:
         rebuilds="nothing",
         **_FSDP2,
     )
+    reshard_after_forward_ranks: int | None = option(
+        None,
+        "free the gathered parameters of these layers but for the part that one of N ranks keeps, so that only N ranks "
+        "gather them for backward (default: all ranks that have shards)",
+        rebuilds="model",
+        shown_for_none=0,
+        at_least=2,
+        at_most=2**17,
+        advice="give a divisor of the number of ranks that have shards",
+        **_FSDP2,
+    )
+    """A whole number as the ``reshard_after_forward`` of torch's `fully_shard`."""
+    dp_replicate_size: int = option(
+        1,
+        "number of groups of data-parallel ranks that each have all shards (HSDP); gradients are reduced in each "
+        "group, and then over the groups (default 1)",
+        rebuilds="model",
+        at_most=2**17,
+        advice="give a divisor of data_parallel_size",
+        **_FSDP2,
+    )
+    fsdp_cpu_offload: bool = option(
+        False,
+        "keep shards, their gradients and Adam's moments on the host, where Adam updates them",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """torch's ``CPUOffloadPolicy``, as ``distributed.offload_policy`` of Automodel gives it. Whether the memory is
+    pinned changes no bytes of the device."""
     defer_fsdp_grad_sync: bool = option(
         False,
         "reduce gradients only in the last micro-batch; until then each rank has those of whole layers",

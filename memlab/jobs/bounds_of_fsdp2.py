@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memlab.config.architectures import Architecture
 from memlab.config.parameters import bytes_of_shard, kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -22,6 +23,11 @@ def _layers(scenario: Scenario, settings: MemorySettings) -> int:
     return 1 if settings.recompute_granularity == "full" else scenario.num_layers
 
 
+def _width_of_mlp(model: Architecture) -> int:
+    """Returns the elements of a token's gate in a layer: of all experts that get the token, where there are experts."""
+    return model.moe_router_topk * model.moe_ffn_hidden_size if model.routes else model.ffn_hidden_size
+
+
 def _norms(scenario: Scenario, settings: MemorySettings) -> int:
     """Returns what all norms keep beside their inputs, and five tensors of one norm in fp32 while backward is in it."""
     hidden = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -33,7 +39,7 @@ def _liger(scenario: Scenario, settings: MemorySettings) -> int:
 
     Liger's loss is not in use: Automodel calls the model without labels (``recipes/llm/train_ft.py``).
     """
-    gate = _width(scenario) * scenario.tokens_of_rank * scenario.architecture.ffn_hidden_size
+    gate = _width(scenario) * scenario.tokens_of_rank * _width_of_mlp(scenario.architecture)
     return _norms(scenario, settings) + gate * (_layers(scenario, settings) + 4)
 
 
@@ -48,7 +54,9 @@ def _parts_of_layers(scenario: Scenario, settings: MemorySettings) -> int:
     queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     inputs = 3 * width * tokens * model.hidden_size * scenario.num_layers
     of_attention = width * (3 * queries + 4 * keys) + 12 * queries
-    of_layer = tokens * (of_attention + 4 * width * model.ffn_hidden_size + (12 + 4 * width) * model.hidden_size)
+    of_hidden = (12 + 4 * width) * model.hidden_size * (1 + (model.moe_router_topk if model.routes else 0))
+    of_mlp = 4 * width * _width_of_mlp(model) + 12 * (model.num_moe_experts or 0)
+    of_layer = tokens * (of_attention + of_mlp + of_hidden)
     is_full = settings.recompute_granularity == "full"
     return max(inputs, 2 * of_layer) if is_full else of_layer * scenario.num_layers
 

@@ -214,9 +214,14 @@ _TORCH = (
             "A mesh has no device type for fake tensors.",
         ),
         _replaced(
+            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+            "to_sharded_dtensor",
+            "It gets a gradient that a copy to the host left where it was, because device and host are the same RAM.",
+        ),
+        _replaced(
             "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-            "_validate_no_meta_params",
-            "It refuses tensors without values.",
+            "_validate_no_meta_params _validate_cpu_offload_params",
+            "They refuse tensors without values, on the device and on the host.",
         ),
         _replaced(
             "torch.optim.adam",
@@ -256,8 +261,14 @@ _TORCH = (
             "The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
         ),
         _used(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+            "post_forward_mesh_info",
+            "The ranks over which a layer is spread after its forward, which no function takes as a number later.",
+            on_instances=True,
+        ),
+        _used(
             "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
-            "_sharded_param_data _unsharded_param",
+            "_sharded_param_data _unsharded_param device",
             "The shard with its padding, and the gathered parameter, whose gradient a step that failed leaves.",
             on_instances=True,
         ),

@@ -422,7 +422,7 @@ def test_layers_of_another_kind_are_another_model(framework: str, key: str, tmp_
     end = "block_specs" if _TRANSFORMER[framework] else "layers_config_path"
     key = key.replace("heterogeneous_layers", f"heterogeneous_{end}")
     job = _job(framework, tmp_path, _TRANSFORMER[framework] + key)
-    assert f"memlab does not have this model: {_TRANSFORMER[framework]}{key.partition('=')[0]}" in str(
+    assert f"memlab does not have what the job asks for: {_TRANSFORMER[framework]}{key.partition('=')[0]}" in str(
         job.not_supported
     )
 

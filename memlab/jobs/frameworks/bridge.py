@@ -13,7 +13,15 @@ from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import (
+    LORA,
+    OF_BRIDGE,
+    adapter_keys,
+    complete_adapters,
+    kind_of,
+    lacks_of_kind,
+    lacks_of_section,
+)
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -51,7 +59,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
     fields_of,
 )
-from memlab.jobs.frameworks.megatron_lm import common, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, common, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -108,6 +116,8 @@ KEYS = (
         dropout_position=ABSENT,
         target_modules=ABSENT,
         exclude_modules=ABSENT,
+        share_expert_adapters=ABSENT,
+        normalize_moe_lora=ABSENT,
     ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
@@ -314,8 +324,9 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
         if not knows_recipe:
             reading.miss("peft", "less", f"{LORA} (their rank is the recipe's)")
             values["lora_rank"] = None
-    kinds = [str(each).rpartition(".")[2].lower() for each in (kind, target) if is_given(each)]
-    lacks = [f"adapters of the kind {each}" for each in kinds if each not in ("lora", "true")]
+    kinds = [str(each).rpartition(".")[2] for each in (target, kind) if is_given(each) and each is not True]
+    has_targets = values.get("lora_target_modules") is not None
+    lacks = lacks_of_kind(reading, kinds[0] if kinds else None, has_targets=has_targets)
     complete_adapters(reading, "peft", [*lacks, *lacks_of_section(reading, "peft")])
 
 
@@ -423,6 +434,10 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
         reading.miss("mixed_precision", "more", "the first and last layers stay in bf16")
 
 
+_CLASSES = {"lora": "lora.LoRA", "canonical_lora": "canonical_lora.CanonicalLoRA"}
+"""Of Megatron-Bridge's package of adapters."""
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     return (
@@ -434,7 +449,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "quick_geglu": scenario.architecture.quick_geglu,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
-            "class_of_adapters": None if scenario.state.lora is None else "megatron.bridge.peft.lora.LoRA",
+            "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",
             "make_vocab_size_divisible_by": 128,
         }
     )
@@ -471,8 +486,8 @@ BRIDGE = Framework(
     writes_sizes=True,
     without_own_key=frozenset(("dtype",)),
     cannot_write=OF_BRIDGE
+    | NO_MASK_OF_ALL_ROWS
     | {
-        "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

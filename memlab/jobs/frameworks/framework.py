@@ -90,6 +90,9 @@ class Reading:
 
     assumed: list[str] = field(default_factory=list)
     """What the file does not say at all, and memlab takes an example for, with a warning: ranks, lengths."""
+    kept_of_parameter: dict[str, int] = field(default_factory=dict)
+    """Bytes by category that all ranks of FSDP2 together keep at least of each parameter of the model while the
+    optimizer updates it; empty where that is not known."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood.
@@ -183,6 +186,8 @@ class Framework:
     """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False
     """Whether the framework's budget of tokens makes a scenario's packed rows."""
+    written_with: dict[str, str] = field(default_factory=dict)
+    """Fields, each with another whose key is written beside its own, since it has another default there."""
     writes_sizes: bool = False
     """Whether its lines give the sizes of the model, beside the model's name."""
     fixed: dict[str, Any] = field(default_factory=dict)

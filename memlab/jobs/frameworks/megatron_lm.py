@@ -652,8 +652,8 @@ def _check(reading: Reading) -> None:
     check_backend(reading, "auto")
 
 
-CANNOT_WRITE = {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
+NO_MASK_OF_ALL_ROWS = {"create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"}
+CANNOT_WRITE = NO_MASK_OF_ALL_ROWS | {
     "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
     "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",

@@ -64,7 +64,7 @@ def _summary(job: Job) -> list[str]:
         hint = [f"to try another value: --set KEY=VALUE, with one of these keys: {tries}"] if tries else []
         return [f"this job cannot start: {job.cannot_start}", *hint]
     if job.scenario is None or job.settings is None:
-        return [f"memlab cannot predict this job: {job.not_supported}"]
+        return [f"memlab cannot predict this job: {job.not_supported}", *_at_least(job.at_least)]
     scenario, ranks = job.scenario, job.scenario.layout.world_size
     packed = "" if scenario.packed_sequences is None else f" in {scenario.packed_sequences} packed sequences"
     tokens = f"{scenario.seq_length:,} tokens{packed}"
@@ -81,6 +81,13 @@ def _summary(job: Job) -> list[str]:
     if scenario.allocator != AllocatorSettings():
         lines.append(f"allocator  {scenario.allocator}")
     return lines
+
+
+def _at_least(kept: dict[str, int]) -> list[str]:
+    if not kept:
+        return []
+    parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in kept.items())
+    return [f"at least   {format_bytes(sum(kept.values()))} on the rank that keeps the most: {parts}"]
 
 
 def _taken(title: str, taken: list[Taken]) -> list[str]:
