@@ -419,7 +419,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
     yield from latent_attention(of)
-    yield from chain(shared_experts_and_routers(of), families_of_experts(of))
+    yield from chain(shared_experts_and_routers(of), families_of_experts(of), dispatch_of_tokens(of))
     yield from adapters(of)
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of))
@@ -514,6 +514,21 @@ def shared_experts_and_routers(of: Callable[..., Iterator[Job]]) -> Iterator[Job
         yield from of(QWEN, 2, alone, {}, recompute("moe_act"), state=state)
     for model, num_layers, config in ((QWEN, 2, {}), (MOONLIGHT, 3, FEW_EXPERTS)):
         yield from of(model, num_layers, alone, {}, FULL, recompute("moe_act"), config=config | {"mtp_num_layers": 1})
+
+
+def dispatch_of_tokens(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank whose dispatcher gathers tokens, or whose experts have a capacity."""
+    alone, gather = "one rank", {"moe_token_dispatcher_type": "allgather"}
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("moe_act"), EXPERTS, state=gather)
+    yield from of(QWEN, 2, alone, {}, FULL, state=gather | {"moe_permute_fusion": False})
+    yield from of(QWEN, 2, alone, num_microbatches=3, state=gather)
+    yield from of(MOONLIGHT, 3, alone, {}, recompute("moe"), config=FEW_EXPERTS, state=gather)
+    for factor in (1.0, 2.0):
+        capacity = {"moe_expert_capacity_factor": factor}
+        yield from of(QWEN, 2, alone, {}, FULL, state=capacity)
+        yield from of(QWEN, 2, alone, {}, recompute("moe_act"), EXPERTS,
+                      state=capacity | {"moe_pad_expert_input_to_capacity": True})  # fmt: skip
+    yield from of(QWEN, 2, alone, state=capacity | {"moe_token_drop_policy": "position", "moe_permute_fusion": False})
 
 
 def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

@@ -149,6 +149,7 @@ class Scenario:
                 "num_layers",
             )
         self._check_architecture()
+        self._check_capacity()
         self._check_extra_layers()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
@@ -172,6 +173,23 @@ class Scenario:
                 f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
                 "rule of Megatron-Core: switch bias_activation_fusion off",
                 "bias_activation_fusion",
+            )
+
+    def _check_capacity(self) -> None:
+        """Checks that an expert that is padded has no more rows than there are tokens.
+
+        Megatron's ``permute`` fails there (megatron/core/transformer/moe/moe_utils.py, 0.16.1).
+        """
+        factor, experts = self.state.moe_expert_capacity_factor, self.architecture.num_moe_experts
+        if factor is None or experts is None or not self.state.moe_pad_expert_input_to_capacity:
+            return
+        most = experts / self.architecture.moe_router_topk
+        if factor > most:
+            raise RuleError(
+                f"moe_expert_capacity_factor is {factor:g} with moe_pad_expert_input_to_capacity, must be at most "
+                f"{most:g} (experts / moe_router_topk), since Megatron-Core then pads an expert to more rows than "
+                "there are tokens, and fails: give a smaller one, or do not pad",
+                *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
             )
 
     def _check_extra_layers(self) -> None:

@@ -225,8 +225,20 @@ def complete(reading: Reading) -> None:
         reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
     _complete_vocabulary(reading)
     take_sequence_parallel(reading, "model.sequence_parallel")
+    _complete_experts(reading)
     _note_other_models(reading)
     _complete_adapters(reading, knows_recipe=recipe is None or bool(known))
+
+
+def _complete_experts(reading: Reading) -> None:
+    """Takes one tensor parallel rank for each expert, where experts are spread over ranks.
+
+    See ``_set_moe_expert_tensor_parallel_default`` in models/transformer_config.py of 0.6.2; 0.5.0 leaves it to
+    Megatron-Core, which takes the model's tensor parallel ranks.
+    """
+    name = "expert_tensor_parallel_size"
+    if reading.values.get(name) is None and (reading.values.get("expert_model_parallel_size") or 1) > 1:
+        reading.take(f"model.{name}", name, 1)
 
 
 def _complete_rows(reading: Reading) -> None:
@@ -426,9 +438,12 @@ _CLASSES = {"lora": "lora.LoRA", "canonical_lora": "canonical_lora.CanonicalLoRA
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
+    layout = scenario.layout
+    spread = {"expert_tensor_parallel_size": layout.expert_tensor_size} if layout.expert_model_parallel_size > 1 else {}
     return (
         common(scenario, settings)
         | fields_of(scenario.architecture)
+        | spread
         | {
             "num_layers": scenario.num_layers,
             "is_bf16": scenario.dtype == "bf16",

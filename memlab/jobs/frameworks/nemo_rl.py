@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
     BACKEND,
     COUNT,
+    DISPATCHER,
     LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
@@ -112,6 +113,7 @@ KEYS = (
     # ``examples/configs/grpo_math_1B.yaml``
     Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_MEGATRON, EXTRA),

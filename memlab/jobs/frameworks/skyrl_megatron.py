@@ -13,6 +13,7 @@ from memlab.jobs.frameworks.adapters import ALL_LINEAR, OF_BRIDGE, complete_adap
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import (
+    DISPATCHER,
     LOAD_BALANCING,
     ROUTER_DTYPE,
     SWITCH,
@@ -45,6 +46,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     return (
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
+        Key(f"{prefix}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
         Key(f"{prefix}.freeze_moe_router", "freeze_moe_router", SWITCH, False),
         Key(f"{prefix}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
         *under(
