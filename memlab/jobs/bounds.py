@@ -271,7 +271,9 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
-    **dict.fromkeys(("loss_fn._target_", "loss_fn.fp32_upcast"), _whole_loss_bytes),
+    **dict.fromkeys(
+        ("loss_fn._target_", "loss_fn.fp32_upcast", "actor.policy_loss", "policy_loss_type"), _whole_loss_bytes
+    ),
     **dict.fromkeys(
         (
             "create_attention_mask_in_dataloader",
@@ -306,9 +308,8 @@ What freezes parameters (`FREEZES`) may also keep fewer activations, which are n
 
 BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] = {
     "sequence_parallel": _whole_rows_bytes,
-    **BOUNDS_OF_FSDP2,
 }
-"""The same, of what the memory settings decide too."""
+"""The same, of what the memory settings decide too; `BOUNDS_OF_FSDP2` has those of the engine fsdp2."""
 
 FREEZES = (
     "lora_rank",
@@ -360,6 +361,8 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
             "distributed.activation_checkpointing",
             "loss_fn._target_",
             "loss_fn.fp32_upcast",
+            "actor.policy_loss",
+            "policy_loss_type",
         ),
         RESIDUAL_CATEGORIES,
     ),
@@ -389,7 +392,7 @@ def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> Non
 
 def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) -> int | None:
     """Returns how much something that memlab does not model changes at most on a rank; None if that is not known."""
-    by_settings = _of_end(BOUNDS_BY_SETTINGS, one.key)
+    by_settings = _of_end(BOUNDS_OF_FSDP2 if scenario.engine == "fsdp2" else BOUNDS_BY_SETTINGS, one.key)
     if by_settings is not None:
         return by_settings(scenario, settings)
     bound = _of_end(BOUNDS, one.key)

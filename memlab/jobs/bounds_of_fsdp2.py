@@ -81,6 +81,11 @@ def _packing(scenario: Scenario, settings: MemorySettings) -> int:
     return scenario.tokens_of_rank * (2 * _width(scenario) * row + 4 * 8)
 
 
+def _padded(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns what attention needs for rows with padding: a mask, or copies of what it has without the padding."""
+    return _mask(scenario, settings) + _packing(scenario, settings)
+
+
 def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
     """Returns the gathered parameters of four layers: depths are at most 3 in public recipes, and 1 or 2 by default."""
     two, one = (scenario.architecture.with_layers(count).num_parameters for count in (2, 1))
@@ -120,7 +125,10 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    "enable_fsdp2_prefetch": _prefetch,
+    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
+    **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
+    "model.use_liger": _liger,
+    **dict.fromkeys(("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing"), _padded),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
     "mp_policy.output_dtype": _fp32_outputs,

@@ -132,9 +132,8 @@ def test_rows_and_ranks(
         ("{distributed.tp_size: 2}", "tensor parallelism by DTensor"),
         ("{distributed.cp_size: 2}", "context parallelism of FSDP2"),
         ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
-        ("{distributed.dp_replicate_size: 2}", "shards of which groups of ranks have copies (HSDP)"),
         ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
-        ("{distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", "shards on the host (CPUOffloadPolicy)"),
+        ("{distributed.offload_policy: cpu}", "an offload policy without a _target_"),
         ("{quantization.load_in_4bit: true}", "a recipe with quantization"),
         ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", "models of NeMoAutoModelForImageTextToText"),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}", "Automodel's own experts"),
@@ -143,6 +142,15 @@ def test_rows_and_ranks(
 def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: str, tmp_path: Path) -> None:
     job = read(tmp_path, changes)
     assert job.scenario is None and job.lacks == (lacks,)
+
+
+def test_replicas_and_shards_on_the_host_are_read(tmp_path: Path) -> None:
+    policy = "distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy"
+    job = read(
+        tmp_path, f"{{distributed.dp_replicate_size: 2, {policy}, distributed.offload_policy.pin_memory: false}}"
+    )
+    assert job.scenario is not None and job.scenario.ranks_of_shards == job.scenario.layout.world_size // 2
+    assert job.scenario.state.fsdp_cpu_offload and not job.lacks
 
 
 LAYER_OF_PHI_4 = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
@@ -159,7 +167,7 @@ OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
         ("{distributed.pp_size: 2, peft.dim: 8}", (2,)),
         ("{distributed.pp_size: 2, quantization.load_in_4bit: true}", ()),
         ("{distributed.pp_size: 2, model.pretrained_model_name_or_path: a/b}", ()),
-        ("{distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", ()),
+        ("{distributed.pp_size: 2, distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", ()),
         ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", ()),
     ],
 )
