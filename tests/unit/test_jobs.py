@@ -607,6 +607,7 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     noted = {
         "actor.policy_loss",
         "policy_loss_type",
+        "loss_fn",
         "ref_model",
         "freeze_moe_router",
         "ref.megatron.param_offload",
