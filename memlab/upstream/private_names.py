@@ -259,6 +259,7 @@ _TORCH = (
             "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
             "_fsdp_param_group",
             "The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
+            on_instances=True,  # up to torch 2.12, a property since
         ),
         _used(
             "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
@@ -495,6 +496,12 @@ _WITHOUT_TE = (
             "megatron.core.transformer.multi_latent_attention",
             "fused_apply_mla_rope_for_q fused_apply_mla_rope_for_kv",
             "Kernels in Triton, which needs a GPU (`latent_rope`).",
+        ),
+        *(
+            _replaced(
+                module, "quick_gelu", "Compiled, it keeps its input for backward and nothing else (`quick_gelu`)."
+            )
+            for module in ("megatron.core.transformer.transformer_config", "megatron.core.transformer.moe.experts")
         ),
         _replaced(_MOE_UTILS, "HAVE_TE", "Fused permutations need it to be true."),
         _replaced(

@@ -196,7 +196,7 @@ def test_skyrl_s_sft_trainer_keeps_its_model_in_other_segments(tmp_path: Path) -
 
 def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SKYRL.format(model="Qwen/Qwen3-30B-A3B").replace("trainer.strategy=megatron", ""))
-    assert "trainer.strategy fsdp" in str(Job.read(tmp_path / "run.sh").not_supported)
+    assert Job.read(tmp_path / "run.sh").framework == "skyrl-fsdp"
 
 
 def sft(folder: Path, command: str) -> Job:
@@ -410,10 +410,10 @@ def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:
-    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gemma3_1b_pretrain_config")
     job = sft(tmp_path, command + "model.hf_model_id=Qwen/Qwen3-30B-A3B ")
     (warning,) = (line for line in job.warnings if "the recipe '" in line)
-    assert "does not know the recipe 'gpt_oss_20b_pretrain_config'" in warning
+    assert "does not know the recipe 'gemma3_1b_pretrain_config'" in warning
     assert "give the run_config.yaml of a checkpoint" in warning
 
 
@@ -431,7 +431,7 @@ def test_what_an_unknown_recipe_replaces_of_a_command_is_named(
     overrides: str, in_bf16: bool, said: set[str], tmp_path: Path
 ) -> None:
     """``mixed_precision.setup`` and ``sync_model_dataset_sequence_length`` of Megatron-Bridge (August 2026)."""
-    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gemma3_1b_pretrain_config")
     job = sft(tmp_path, f"{command} model.hf_model_id=Qwen/Qwen3-30B-A3B {overrides}")
     scenario, _ = job.required()
     assert scenario.state.grad_reduce_in_bf16 == in_bf16
