@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from memlab.config.option import check_options, option
 from memlab.config.parts.part import Part, Weight
@@ -17,11 +17,21 @@ from memlab.config.validation import RuleError, shortened
 
 DropoutPosition = Literal["pre", "post"]
 Library = Literal["megatron_bridge", "mcore_bridge"]
+LibraryOfFsdp2 = Literal["peft", "automodel"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears of layers that adapters can be added to."""
 OUTPUT_LAYER = "output_layer"
 _ADAPTABLE = (*LINEARS, OUTPUT_LAYER)
-_ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
+_OF_TRANSFORMERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj"),
+    "linear_fc2": ("down_proj",),
+    OUTPUT_LAYER: ("lm_head",),
+}
+"""The names of transformers for what Megatron calls so."""
+NAMES_OF_TRANSFORMERS = tuple(name for names in _OF_TRANSFORMERS.values() for name in names)
+_ADAPTERS: dict[str, Any] = {"group": "LoRA", "rebuilds": "model", "engines": ("megatron", "fsdp2")}
 _WITHOUT_CONTROL = _ADAPTERS | {"group": ""}
 """The panel has the rank and the linears: what else adapters have hardly changes bytes, or is rarely asked for."""
 
@@ -52,8 +62,9 @@ class LoRA:
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
-        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, or patterns of "
-        "whole names with asterisks (default: the first four in every layer)",
+        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, with engine fsdp2 "
+        "also q_proj and the other names of transformers, or patterns of whole names with asterisks (default: the "
+        "first four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )
@@ -68,12 +79,19 @@ class LoRA:
         "megatron_bridge",
         "whose adapters they are: Megatron-Bridge's, one for all experts of a rank (default megatron_bridge), or "
         "ms-swift's, one for each expert (mcore_bridge)",
-        **_WITHOUT_CONTROL,
+        **(_WITHOUT_CONTROL | {"engines": ("megatron",)}),
     )
     """Those of Megatron-Bridge consist of Megatron-Core's linears. Its further kinds, such as one adapter for each
     expert, are not modelled. Those of ms-swift consist of Transformer Engine's. Under tensor parallelism, the former
     split the first matrix over the ranks and gather its input and its output; the latter have it whole on each rank,
     and gather its output only (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5)."""
+    fsdp2_library: LibraryOfFsdp2 = option(
+        "peft",
+        "whose adapters they are: PEFT's, in fp32 (default peft), or NeMo Automodel's, in the type of the shards, "
+        "which keep less for backward (automodel)",
+        **(_WITHOUT_CONTROL | {"engines": ("fsdp2",)}),
+    )
+    """`memlab.engines.fsdp2.adapters` has what both compute."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
@@ -109,9 +127,10 @@ class LoRA:
                 *("lora_exclude_modules", "lora_target_modules"),
             )
         for name in self.target_modules:
-            if not name.endswith(("*", *_ADAPTABLE)):
+            if not name.endswith(("*", *_ADAPTABLE, *NAMES_OF_TRANSFORMERS)):
                 raise RuleError(
-                    f"lora_target_modules has {shortened(name)}, must have {', '.join(_ADAPTABLE)}, or patterns that "
+                    f"lora_target_modules has {shortened(name)}, must have {', '.join(_ADAPTABLE)}, with engine fsdp2 "
+                    f"also {', '.join(NAMES_OF_TRANSFORMERS)}, or patterns that "
                     "end with one of them or with *, since memlab predicts no adapters of others: leave it out",
                     "lora_target_modules",
                 )
@@ -127,6 +146,17 @@ class LoRA:
         listed = self.target_modules or self.exclude_modules
         is_listed = any(own == one or _matches(one, name) for one in listed)
         return own in _ADAPTABLE and (is_listed if self.target_modules else not (is_listed or is_grouped))
+
+    def adapts_module(self, name: str) -> bool:
+        """Whether a linear of transformers' model has an adapter, by its own name or by Megatron's for it.
+
+        Args:
+            name: In the model.
+        """
+        own = name.rpartition(".")[2]
+        listed = self.target_modules or self.exclude_modules
+        is_listed = any(own == one or own in _OF_TRANSFORMERS.get(one, ()) or _matches(one, name) for one in listed)
+        return is_listed if self.target_modules else not is_listed
 
     def adapted(self, number: int, weights: Iterable[Weight]) -> Iterator[Weight]:
         """Yields the weights of those linears of a layer that have adapters.
