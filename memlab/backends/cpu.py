@@ -190,6 +190,9 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
         f"{dispatcher}.maybe_move_tensor_to_cpu": _counts_to_host,
         f"{dispatcher}.permute": unfused_permutation.selecting_by_mask(token_dispatcher.permute),
+        f"{dispatcher}.MoEAllGatherTokenDispatcher.dispatch_postprocess": unfused_permutation.selecting_own_rows(
+            token_dispatcher.MoEAllGatherTokenDispatcher.dispatch_postprocess, unfused_permutation.counted
+        ),
         f"{loss}.calculate_predicted_logits": fused_cross_entropy.native_predicted_logits,
         f"{loss}.calculate_gradients": fused_cross_entropy.native_gradients,
         f"{language_module}.te_parallel_cross_entropy": fused_cross_entropy.te_parallel_cross_entropy,

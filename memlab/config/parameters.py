@@ -63,8 +63,8 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
         return counts._replace(layers=counts.layers - routers)
     if scenario.engine == "fsdp2":
         linears = adapted_linears(scenario.architecture, scenario.num_layers, scenario.state.lora)
-        count = sum(scenario.state.lora.rank * (one.outputs + one.inputs) for one in linears)
-        return Parameters(-(-count // scenario.ranks_of_shards), 0, 0)
+        of_adapters = sum(scenario.state.lora.rank * (one.outputs + one.inputs) for one in linears)
+        return Parameters(-(-of_adapters // scenario.ranks_of_shards), 0, 0)
     weights = [*scenario.weights_of_adapters()]
     inside, outside = (
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
@@ -90,10 +90,10 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     if scenario.engine == "fsdp2":
         if scenario.state.fsdp_cpu_offload:
             return KeptBytes(0, 0, 0)
-        trained = bytes_of_trained_shard(scenario) * sum(trained_of_rank(scenario))
+        shards = bytes_of_trained_shard(scenario) * sum(trained_of_rank(scenario))
         is_whole = scenario.state.lora is None
         frozen = 0 if is_whole else bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
-        return KeptBytes(frozen + trained, trained, 2 * trained)
+        return KeptBytes(frozen + shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
     in_layers = 1 if state.fp8_param_gather else of_parameter

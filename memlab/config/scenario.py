@@ -14,14 +14,14 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OUTPUT_LAYER, LoRA, linears_without_adapters
+from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OUTPUT_LAYER, PARTS, LoRA, linears_without_adapters
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
 from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
-from memlab.config.transformers_linears import adapted_linears
+from memlab.config.transformers_linears import adapted_linears, linears
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
 
@@ -150,6 +150,7 @@ class Scenario:
                 "num_layers",
             )
         self._check_architecture()
+        self._check_capacity()
         self._check_extra_layers()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
@@ -173,6 +174,23 @@ class Scenario:
                 f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
                 "rule of Megatron-Core: switch bias_activation_fusion off",
                 "bias_activation_fusion",
+            )
+
+    def _check_capacity(self) -> None:
+        """Checks that an expert that is padded has no more rows than there are tokens.
+
+        Megatron's ``permute`` fails there (megatron/core/transformer/moe/moe_utils.py, 0.16.1).
+        """
+        factor, experts = self.state.moe_expert_capacity_factor, self.architecture.num_moe_experts
+        if factor is None or experts is None or not self.state.moe_pad_expert_input_to_capacity:
+            return
+        most = experts / self.architecture.moe_router_topk
+        if factor > most:
+            raise RuleError(
+                f"moe_expert_capacity_factor is {factor:g} with moe_pad_expert_input_to_capacity, must be at most "
+                f"{most:g} (experts / moe_router_topk), since Megatron-Core then pads an expert to more rows than "
+                "there are tokens, and fails: give a smaller one, or do not pad",
+                *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
             )
 
     def _check_extra_layers(self) -> None:
@@ -309,17 +327,7 @@ class Scenario:
                 f"adapters: name {', '.join(LINEARS)}",
                 "lora_target_modules",
             )
-        of_experts = layout.expert_tensor_size if any(one.num_experts for one in self.weights_of_adapters()) else 1
-        for name, ranks in (
-            ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
-            ("expert_tensor_parallel_size", of_experts),
-        ):
-            if lora.rank % ranks and lora.library == "megatron_bridge":
-                raise RuleError(
-                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
-                    "whose ranks share the rows of an adapter: choose another",
-                    *("lora_rank", name),
-                )
+        self._check_linears_with_adapters(lora)
         if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
                 f"lora_library is 'mcore_bridge' with expert_tensor_parallel_size {layout.expert_tensor_size}, where "
@@ -342,12 +350,51 @@ class Scenario:
                 "adapters: name other linears, or give lora_exclude_modules output_layer",
                 *("lora_target_modules", "lora_exclude_modules"),
             )
+        if lora.is_canonical:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which are names of Megatron-Bridge's "
+                f"canonical form, must be others with engine {self.engine!r}: name {', '.join(NAMES_OF_TRANSFORMERS)}",
+                *("lora_target_modules", "engine"),
+            )
         if lora.dropout_position == "post" and lora.fsdp2_library == "peft":
             raise RuleError(
                 "lora_dropout_position is 'post' with lora_fsdp2_library 'peft', must be 'pre', since PEFT drops "
                 "inputs: choose it, or lora_fsdp2_library 'automodel'",
                 *("lora_dropout_position", "lora_fsdp2_library"),
             )
+
+    def _check_linears_with_adapters(self, lora: LoRA) -> None:
+        model, layout, of_bridge = self.architecture, self.layout, lora.library == "megatron_bridge"
+        kinds = dict.fromkeys((linear, lora.parts(name)) for linear, name in self._linears_with_adapters())
+        for linear, parts in kinds:
+            own = linear.name.removesuffix(".weight").rpartition(".")[2]
+            if parts and parts != PARTS[own]:
+                raise RuleError(
+                    f"lora_target_modules has {', '.join(parts)} alone of {own}, must have {', '.join(PARTS[own])}, "
+                    "since the step of Megatron-Bridge 0.6.2 fails otherwise: name all of them, or none",
+                    "lora_target_modules",
+                )
+            if linear.num_experts and lora.normalize_moe_lora and lora.rank % model.moe_router_topk:
+                raise RuleError(
+                    f"lora_rank is {lora.rank} with lora_normalize_moe_lora, must be a multiple of "
+                    f"{model.moe_router_topk}, the experts of a token, by a rule of Megatron-Bridge: choose another",
+                    *("lora_rank", "lora_normalize_moe_lora"),
+                )
+            if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:
+                raise RuleError(
+                    f"expert_tensor_parallel_size is {layout.expert_tensor_size}, must be 1 with "
+                    "lora_share_expert_adapters False, since Megatron-Bridge 0.6.2 gathers what such adapters compute "
+                    "without its gradients: choose 1, or let experts share adapters",
+                    *("expert_tensor_parallel_size", "lora_share_expert_adapters"),
+                )
+            name = "expert_tensor_parallel_size" if linear.num_experts else "tensor_model_parallel_size"
+            ranks = layout.expert_tensor_size if linear.num_experts else layout.tensor_model_parallel_size
+            if of_bridge and linear.split == 0 and lora.rank_of(linear, model, layout) % ranks:
+                raise RuleError(
+                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
+                    "whose ranks share the rows of an adapter: choose another",
+                    *("lora_rank", name),
+                )
 
     def _check_packing(self) -> None:
         if self.packed_sequences is None:
@@ -547,14 +594,19 @@ class Scenario:
 
     def weights_of_adapters(self) -> Iterator[Weight]:
         """Yields the weights of all adapters of the rank."""
+        for linear, name in self._linears_with_adapters():
+            yield from self.state.lora.weights(linear, name, self.architecture, self.layout)  # type: ignore[union-attr]
+
+    def _linears_with_adapters(self) -> Iterator[tuple[Weight, str]]:
         lora = self.state.lora
-        for chunk in self.chunks_of_rank if lora is not None else ():
+        if lora is None:
+            return
+        for chunk in self.chunks_of_rank:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
-                    for linear in lora.adapted(number, part.weights()):  # type: ignore[union-attr]
-                        yield from lora.weights(linear, self.layout.expert_model_parallel_size)  # type: ignore[union-attr]
-        if lora is not None and lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
-            yield from lora.weights(self.architecture.output_weight, 1)
+                    yield from lora.adapted(number, part.weights())
+        if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
+            yield self.architecture.output_weight, OUTPUT_LAYER
 
     @property
     def _has_output_layer(self) -> bool:
@@ -629,6 +681,14 @@ class Scenario:
             reasons["lora_dropout_position"] = "lora_dropout is 0"
         every = replace(lora, exclude_modules=())
         if self.engine == "fsdp2":
+            linears_of_model = [*linears(self.architecture, self.num_layers)]
+            unused = [
+                target
+                for target in lora.target_modules
+                if not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
+            ]
+            if unused:
+                reasons["lora_target_modules"] = f"{', '.join(unused)} names no linear of transformers' model"
             return reasons
         excludes = lora.adapts(OUTPUT_LAYER) != every.adapts(OUTPUT_LAYER) or any(
             [*lora.adapted(number, part.weights())] != [*every.adapted(number, part.weights())]
@@ -638,6 +698,9 @@ class Scenario:
         )
         if lora.exclude_modules and not excludes:
             reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
+        if not any(linear.num_experts for linear, _ in self._linears_with_adapters()):
+            of_experts = {"lora_share_expert_adapters", "lora_normalize_moe_lora"} & self.state.changed().keys()
+            reasons |= dict.fromkeys(of_experts, "no linear of experts has an adapter")
         return reasons
 
     def _without_effect_on_experts(self) -> dict[str, str]:

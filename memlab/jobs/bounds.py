@@ -271,7 +271,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
-    **dict.fromkeys(("loss_fn._target_", "loss_fn.fp32_upcast"), _whole_loss_bytes),
+    **dict.fromkeys(("loss_fn._target_", "loss_fn.fp32_upcast", "actor.policy_loss"), _whole_loss_bytes),
     **dict.fromkeys(
         (
             "create_attention_mask_in_dataloader",
@@ -360,6 +360,7 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
             "distributed.activation_checkpointing",
             "loss_fn._target_",
             "loss_fn.fp32_upcast",
+            "actor.policy_loss",
         ),
         RESIDUAL_CATEGORIES,
     ),

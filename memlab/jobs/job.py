@@ -30,7 +30,7 @@ from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
-from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
+from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
@@ -44,7 +44,7 @@ class Job:
 
     path: Path
     framework: str
-    """The framework's name, one of `FRAMEWORKS`."""
+    """The framework's name, one of `TABLES`."""
     scenario: Scenario | None
     """None if the job cannot start, or if memlab does not model it."""
     settings: MemorySettings | None
@@ -125,7 +125,7 @@ class Job:
         if format_name is not None:
             framework_named(format_name)
         name, entries = read_file(path, variables, format_name, arguments)
-        framework = framework_named(name)
+        framework = table_of(name, {key: entry.value for key, entry in entries.by_key.items()} | given)
         environment = {
             name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
         }
@@ -451,9 +451,9 @@ def _least_kept(reading: Reading, given: str | Path | Architecture | None) -> di
     """Returns `Job.at_least`.
 
     FSDP2 shares each parameter among ranks, and so do pipeline stages, tensor and expert parallel ranks: the rank that
-    keeps the most has no less than the model divided by all ranks. Copies of shards (HSDP) only add to that.
+    keeps the most has no less than the model divided by all ranks that have one copy of it (HSDP has several).
     """
-    ranks = reading.values.get("world_size")
+    ranks = (reading.values.get("world_size") or 0) // (reading.values.get("dp_replicate_size") or 1)
     if not reading.kept_of_parameter or not ranks:
         return {}
     try:

@@ -17,7 +17,7 @@ from memlab.jobs.bounds import is_of_inference_engine
 from memlab.jobs.bridge_package import recipes_in
 from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import FRAMEWORKS, TABLES
 from memlab.jobs.job import Job
 
 Outcome = Literal["expressible", "bounded", "unbounded", "asked", "read", "refused", "cannot start", "failed"]
@@ -116,7 +116,7 @@ def survey(
         name = str(path.relative_to(folder))
         try:
             job = Job.read(path)
-            if version in FRAMEWORKS[job.framework].versions:
+            if version in TABLES[job.framework].versions:
                 job = Job.read(path, version=version)
             files.append(_surveyed(name, job))
         except NoJobError:

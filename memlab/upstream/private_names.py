@@ -678,6 +678,12 @@ _MEGATRON = (
             "The probabilities whose graph keeps a checkpoint's input allocated (verl #5251, Megatron-LM #3267).",
             on_instances=True,
         ),
+        _used(
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "local_probs",
+            "The same probabilities, of this rank's experts.",
+            on_instances=True,
+        ),
     ),
     *_in(
         "engines/megatron/recover_failed_step.py",
@@ -779,6 +785,12 @@ _MEGATRON = (
             "It counts the tokens of each expert, which fake tensors cannot.",
         ),
         _replaced(_DISPATCHER, "gather_from_sequence_parallel_region", "It gathers those counts."),
+        _used(
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "local_expert_indices tp_ep_group",
+            "Which experts are a rank's own, and which ranks gather each other's tokens.",
+            on_instances=True,
+        ),
     ),
     *_in(
         "backends/cpu.py",
@@ -791,6 +803,12 @@ _MEGATRON = (
             _DISPATCHER,
             "permute",
             "Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
+        ),
+        _replaced(
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "dispatch_postprocess",
+            "It counts the tokens of each expert and selects their probabilities by a mask, and keeps these with their "
+            "graph, which a remedy detaches.",
         ),
         _replaced(
             "megatron.core.fusions.fused_bias_swiglu",

@@ -474,6 +474,21 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     )
 
 
+def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_path: Path) -> None:
+    (tmp_path / "scripts/models").mkdir(parents=True)
+    model = tmp_path / "scripts/models/tiny.sh"
+    model.write_text("MODEL_ARGS=(--num-layers 4)\n")
+    script = read_script(
+        'source "/rooted/checkout/scripts/models/tiny.sh"\nrun ${MODEL_ARGS[@]}', tmp_path / "examples/a/run.sh"
+    )
+    assert [word for word, _ in script.commands[-1].words] == ["run", "--num-layers", "4"]
+    (warning,) = script.warnings
+    assert warning.endswith(f"which is not on this machine, and memlab reads {model}")
+    # A path below a folder that this machine has is the script's own mistake, and a name alone may be any file.
+    for path in (f"{tmp_path}/scripts/scripts/models/tiny.sh", "/rooted/checkout/tiny.sh"):
+        assert read_script(f"source {path}\nrun", tmp_path / "scripts/models/run.sh").causes
+
+
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:
     (command,) = read_script("A=(\n --x 1\n --y $Y\n)\nrun ${A[@]}", Path("run.sh")).commands
     assert command.words == [("run", 5), ("--x", 2), ("1", 2), ("--y", 3), (UNKNOWN_WORDS, 3)]

@@ -47,7 +47,7 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
     "b/engine.sh": (
         "python -m verl.trainer.main_ppo model_engine=megatron2 actor_rollout_ref.model.path=Qwen/Qwen3-8B",
         "read",
-        ("memlab predicts this framework's jobs with Megatron only (model_engine=megatron)",),
+        ("memlab predicts verl's jobs with Megatron and FSDP only",),
     ),
     "cannot.sh": (
         f"{SFT}Qwen/Qwen3-8B --tensor_model_parallel_size 3",

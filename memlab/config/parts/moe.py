@@ -47,10 +47,7 @@ class Experts(FeedForward):
 
     most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": _MOST_OF_ONE}
     ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6)}
-    megatron: ClassVar = {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": True,
-    }
+    megatron: ClassVar = {"moe_grouped_gemm": True}
     recompute_modules: ClassVar = ("moe", "moe_act", "shared_experts")
     offload_modules: ClassVar = ("expert_fc1", "moe_act")
     offload_groups: ClassVar = ("mlp_norm", "expert_fc1", "moe_act")

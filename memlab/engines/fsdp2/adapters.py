@@ -94,8 +94,8 @@ class AutomodelLinear(torch.nn.Module):
             inputs = functional.dropout(inputs, self.dropout)
         matrices = self.lora_A.weight, self.lora_B.weight
         if not (is_dropped and self.drops_output):
-            return _Adapter.apply(inputs, *matrices, self.scaling, output).reshape(output.shape)  # type: ignore[no-untyped-call]
-        added = _Adapter.apply(inputs, *matrices, self.scaling, None).reshape(output.shape)  # type: ignore[no-untyped-call]
+            return _Adapter.apply(inputs, *matrices, self.scaling, output).reshape(output.shape)
+        added = _Adapter.apply(inputs, *matrices, self.scaling, None).reshape(output.shape)
         return functional.dropout(added, self.dropout).add_(output)
 
 
@@ -123,7 +123,7 @@ class _Adapter(torch.autograd.Function):
         return added if output is None else added.add_(output.reshape(added.shape))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         inputs, first, second = ctx.saved_tensors
         rows = inputs.reshape(-1, inputs.shape[-1])
         inner = torch.matmul(gradient, second)
@@ -152,7 +152,7 @@ class _FusedMlp:
         linears = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
         scales = tuple(linear.scaling for linear in linears)
         weights = [each.weight for one in linears for each in (one.base_layer, one.lora_A, one.lora_B)]
-        return _Mlp.apply(inputs, scales, *weights)  # type: ignore[no-any-return, no-untyped-call]
+        return _Mlp.apply(inputs, scales, *weights)
 
 
 class _Mlp(torch.autograd.Function):
@@ -173,7 +173,7 @@ class _Mlp(torch.autograd.Function):
         return output.view(*inputs.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         rows, gated, other, *matrices = ctx.saved_tensors
         (gate_in, gate_out, up_in, up_out, down_in, down_out), scales = matrices, ctx.scales
         of_output = gradient.reshape(-1, gradient.shape[-1])

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import LORA, no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.fsdp2 import block, lacks_family, take_checkpointed_layers, take_kept, take_types
 from memlab.jobs.frameworks.keys import (
     COUNT,
     LONG_DTYPE,
@@ -180,7 +181,7 @@ def complete(reading: Reading) -> None:
     _take_optimizer(reading)
     checkpointing = values.pop("checkpointing")
     if checkpointing == "full":
-        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        take_checkpointed_layers(reading)
     elif checkpointing:
         reading.miss(_CHECKPOINTING, "less", "memlab checkpoints whole layers of FSDP2 only, so here none")
     for key, entry in reading.entries.by_key.items():
@@ -199,18 +200,10 @@ def _trains_adapters(reading: Reading) -> bool:
 
 
 def _take_least(reading: Reading, optimizer: str) -> None:
-    """Takes what FSDP2 keeps of each parameter: its shard, and of what torch's Adam trains three more in its type."""
-    shard = 4 if reading.values["fp32_sharded_params"] or reading.values["dtype"] == "fp32" else 2
-    keys = reading.entries.by_key
-    is_on_host = reading.values["fsdp_cpu_offload"]
-    has_other_weights = any(key.startswith("quantization.") for key in keys) or _class_of_model(reading) != _CAUSAL
-    if is_on_host or has_other_weights:
-        return
-    reading.kept_of_parameter["parameters"] = shard
-    if not _trains_adapters(reading):
-        reading.kept_of_parameter["gradients"] = shard
-        if optimizer in ("Adam", "AdamW"):
-            reading.kept_of_parameter["optimizer state"] = 2 * shard
+    """Takes what FSDP2 keeps of each parameter, unless its weights are elsewhere, or others than memlab counts."""
+    is_quantized = any(key.startswith("quantization.") for key in reading.entries.by_key)
+    if not (reading.values["fsdp_cpu_offload"] or is_quantized or _class_of_model(reading) != _CAUSAL):
+        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=optimizer in ("Adam", "AdamW"))
 
 
 def _refuse(reading: Reading) -> None:
@@ -219,16 +212,16 @@ def _refuse(reading: Reading) -> None:
     for key in ("recipe", "recipe._target_"):
         name = str(reading.get(key, default=_RECIPES[0])).rpartition(".")[2]
         if name not in _RECIPES:
-            _block(reading, key, f"the recipe {name}")
+            block(reading, key, f"the recipe {name}")
     if _class_of_model(reading) != _CAUSAL:
-        _block(reading, "model._target_", f"models of {_class_of_model(reading)}")
+        block(reading, "model._target_", f"models of {_class_of_model(reading)}")
     for section, begins in _SECTIONS.items():
         keys = [key for key in by_key if key.startswith(f"{section}.")]
         if keys:
-            _block(reading, keys[0], f"a recipe with {section}")
+            block(reading, keys[0], f"a recipe with {section}")
             reading.known |= {key for key in by_key if key.startswith(begins)}
     if is_given(reading.get("distributed.offload_policy")):
-        _block(reading, "distributed.offload_policy", "an offload policy without a _target_")
+        block(reading, "distributed.offload_policy", "an offload policy without a _target_")
     values["dp_replicate_size"] = values["dp_replicate_size"] or 1
     reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
@@ -241,7 +234,7 @@ def _refuse(reading: Reading) -> None:
         given = values.get(field)
         if given not in (None, usual):
             taken = next(one for one in reversed(reading.taken) if one.field == field)
-            _block(reading, taken.key, what)
+            block(reading, taken.key, what)
     del values["strategy"]
 
 
@@ -257,13 +250,6 @@ def _drop_keys_of_other_ranks(reading: Reading) -> None:
 
 def _class_of_model(reading: Reading) -> str:
     return str(reading.get("model._target_", default="")).rpartition(".")[0].rpartition(".")[2] or _CAUSAL
-
-
-def _block(reading: Reading, key: str, what: str) -> None:
-    entry = reading.entries.by_key.get(key)
-    reading.known.add(key)
-    place = "" if entry is None else f" {entry.value} ({entry.place})"
-    reading.blocked.append(f"{key}{place}: {what}")
 
 
 def _take_ranks(reading: Reading) -> None:
@@ -306,9 +292,7 @@ def _take_types(reading: Reading) -> None:
         reduced = compute
     if compute == "fp32" and storage != "fp32":
         reading.miss(f"{_POLICY}.param_dtype", "less", "layers compute in fp32 on bf16 shards; memlab's are fp32 too")
-    values["dtype"] = "fp32" if compute == "fp32" else "bf16"
-    values["fp32_sharded_params"] = storage == "fp32" and compute != "fp32"
-    values["grad_reduce_in_bf16"] = reduced != "fp32"
+    take_types(reading, shards=storage, compute=compute, reduced=reduced)
 
 
 def _take_rows(reading: Reading) -> None:
@@ -354,8 +338,7 @@ def _take_optimizer(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family = architecture.family
-    if family not in FAMILIES_OF_FSDP2:
-        reading.lacks.append(f"the family {family} under FSDP2")
+    if lacks_family(reading, architecture):
         return
     if architecture.routes and not reading.get("model.force_hf", default=False):
         reading.lacks.append("Automodel's own experts")

@@ -13,7 +13,15 @@ from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import (
+    LORA,
+    OF_BRIDGE,
+    adapter_keys,
+    complete_adapters,
+    kind_of,
+    lacks_of_kind,
+    lacks_of_section,
+)
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -94,6 +102,8 @@ KEYS = (
         dropout_position=ABSENT,
         target_modules=ABSENT,
         exclude_modules=ABSENT,
+        share_expert_adapters=ABSENT,
+        normalize_moe_lora=ABSENT,
     ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
@@ -215,8 +225,20 @@ def complete(reading: Reading) -> None:
         reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
     _complete_vocabulary(reading)
     take_sequence_parallel(reading, "model.sequence_parallel")
+    _complete_experts(reading)
     _note_other_models(reading)
     _complete_adapters(reading, knows_recipe=recipe is None or bool(known))
+
+
+def _complete_experts(reading: Reading) -> None:
+    """Takes one tensor parallel rank for each expert, where experts are spread over ranks.
+
+    See ``_set_moe_expert_tensor_parallel_default`` in models/transformer_config.py of 0.6.2; 0.5.0 leaves it to
+    Megatron-Core, which takes the model's tensor parallel ranks.
+    """
+    name = "expert_tensor_parallel_size"
+    if reading.values.get(name) is None and (reading.values.get("expert_model_parallel_size") or 1) > 1:
+        reading.take(f"model.{name}", name, 1)
 
 
 def _complete_rows(reading: Reading) -> None:
@@ -300,8 +322,9 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
         if not knows_recipe:
             reading.miss("peft", "less", f"{LORA} (their rank is the recipe's)")
             values["lora_rank"] = None
-    kinds = [str(each).rpartition(".")[2].lower() for each in (kind, target) if is_given(each)]
-    lacks = [f"adapters of the kind {each}" for each in kinds if each not in ("lora", "true")]
+    kinds = [str(each).rpartition(".")[2] for each in (target, kind) if is_given(each) and each is not True]
+    has_targets = values.get("lora_target_modules") is not None
+    lacks = lacks_of_kind(reading, kinds[0] if kinds else None, has_targets=has_targets)
     complete_adapters(reading, "peft", [*lacks, *lacks_of_section(reading, "peft")])
 
 
@@ -409,16 +432,23 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
         reading.miss("mixed_precision", "more", "the first and last layers stay in bf16")
 
 
+_CLASSES = {"lora": "lora.LoRA", "canonical_lora": "canonical_lora.CanonicalLoRA"}
+"""Of Megatron-Bridge's package of adapters."""
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
+    layout = scenario.layout
+    spread = {"expert_tensor_parallel_size": layout.expert_tensor_size} if layout.expert_model_parallel_size > 1 else {}
     return (
         common(scenario, settings)
         | fields_of(scenario.architecture)
+        | spread
         | {
             "num_layers": scenario.num_layers,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
-            "class_of_adapters": None if scenario.state.lora is None else "megatron.bridge.peft.lora.LoRA",
+            "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",
             "make_vocab_size_divisible_by": 128,
         }
     )

@@ -174,7 +174,7 @@ class Framework:
     """Derives what the model decides too, once it is known."""
     check: Callable[[Reading], None] = lambda _: None
     """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
-    compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
+    compose: Callable[[Scenario, MemorySettings], dict[str, Any]] = lambda *_: {}
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
     """Fields of memlab that the framework cannot express, each with the reason."""
@@ -182,7 +182,7 @@ class Framework:
     """The same, where it depends on other fields too."""
     without_own_key: frozenset[str] = frozenset()
     """Fields of memlab that no key stands for alone: `compose` writes them, or `cannot_write_of` names them."""
-    render: Callable[[dict[str, Any]], list[str]]
+    render: Callable[[dict[str, Any]], list[str]] = lambda _: []
     """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False
     """Whether the framework's budget of tokens makes a scenario's packed rows."""

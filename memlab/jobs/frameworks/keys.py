@@ -151,6 +151,17 @@ def _read_load_balancing(value: Any) -> str:
     return found
 
 
+def _read_dispatcher(value: Any) -> str:
+    # Another type is named as not modelled, and memlab then predicts alltoall.
+    return "allgather" if value == "allgather" else "alltoall"
+
+
+def _read_capacity(value: Any) -> Any:
+    # megatron/core/transformer/transformer_config.py, 0.16.1: below 0, no token is dropped.
+    number = _read_number(value)
+    return None if number is None or number < 0 else number
+
+
 def _read_backend(value: Any) -> str:
     name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
     # The values of Megatron's enum `AttnBackend`.
@@ -173,6 +184,8 @@ LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
 PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
+DISPATCHER = Conversion(_read_dispatcher, _same)
+CAPACITY = Conversion(_read_capacity, _same)
 EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""
 BACKEND = Conversion(_read_backend, _same)

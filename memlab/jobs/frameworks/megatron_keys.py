@@ -20,7 +20,9 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
+    CAPACITY,
     CONVERSIONS,
+    DISPATCHER,
     EXTRA_LAYERS,
     LOAD_BALANCING,
     LONG_DTYPE,
@@ -90,6 +92,8 @@ _CONVERSIONS = {
     "attention_backend": BACKEND,
     "moe_router_dtype": ROUTER_DTYPE,
     "moe_router_load_balancing_type": LOAD_BALANCING,
+    "moe_token_dispatcher_type": DISPATCHER,
+    "moe_expert_capacity_factor": CAPACITY,
     "mtp_num_layers": EXTRA_LAYERS,
 }
 COMPUTE = tuple(
@@ -232,13 +236,11 @@ MISSING = (
     Missing(
         "moe_token_dispatcher_type",
         "either",
-        "memlab dispatches tokens with alltoall",
-        lambda value: value not in (None, "alltoall"),
+        "memlab dispatches tokens with alltoall or allgather",
+        lambda value: value not in (None, "alltoall", "allgather"),
     ),
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
     Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
-    Missing("moe_expert_capacity_factor", "either", "tokens above an expert's capacity are dropped"),
-    Missing("moe_pad_expert_input_to_capacity", "more", "the experts' inputs are padded to their capacity"),
     Missing("overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"),
     Missing("delay_wgrad_compute", "more", "inputs of weight gradients stay until these are computed"),
     Missing(

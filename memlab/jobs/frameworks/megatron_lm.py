@@ -128,7 +128,7 @@ KEYS = (
     *RECOMPUTE,
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
-    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True, **DROPOUT),
+    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True, moe_token_dispatcher_type="allgather", **DROPOUT),
     Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT, True),
     Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT, True),
     # A log has the flags' destinations.
@@ -180,10 +180,7 @@ _SWITCHED_OFF = {
     "no_overlap_p2p_communication": "overlap_p2p_comm",
 }
 """Switches that set a field to false."""
-_DEFAULTS = {
-    "moe_token_dispatcher_type": "allgather",
-    "moe_grouped_gemm": False,
-}
+_DEFAULTS = {"moe_grouped_gemm": False}
 """What Megatron-LM does unless told otherwise, and memlab does not model."""
 _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
 _ROW = {row.name: row for row in _CORE_ROWS}

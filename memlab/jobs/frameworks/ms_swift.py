@@ -12,11 +12,11 @@ from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.from_json import parse_json
-from memlab.config.lora import LINEARS
+from memlab.config.lora import LINEARS, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, lacks_of_model
+from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, lacks_of_model, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -163,8 +163,7 @@ _CORE_ARGUMENTS = (
     "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
-    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
-    "moe_shared_expert_overlap",
+    "moe_grouped_gemm", "moe_shared_expert_overlap",
     "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "position_embedding_type",
@@ -686,18 +685,25 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons |= dict.fromkeys(offloaded, "ms-swift offloads only around the generation of answers")
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
-    lora = scenario.state.lora
-    if lora is not None:
-        if lora.library != "mcore_bridge":
-            reasons["lora_library"] = "ms-swift's adapters are those of mcore-bridge"
-        if not lora.enable_input_require_grads:
-            reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
-        if lora.dropout_position != "pre":
-            reasons["lora_dropout_position"] = "ms-swift drops the inputs of adapters"
-        if not lora.target_modules:
-            reasons["lora_target_modules"] = "ms-swift has no list that stands for all linears with the output layer"
+    if scenario.state.lora is not None:
+        reasons |= _cannot_write_of_adapters(scenario.state.lora)
     if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax of logits in fp32"
+    return reasons
+
+
+def _cannot_write_of_adapters(lora: LoRA) -> dict[str, str]:
+    reasons = {}
+    if lora.library != "mcore_bridge":
+        reasons["lora_library"] = "ms-swift's adapters are those of mcore-bridge"
+    if not lora.enable_input_require_grads:
+        reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
+    if lora.dropout_position != "pre":
+        reasons["lora_dropout_position"] = "ms-swift drops the inputs of adapters"
+    if not lora.target_modules:
+        reasons["lora_target_modules"] = "ms-swift has no list that stands for all linears with the output layer"
+    elif lora.is_canonical:
+        reasons["lora_target_modules"] = "ms-swift's adapters are those of whole linears"
     return reasons
 
 
@@ -750,6 +756,7 @@ MS_SWIFT = Framework(
         "logprobs_chunk_size": "ms-swift has no such key",
         "ddp_bucket_size": "ms-swift has no such key",
         "lora_exclude_modules": "ms-swift has no such key",
+        **of_one_kind("ms-swift"),
         "overlap_cpu_optimizer_d2h_h2d": "ms-swift has no such key",
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",

@@ -10,7 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
     BACKEND,
     COUNT,
+    DISPATCHER,
     LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
@@ -112,6 +113,7 @@ KEYS = (
     # ``examples/configs/grpo_math_1B.yaml``
     Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_MEGATRON, EXTRA),
@@ -563,6 +565,8 @@ def check(reading: Reading) -> None:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
+    if scenario.state.lora is not None and scenario.state.lora.is_canonical:
+        reasons["lora_target_modules"] = "NeMo-RL's adapters are not in the canonical form"
     packed_losses = ("logprobs_by_sequence", "logprobs_one_hot") if is_packed(scenario) else ("logprobs_one_hot",)
     if scenario.state.loss not in packed_losses:
         reasons["loss"] = f"NeMo-RL's policy gradient computes the loss {' or '.join(packed_losses)}"
@@ -607,6 +611,7 @@ NEMO_RL = Framework(
     configurations=("grpo_math_1B",),
     packs=is_packed,
     cannot_write=OF_BRIDGE
+    | of_one_kind("NeMo-RL")
     | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",

@@ -11,7 +11,14 @@ from typing import Any
 from memlab.config.lora import LINEARS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import (
+    LORA,
+    OF_BRIDGE,
+    adapter_keys,
+    complete_adapters,
+    lacks_of_kind,
+    lacks_of_section,
+)
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -88,7 +95,10 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
             dropout_position="pre",
             target_modules=LINEARS,
             exclude_modules=(),
+            share_expert_adapters=True,
+            normalize_moe_lora=False,
         ),
+        Key(f"{model}.lora.type", "kind_of_adapters", TEXT, "lora"),
     )
 
 
@@ -155,7 +165,8 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> No
     _complete_gradients(reading, engine, optim)
     _complete_offload(reading, engine)
     _take_defaults_of_mbridge(reading, engine)
-    complete_adapters(reading, f"{model}.lora.rank", lacks_of_section(reading, f"{model}.lora"))
+    kind = lacks_of_kind(reading, reading.values.pop("kind_of_adapters"), has_targets=True)
+    complete_adapters(reading, f"{model}.lora.rank", [*kind, *lacks_of_section(reading, f"{model}.lora")])
 
 
 def _complete_optimizer(reading: Reading, optim: str) -> None:

@@ -14,7 +14,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.bounds import freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled, Taken
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
@@ -27,7 +27,7 @@ _OWN_DEFAULTS: dict[str, Any] = {
 
 def job_table(job: Job) -> str:
     """Returns the report that ``memlab job`` prints."""
-    framework = FRAMEWORKS[job.framework]
+    framework = TABLES[job.framework]
     causes = [f"{job.path.name}, {cause}" for cause in job.causes]
     parts = [
         causes,
@@ -59,7 +59,7 @@ def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings,
 
 def _summary(job: Job) -> list[str]:
     if job.cannot_start is not None:
-        named = [key for key in FRAMEWORKS[job.framework].keys if key.field in job.refused_fields]
+        named = [key for key in TABLES[job.framework].keys if key.field in job.refused_fields]
         tries = ", ".join(dict.fromkeys(key.name for key in named))
         hint = [f"to try another value: --set KEY=VALUE, with one of these keys: {tries}"] if tries else []
         return [f"this job cannot start: {job.cannot_start}", *hint]
