@@ -336,6 +336,12 @@ class Scenario:
             )
 
     def _check_adapters_of_fsdp2(self, lora: LoRA) -> None:
+        if lora.is_canonical:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which are names of Megatron-Bridge's "
+                f"canonical form, must be others with engine {self.engine!r}: name {', '.join(NAMES_OF_TRANSFORMERS)}",
+                *("lora_target_modules", "engine"),
+            )
         found = [linear.name for linear in adapted_linears(self.architecture, self.num_layers, lora)]
         if not found:
             raise RuleError(
@@ -349,12 +355,6 @@ class Scenario:
                 f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
                 "adapters: name other linears, or give lora_exclude_modules output_layer",
                 *("lora_target_modules", "lora_exclude_modules"),
-            )
-        if lora.is_canonical:
-            raise RuleError(
-                f"lora_target_modules is {shortened(list(lora.target_modules))}, which are names of Megatron-Bridge's "
-                f"canonical form, must be others with engine {self.engine!r}: name {', '.join(NAMES_OF_TRANSFORMERS)}",
-                *("lora_target_modules", "engine"),
             )
         if lora.dropout_position == "post" and lora.fsdp2_library == "peft":
             raise RuleError(
