@@ -580,6 +580,11 @@ def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
         yield from of(model, 4, alone, {}, FULL, recompute("mlp"), ATTENTION)
         yield from of(model, 4, alone, num_microbatches=3, state=FUSED_GRADIENTS)
+    both = FUSED_GRADIENTS | UNFUSED_ACTIVATION
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 3, alone, recompute("mlp"), recompute("layernorm", "core_attn"), ATTENTION, state=both)
+    for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
+        yield from of(model, 3, alone, {}, FULL, state=UNFUSED_ACTIVATION)
 
 
 def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

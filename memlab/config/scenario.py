@@ -142,13 +142,17 @@ class Scenario:
                 "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out",
                 *("dtype", "optimizer_cpu_offload"),
             )
-        deepest = len(self.architecture.moe_layer_freq or range(self.num_layers))
-        if self.num_layers > deepest:
-            raise RuleError(
-                f"num_layers is {self.num_layers}, must be at most {deepest}, since moe_layer_freq of "
-                f"{self.architecture.name} says which of so many layers have experts: give fewer layers",
-                "num_layers",
-            )
+        patterns = {
+            "moe_layer_freq": ("experts", self.architecture.moe_layer_freq),
+            "window_attn_skip_freq": ("a window", self.architecture.window_attn_skip_freq),
+        }
+        for name, (what, pattern) in patterns.items():
+            if isinstance(pattern, tuple) and self.num_layers > len(pattern):
+                raise RuleError(
+                    f"num_layers is {self.num_layers}, must be at most {len(pattern)}, since {name} of "
+                    f"{self.architecture.name} says which of so many layers have {what}: give fewer layers",
+                    "num_layers",
+                )
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
@@ -251,6 +255,7 @@ class Scenario:
         if self.architecture.multi_latent_attention:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
+        self._check_windows_and_sinks()
         if ranks > 1 and backend in ("flash", "unfused"):
             reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
             raise RuleError(
@@ -263,6 +268,32 @@ class Scenario:
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
+            )
+
+    def _check_windows_and_sinks(self) -> None:
+        """Refuses what Transformer Engine has no kernel for, and what memlab does not predict.
+
+        After ``get_attention_backend`` in ``attention/dot_product_attention/utils.py`` of TE 2.16.1.
+        """
+        model, backend, ranks = self.architecture, self.state.attention_backend, self.layout.context_parallel_size
+        has_sinks = model.softmax_type != "vanilla"
+        if not has_sinks and model.window_size is None:
+            return
+        what = f"softmax_type {model.softmax_type!r}" if has_sinks else f"window_size {model.window_size}"
+        if ranks > 1:
+            raise RuleError(
+                f"context_parallel_size is {ranks}, must be 1 for {model.name}, which has {what}, since Transformer "
+                "Engine passes no keys and values around for it (p2p): choose 1",
+                "context_parallel_size",
+            )
+        if backend in ("flash", "unfused"):
+            reason = "memlab does not predict it with this backend"
+            if has_sinks and backend == "flash":
+                reason = "Transformer Engine has no such kernel of flash-attn"
+            raise RuleError(
+                f"attention_backend is {backend!r}, must be auto or fused for {model.name}, which has {what}, since "
+                f"{reason}: choose one of them",
+                "attention_backend",
             )
 
     def _check_latent_attention(self) -> None:

@@ -81,6 +81,11 @@ def _packing(scenario: Scenario, settings: MemorySettings) -> int:
     return scenario.tokens_of_rank * (2 * _width(scenario) * row + 4 * 8)
 
 
+def _padded(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns what attention needs for rows with padding: a mask, or copies of what it has without the padding."""
+    return _mask(scenario, settings) + _packing(scenario, settings)
+
+
 def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
     """Returns the gathered parameters of four layers: depths are at most 3 in public recipes, and 1 or 2 by default."""
     two, one = (scenario.architecture.with_layers(count).num_parameters for count in (2, 1))
@@ -116,16 +121,20 @@ def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
 BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
-    "distributed.activation_checkpointing": _parts_of_layers,
+    **dict.fromkeys(("distributed.activation_checkpointing", "dtensor_cfg.activation_checkpointing"), _parts_of_layers),
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
     **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
-    "actor.use_remove_padding": _packing,
+    **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
+    **dict.fromkeys(
+        ("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing", "sequence_packing.enabled"),
+        _padded,
+    ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
-    "mp_policy.output_dtype": _fp32_outputs,
+    **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.

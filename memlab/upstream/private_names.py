@@ -496,6 +496,12 @@ _WITHOUT_TE = (
             "fused_apply_mla_rope_for_q fused_apply_mla_rope_for_kv",
             "Kernels in Triton, which needs a GPU (`latent_rope`).",
         ),
+        *(
+            _replaced(
+                module, "quick_gelu", "Compiled, it keeps its input for backward and nothing else (`quick_gelu`)."
+            )
+            for module in ("megatron.core.transformer.transformer_config", "megatron.core.transformer.moe.experts")
+        ),
         _replaced(_MOE_UTILS, "HAVE_TE", "Fused permutations need it to be true."),
         _replaced(
             _MOE_UTILS,

@@ -290,8 +290,6 @@ def test_both_fusions_are_read_by_every_framework_s_names(framework: str, tmp_pa
 
 _MEMORY = [
     ("bridge", "model.fp32_residual_connection", "true", "more"),
-    ("bridge", "model.window_size", "[128, 0]", "either"),
-    ("megatron-lm", "window_size", "128,0", "either"),
     ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
     ("bridge", "model.cp_comm_type", "a2a", "either"),
     ("bridge", "optimizer.store_param_remainders", "false", "more"),

@@ -35,6 +35,7 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
+    Conversion,
     Key,
     Missing,
     frozen_parts,
@@ -63,6 +64,17 @@ from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
+_QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
+
+
+def _is_quick_gelu(name: Any) -> bool:
+    return str(name).endswith("quick_gelu")
+
+
+def _quick_gelu(value: bool) -> str | None:
+    return _QUICK_GELU if value else None
+
+
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
@@ -73,6 +85,8 @@ KEYS = (
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
     *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True, **PROVIDER_DEFAULTS),
     *under("model", (*ARCHITECTURE, *LAYERS)),
+    Key("model.add_bias_linear", "add_bias_linear", SWITCH),
+    Key("model.activation_func._target_", "quick_geglu", Conversion(_is_quick_gelu, _quick_gelu)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", COUNT),
@@ -158,7 +172,7 @@ FRAMEWORK_MISSING = (
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
-    *missing_under("model", (*MISSING, *PROVIDER_MISSING)),
+    *missing_under("model", (row for row in (*MISSING, *PROVIDER_MISSING) if row.name != "add_bias_linear")),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),
@@ -446,6 +460,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | spread
         | {
             "num_layers": scenario.num_layers,
+            "add_bias_linear": scenario.architecture.add_bias_linear or None,
+            "quick_geglu": scenario.architecture.quick_geglu,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
             "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import FAMILIES_OF_FSDP2
 from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import COUNT, SWITCH, Conversion
+
+
+def _read_resharding(value: Any) -> Any:
+    if isinstance(value, int) and value not in (True, False):
+        return COUNT.read(value)
+    return "all" if SWITCH.read(value) else "none"
+
+
+RESHARDING = Conversion(_read_resharding, lambda value: {"all": True, "none": False}.get(value, value))
+"""``reshard_after_forward`` of torch's `fully_shard`: whether layers are sharded again, or over how many ranks."""
+
+
+def take_resharding(reading: Reading) -> None:
+    """Takes the number of ranks over which layers are sharded again, where the key has one."""
+    value = reading.values["reshard_after_forward"]
+    if isinstance(value, int):
+        reading.values |= {"reshard_after_forward": "all", "reshard_after_forward_ranks": value}
+
+
+def take_shards(reading: Reading, key: str) -> None:
+    """Takes groups of ranks that each have all shards (HSDP), from the number of ranks in a group; -1 is all."""
+    ranks, shards = reading.values["world_size"], reading.values.pop("ranks_of_shards")
+    if 0 < shards < ranks:
+        reading.take(key, "dp_replicate_size", ranks // shards)
+
+
+def note_packing(reading: Reading, key: str) -> None:
+    """Notes what attention needs where sequences without padding share a row, as `take_rows` and others pack them."""
+    if reading.values.pop("packed_sequences", None):
+        reading.miss(key, "more", "attention copies and counts the sequences of a row")
 
 
 def block(reading: Reading, key: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -71,6 +72,17 @@ def _read_whole(value: Any) -> Any:
     if value is not None and not is_whole_number(value, at_least=-(2**62)):
         raise ValueError("must be a whole number")
     return value
+
+
+def _read_window(value: Any) -> tuple[int, ...] | None:
+    # `tuple_type` of megatron/training/arguments.py, 0.16.1.
+    if value is None:
+        return None
+    parts = value if isinstance(value, (list, tuple)) else str(value).strip("()[] ").split(",")
+    if len(parts) != 2 or not all(re.fullmatch(r"-?\d{1,9}", str(part).strip(), re.ASCII) for part in parts):
+        raise ValueError("must be two whole numbers, such as 127,0")
+    found = tuple(int(part) for part in parts)
+    return None if found[0] == -1 else found  # -1 is a window without end
 
 
 def _read_count(value: Any) -> Any:
@@ -173,6 +185,7 @@ def _same(value: Any) -> Any:
 
 
 WHOLE = Conversion(_read_whole, _same)
+WINDOW = Conversion(_read_window, lambda window: None if window is None else list(window))
 COUNT = Conversion(_read_count, _same)
 NUMBER = Conversion(_read_number, _same)
 SWITCH = Conversion(_read_switch, _same)

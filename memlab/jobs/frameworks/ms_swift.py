@@ -159,7 +159,7 @@ KEYS = (
     *LAYERS,  # of ms-swift 3
 )
 _CORE_ARGUMENTS = (
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
@@ -167,7 +167,7 @@ _CORE_ARGUMENTS = (
     "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "position_embedding_type",
-    "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
+    "qk_l2_norm", "rotary_interleaved", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
 )  # fmt: skip
 """Those of Megatron's that ms-swift has too, in 4.6.0 or in 3.12."""
 _OF_CORE = {row.name: row for row in MISSING}

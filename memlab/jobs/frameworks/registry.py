@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, verl_fsdp
 from memlab.jobs.frameworks.automodel import AUTOMODEL
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
@@ -16,7 +17,6 @@ from memlab.jobs.frameworks.skyrl import SKYRL
 from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
 from memlab.jobs.frameworks.verl import VERL
-from memlab.jobs.frameworks.verl_fsdp import VERL_FSDP, chooses_fsdp
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 
 FRAMEWORKS: dict[str, Framework] = {
@@ -24,7 +24,9 @@ FRAMEWORKS: dict[str, Framework] = {
     for framework in (MEGATRON_LM, AUTOMODEL, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
 }
 _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]] = {
-    "verl": (chooses_fsdp, VERL_FSDP),
+    "nemo-rl": (nemo_rl_dtensor.chooses_dtensor, nemo_rl_dtensor.NEMO_RL_DTENSOR),
+    "skyrl": (skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),
+    "verl": (verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP),
 }
 """For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
 reads and does not write."""

@@ -12,13 +12,17 @@ from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    RESHARDING,
     block,
     lacks_family,
+    note_packing,
     take_checkpointed_layers,
     take_kept,
+    take_resharding,
+    take_shards,
     take_types,
 )
-from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Conversion, Key, Missing, is_false
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false
 from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
 from memlab.jobs.frameworks.verl import VERL, note_critic
 
@@ -38,10 +42,6 @@ _TRAINER = (
     "prompt_length",
     "response_length",
 )
-_RESHARD = Conversion(
-    lambda value: "all" if SWITCH.read(value) else "none", lambda value: {"all": True, "none": False}[value]
-)
-
 KEYS = (
     *(key for key in VERL.keys if key.field in _TRAINER and not key.name.startswith(_OF_MEGATRON)),
     Key("model_engine", "model_engine", TEXT),
@@ -52,7 +52,7 @@ KEYS = (
     Key(f"{_FSDP}.param_offload", "offload_parameters", SWITCH, False),
     Key(f"{_FSDP}.optimizer_offload", "offload_optimizer", SWITCH, False),
     Key(f"{_FSDP}.offload_policy", "fsdp_cpu_offload", SWITCH, False),
-    Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", _RESHARD, "all"),
+    Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
     Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
     Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
     Key(f"{_FSDP}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
@@ -112,7 +112,8 @@ def complete(reading: Reading) -> None:
     _take_strategy(reading)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading)
-    _take_shards(reading)
+    take_shards(reading, f"{_FSDP}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
+    take_resharding(reading)
     values["offload_gradients"] = values["offload_parameters"]
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
@@ -152,13 +153,6 @@ def _take_optimizer(reading: Reading) -> None:
         values["offload_parameters"] = values["offload_optimizer"] = False
 
 
-def _take_shards(reading: Reading) -> None:
-    """Takes groups of ranks that each have all shards (``create_device_mesh`` in verl/workers/engine/fsdp/utils.py)."""
-    ranks, shards = reading.values["world_size"], reading.values.pop("ranks_of_shards")
-    if 0 < shards < ranks:
-        reading.take(f"{_FSDP}.fsdp_size", "dp_replicate_size", ranks // shards)
-
-
 def _take_rows(reading: Reading) -> None:
     values = reading.values
     longest = values.pop("prompt_length") + values.pop("response_length")
@@ -171,8 +165,7 @@ def _take_rows(reading: Reading) -> None:
         if values.get("micro_batch_size") is None:
             reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
         take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
-    if values.pop("packed_sequences", None):
-        reading.miss(f"{_ACTOR}.use_remove_padding", "more", "attention copies and counts the sequences of a row")
+    note_packing(reading, f"{_ACTOR}.use_remove_padding")
 
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
