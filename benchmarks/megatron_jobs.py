@@ -674,6 +674,8 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(LLAMA, 4, alone, {}, FULL, state=lora(16, *OF_PARTS))
     yield from of(PHI, 2, alone, state=lora(32, *OF_PARTS, dropout=0.1))
     yield from of(QWEN, 2, alone, {}, FULL, state=lora(16, *OF_PARTS))
+    on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
