@@ -68,7 +68,7 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
             "lora_exclude_modules",
             "must be empty there by a rule of Megatron-Bridge",
         ),
-        ({"lora_rank": 8, "lora_target_modules": ["q_proj"]}, "lora_target_modules", "has 'q_proj', must have linear_"),
+        ({"lora_rank": 8, "lora_target_modules": ["c_attn"]}, "lora_target_modules", "has 'c_attn', must have linear_"),
         ({"lora_rank": 8, "lora_target_modules": [1]}, "lora_target_modules", "must be a list of names"),
         (
             {"lora_rank": 8, "lora_target_modules": [], "lora_library": "mcore_bridge"},
