@@ -529,13 +529,12 @@ class TrainingState:
             raise RuleError(
                 f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
             )
-        for name in ("fp8_format", "optimizer_cpu_offload"):
-            if getattr(self, name):
-                raise RuleError(
-                    f"lora_rank is {self.lora.rank} with {name} {getattr(self, name)!r}, which memlab does not predict "
-                    "together yet: leave one of the two out",
-                    *("lora_rank", name),
-                )
+        if self.fp8_format:
+            raise RuleError(
+                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r}, which memlab does not predict "
+                "together yet: leave one of the two out",
+                *("lora_rank", "fp8_format"),
+            )
 
     def _check_extra_layers(self) -> None:
         others = {"fp8_format": self.fp8_format, "lora_rank": self.lora and self.lora.rank}

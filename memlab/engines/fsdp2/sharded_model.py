@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import ReshardAfterForward, TrainingState
+from memlab.engines.fsdp2.adapters import add_adapters
 from memlab.engines.fsdp2.hugging_face import ATTENTION, UNFUSED_ATTENTION, build_model
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
@@ -37,6 +38,8 @@ class ShardedModel:
         with on_host(), unobserved():
             with torch.device("meta" if place.is_prediction else "cpu"):
                 self.module = build_model(scenario, sharded, attention=_attention_of(scenario, place))
+                if scenario.state.lora is not None:
+                    add_adapters(self.module, scenario)
             self._shard(mesh_device, scenario)
             if mesh_device == "cpu":  # gloo has no average
                 self.module.set_force_sum_reduction_for_comms(True)
@@ -52,7 +55,10 @@ class ShardedModel:
         """Gives the model an optimizer, which makes its moments in its first step."""
         kind = state.adam_implementation
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=LEARNING_RATE, foreach=kind == "foreach", fused=kind == "fused"
+            [each for each in self.parameters if each.requires_grad],
+            lr=LEARNING_RATE,
+            foreach=kind == "foreach",
+            fused=kind == "fused",
         )
 
     def set_resharding(self, which: ReshardAfterForward) -> None:
