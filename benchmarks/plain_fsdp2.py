@@ -70,6 +70,8 @@ class Job:
     reshard_after_forward_ranks: int | None = None
     dp_replicate_size: int = 1
     fsdp_cpu_offload: bool = False
+    fsdp2_forward_prefetch_depth: int = 0
+    fsdp2_backward_prefetch_depth: int = 0
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
 
@@ -127,6 +129,8 @@ def jobs() -> list[Job]:
         if num_ranks > 2:
             found += [replace(phi, reshard_after_forward_ranks=2), replace(llama, reshard_after_forward_ranks=2)]
         found += [
+            replace(phi, fsdp2_forward_prefetch_depth=1, fsdp2_backward_prefetch_depth=2),
+            replace(llama, fsdp2_forward_prefetch_depth=3, fsdp2_backward_prefetch_depth=3, checkpointing=True),
             replace(phi, lora_rank=16),
             replace(phi, lora_rank=16, checkpointing=True, seq_length=8192),
             replace(llama, lora_rank=8, seq_length=4096),
@@ -243,6 +247,10 @@ def build(job: Job, *, on_gpu: bool) -> Any:
             function, *inputs, use_reentrant=False
         )
     fully_shard(model, reshard_after_forward=False, **options)
+    for number, layer in enumerate(layers):
+        after, before = job.fsdp2_forward_prefetch_depth, job.fsdp2_backward_prefetch_depth
+        layer.set_modules_to_forward_prefetch([*layers[number + 1 : number + 1 + after]])
+        layer.set_modules_to_backward_prefetch([*layers[max(0, number - before) : number]][::-1])
     if not on_gpu:
         model.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu" if job.fsdp_cpu_offload else kind)

@@ -125,7 +125,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
+    "fsdp_config.forward_prefetch": _prefetch,
     **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
     **dict.fromkeys(
