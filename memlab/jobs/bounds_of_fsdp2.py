@@ -134,7 +134,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
-    "policy.precision": _fp32_outputs,
+    **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.
