@@ -82,6 +82,9 @@ class Recorder:
         recorded = self._record(one, mark, known)
         if recorded is None:
             knowledge.not_recorded(key, one)
+            # The next pass through the unit may free what this one has allocated: it needs the roles.
+            if (seen := self._record(one, mark, known, ignores_unknown=True)) is not None:
+                one.roles = seen[1]
         else:
             recording, one.roles = recorded
             calls, one.saved = self.calls.forward_since(mark.calls, _places_of(one.roles))
@@ -122,13 +125,16 @@ class Recorder:
         return Mark(position, self.labels.span, collectives.sent_bytes.copy(), calls)
 
     def _record(
-        self, one: Pass, mark: Mark, known: Mapping[int, Role]
+        self, one: Pass, mark: Mark, known: Mapping[int, Role], *, ignores_unknown: bool = False
     ) -> tuple[Recording, list[StorageAllocation]] | None:
-        """Records the events since a mark; without replay, only to know what the pass leaves allocated."""
+        """Records the events since a mark.
+
+        Without replay, and if `ignores_unknown`, only to know what the pass leaves allocated.
+        """
         buffers = one.buffers | self.calls.copied_since(mark.calls) if self.calls.is_noting else None
         until, places, spans = self.meter.position(), one.unit.places, (mark.span, self.labels.span)
-        learns = self.step.replays
-        return self.meter.record(mark.position, until, known, spans, places, buffers, ignores_unknown=not learns)
+        ignores_unknown |= not self.step.replays
+        return self.meter.record(mark.position, until, known, spans, places, buffers, ignores_unknown=ignores_unknown)
 
     @staticmethod
     def _known(one: Pass, mark: Mark, recording: Recording, role: int, result: torch.Tensor, calls: Calls) -> Known:
