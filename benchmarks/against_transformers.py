@@ -37,12 +37,14 @@ def transformers_config(model: Architecture) -> Any:
             "rope_theta": model.rotary_base,
             "partial_rotary_factor": model.rotary_percent,
         },
-        "attention_bias": model.family == "glm4_moe",
+        "attention_bias": model.family in ("glm4_moe", "gpt_oss"),
         "use_qk_norm": model.qk_layernorm,
         "tie_word_embeddings": model.share_embeddings_and_output_weights,
         "pad_token_id": 0,
     }
     windows = {"sliding_window": None} if model.family == "mistral" else {}
+    if model.window_size is not None:
+        windows = {"sliding_window": model.window_size[0] + 1}
     if model.routes:
         sizes |= routing_sizes(model)
     if model.multi_latent_attention:
@@ -54,7 +56,8 @@ def transformers_config(model: Architecture) -> Any:
 def routing_sizes(model: Architecture) -> dict[str, Any]:
     """Returns the fields of a config with experts and shared experts."""
     shared, width = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size
-    experts = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts"}.get(model.family, "n_routed_experts")
+    names = dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts") | {"qwen2_moe": "num_experts"}
+    experts = names.get(model.family, "n_routed_experts")
     return {
         experts: model.num_moe_experts,
         "num_experts_per_tok": model.moe_router_topk,
@@ -100,7 +103,10 @@ def megatron_weights(state: dict[str, torch.Tensor], model: Architecture) -> dic
 def attention_weights(state: dict[str, torch.Tensor], model: Architecture, of: str) -> dict[str, torch.Tensor]:
     """Returns those of grouped queries, in one layer."""
     weights = {}
-    for kind in ("weight", "bias") if model.add_qkv_bias else ("weight",):
+    if model.add_bias_linear:
+        weights["self_attention.linear_proj.bias"] = state[f"{of}self_attn.o_proj.bias"]
+        weights["self_attention.core_attention.softmax_offset"] = state[f"{of}self_attn.sinks"]
+    for kind in ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",):
         parts = [state[f"{of}self_attn.{name}_proj.{kind}"] for name in "qkv"]
         groups = [part.unflatten(0, (model.num_query_groups, -1)) for part in parts]
         weights[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups, dim=1).flatten(0, 1)
@@ -145,6 +151,8 @@ def dense_weights(
 
 def expert_weights(state: dict[str, torch.Tensor], model: Architecture, of: str) -> dict[str, torch.Tensor]:
     """Returns those of the router, the experts and the shared experts, in one layer."""
+    if model.add_bias_linear:
+        return clamped_expert_weights(state, model, of)
     weights = {
         "pre_mlp_layernorm.weight": state[f"{of}post_attention_layernorm.weight"],
         "mlp.router.weight": state[f"{of}mlp.gate.weight"],
@@ -160,6 +168,19 @@ def expert_weights(state: dict[str, torch.Tensor], model: Architecture, of: str)
         weights["mlp.shared_experts.linear_fc2.weight"] = state[f"{of}{shared}.down_proj.weight"]
     if model.moe_shared_expert_gate:
         weights["mlp.shared_experts.gate_weight"] = state[f"{of}mlp.shared_expert_gate.weight"]
+    return weights
+
+
+def clamped_expert_weights(state: dict[str, torch.Tensor], model: Architecture, of: str) -> dict[str, torch.Tensor]:
+    """Returns those of gpt-oss, in one layer: every second column of the first matrix is a gate."""
+    weights = {"pre_mlp_layernorm.weight": state[f"{of}post_attention_layernorm.weight"]}
+    for kind, name in (("weight", ""), ("bias", "_bias")):
+        weights[f"mlp.router.{kind}"] = state[f"{of}mlp.router.{kind}"]
+        for expert in range(model.num_moe_experts or 0):
+            first = state[f"{of}mlp.experts.gate_up_proj{name}"][expert]
+            second = state[f"{of}mlp.experts.down_proj{name}"][expert]
+            weights[f"mlp.experts.linear_fc1.{kind}{expert}"] = torch.cat((first[..., ::2].t(), first[..., 1::2].t()))
+            weights[f"mlp.experts.linear_fc2.{kind}{expert}"] = second.t()
     return weights
 
 
@@ -193,7 +214,7 @@ def main() -> None:
         print(
             f"{model.name}: {counted:,}{'' if counted == model.num_parameters else f', not {model.num_parameters:,}'}"
         )
-    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5")
+    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5", "gpt-oss")
     tiny = [ARCHITECTURES[f"{name}-tiny"] for name in names]
     deepseek, qwen_moe = ARCHITECTURES["deepseek-tiny"], ARCHITECTURES["qwen2-moe-tiny"]
     # Without the scaling of angles, whose factors memlab leaves at Megatron's own.

@@ -419,7 +419,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
     yield from latent_attention(of)
-    yield from chain(shared_experts_and_routers(of), families_of_experts(of))
+    yield from chain(shared_experts_and_routers(of), families_of_experts(of), dispatch_of_tokens(of))
     yield from adapters(of)
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of))
@@ -516,6 +516,21 @@ def shared_experts_and_routers(of: Callable[..., Iterator[Job]]) -> Iterator[Job
         yield from of(model, num_layers, alone, {}, FULL, recompute("moe_act"), config=config | {"mtp_num_layers": 1})
 
 
+def dispatch_of_tokens(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank whose dispatcher gathers tokens, or whose experts have a capacity."""
+    alone, gather = "one rank", {"moe_token_dispatcher_type": "allgather"}
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("moe_act"), EXPERTS, state=gather)
+    yield from of(QWEN, 2, alone, {}, FULL, state=gather | {"moe_permute_fusion": False})
+    yield from of(QWEN, 2, alone, num_microbatches=3, state=gather)
+    yield from of(MOONLIGHT, 3, alone, {}, recompute("moe"), config=FEW_EXPERTS, state=gather)
+    for factor in (1.0, 2.0):
+        capacity = {"moe_expert_capacity_factor": factor}
+        yield from of(QWEN, 2, alone, {}, FULL, state=capacity)
+        yield from of(QWEN, 2, alone, {}, recompute("moe_act"), EXPERTS,
+                      state=capacity | {"moe_pad_expert_input_to_capacity": True})  # fmt: skip
+    yield from of(QWEN, 2, alone, state=capacity | {"moe_token_drop_policy": "position", "moe_permute_fusion": False})
+
+
 def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of one rank: what a version of Transformer Engine may change is not in the layout."""
     alone = "one rank"
@@ -565,6 +580,11 @@ def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
         yield from of(model, 4, alone, {}, FULL, recompute("mlp"), ATTENTION)
         yield from of(model, 4, alone, num_microbatches=3, state=FUSED_GRADIENTS)
+    both = FUSED_GRADIENTS | UNFUSED_ACTIVATION
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 3, alone, recompute("mlp"), recompute("layernorm", "core_attn"), ATTENTION, state=both)
+    for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
+        yield from of(model, 3, alone, {}, FULL, state=UNFUSED_ACTIVATION)
 
 
 def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -590,6 +610,10 @@ def lora(rank: int, *targets: str, **others: Any) -> dict[str, Any]:
 
 OF_ATTENTION = ("linear_qkv", "linear_proj")
 OF_MLP = ("linear_fc1", "linear_fc2")
+
+
+OF_PARTS = ("linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_gate", "linear_fc1_up", "linear_fc2")
+"""In the canonical form."""
 
 
 OF_ALL_LINEARS: dict[str, Any] = {"lora_target_modules": ()}
@@ -637,6 +661,19 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from adapters_of_ms_swift(of, (alone,))
     yield from of(LLAMA, 2, alone, {}, FULL, state=lora(24) | OF_ALL_LINEARS)
     yield from of(QWEN, 2, alone, state=lora(24) | OF_ALL_LINEARS)
+    yield from further_adapters(of, alone)
+
+
+def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[Job]:
+    """Yields jobs of the other kinds of Megatron-Bridge's adapters: of each expert, of other ranks, of parts."""
+    for rank in (16, 20):  # torch multiplies all experts' rows at once where the rank is a multiple of 8
+        yield from of(QWEN, 2, alone, {}, FULL, state=lora(rank, share_expert_adapters=False))
+    yield from of(QWEN, 2, alone, state=lora(32, dropout=0.1, share_expert_adapters=False))
+    yield from of(QWEN, 2, alone, state=lora(64, normalize_moe_lora=True, share_expert_adapters=False))
+    yield from of(QWEN, 2, alone, {}, FULL, state=lora(64, normalize_moe_lora=True))
+    yield from of(LLAMA, 4, alone, {}, FULL, state=lora(16, *OF_PARTS))
+    yield from of(PHI, 2, alone, state=lora(32, *OF_PARTS, dropout=0.1))
+    yield from of(QWEN, 2, alone, {}, FULL, state=lora(16, *OF_PARTS))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

@@ -38,8 +38,9 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import router as moe_router
 from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -57,6 +58,8 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
+    **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
+    "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
 }
 """Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (
@@ -295,6 +298,7 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
         utils.HAVE_TE, utils.TELayerNormColumnParallelLinear = True, layers.TorchNormLinear
         utils.TELinear = layers.TorchLinear
         utils.version = lambda _: "2.16.1"
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
         utils.TECL = (layers.TorchNormLinear, layers.TorchColumnLinear, layers.TorchGroupedLinear)
         utils.TERL = (layers.TorchRowLinear, layers.TorchGroupedRowLinear)
         matcher = importlib.import_module("megatron.bridge.peft.module_matcher")
@@ -306,9 +310,14 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
                 weights = [weight for weight in module.parameters() if weight.dim() > 1]
                 module.out_features, module.in_features = weights[0].shape
                 module.config = model.config
-    lora = importlib.import_module("megatron.bridge.peft.lora")
+    module, kind = (
+        ("canonical_lora", "CanonicalLoRA")
+        if "linear_q" in options.get("lora_target_modules", ())
+        else ("lora", "LoRA")
+    )
+    add = getattr(importlib.import_module(f"megatron.bridge.peft.{module}"), kind)
     values = {name.removeprefix("lora_"): value for name, value in options.items()}
-    lora.LoRA(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
+    add(**{"dim" if name == "rank" else name: value for name, value in values.items()})([model], training=True)
 
 
 def stand_in_for_transformer_engine() -> None:
@@ -434,8 +443,38 @@ def noting_routes(chunks: list[Any]) -> Iterator[dict[int, list[list[int]]]]:
             lists.append(counts)
         return forward(experts, hidden, tokens_per_expert, *others)
 
-    with patch.object(TEGroupedMLP, "forward", noting):
+    with ExitStack() as replaced:
+        if chunks[0].config.moe_expert_capacity_factor is None:
+            replaced.enter_context(patch.object(TEGroupedMLP, "forward", noting))
+        else:
+            replaced.enter_context(noting_before_dropping(routes))
         yield routes
+
+
+@contextmanager
+def noting_before_dropping(routes: dict[int, list[list[int]]]) -> Iterator[None]:
+    """Notes by layer, without expert parallel ranks, how many tokens chose each expert before some are dropped.
+
+    This sums a map of the router on the device, where a layer has not made its larger tensors yet.
+    """
+    of_layer = [0]
+    route, drop = moe_router.TopKRouter.routing, moe_router.apply_router_token_dropping
+
+    def routing(router: Any, *args: Any, **named: Any) -> Any:
+        of_layer[0] = router.layer_number
+        return route(router, *args, **named)
+
+    def dropping(probs: Any, routing_map: torch.Tensor, **named: Any) -> Any:
+        counts, lists = routing_map.sum(dim=0).tolist(), routes.setdefault(of_layer[0], [])
+        if counts not in lists:
+            lists.append(counts)
+        return drop(probs, routing_map, **named)
+
+    with (
+        patch.object(moe_router.TopKRouter, "routing", routing),
+        patch.object(moe_router, "apply_router_token_dropping", dropping),
+    ):
+        yield
 
 
 class FirstUses:
@@ -494,7 +533,7 @@ def release(chunks: list[Any], optimizer: Any) -> None:
     vars(optimizer).clear()
     modules = [module for chunk in chunks for module in chunk.modules()]
     for module in modules:
-        if isinstance(getattr(module, "token_dispatcher", None), MoEAlltoAllTokenDispatcher):
+        if isinstance(getattr(module, "token_dispatcher", None), MoETokenDispatcher):
             vars(module.token_dispatcher).clear()
     for module in modules:
         vars(module).clear()

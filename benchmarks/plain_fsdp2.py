@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A step; the last six fields are memlab's options of the same names."""
+    """A step; from `grad_reduce_in_bf16` on, the fields are memlab's options of the same names."""
 
     model: str
     num_layers: int
@@ -67,6 +67,9 @@ class Job:
     reshard_after_forward: str = "all_but_last"
     defer_fsdp_grad_sync: bool = False
     adam_implementation: str = "foreach"
+    reshard_after_forward_ranks: int | None = None
+    dp_replicate_size: int = 1
+    fsdp_cpu_offload: bool = False
 
     @property
     def name(self) -> str:
@@ -116,6 +119,11 @@ def jobs() -> list[Job]:
             replace(qwen, model="qwen2.5-7b", seq_length=4096, checkpointing=True),
             replace(llama, model="mistral-7b-v0.3", fp32_sharded_params=True, adam_implementation="fused"),
         ]
+        found += [replace(phi, fsdp_cpu_offload=True), replace(llama, fsdp_cpu_offload=True, checkpointing=True)]
+        if num_ranks > 1:
+            found += [replace(phi, dp_replicate_size=2), replace(qwen, dp_replicate_size=2, grad_reduce_in_bf16=True)]
+        if num_ranks > 2:
+            found += [replace(phi, reshard_after_forward_ranks=2), replace(llama, reshard_after_forward_ranks=2)]
         moe = Job(model="qwen3-30b-a3b", num_layers=4, num_ranks=num_ranks)
         found += [
             moe,
@@ -193,7 +201,7 @@ def build(job: Job, *, on_gpu: bool) -> Any:
     """Builds and shards a model as NeMo Automodel does."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.utils.checkpoint import checkpoint
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -212,18 +220,22 @@ def build(job: Job, *, on_gpu: bool) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation="sdpa").train()
     reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-    mesh, layers = init_device_mesh(kind, (job.num_ranks,)), model.model.layers
+    shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size), ("dp_replicate", "dp_shard")
+    is_replicated, layers = job.dp_replicate_size > 1, model.model.layers
+    mesh = init_device_mesh(kind, shape[not is_replicated :], mesh_dim_names=names[not is_replicated :])
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if job.fsdp_cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
         resharded = {"all": True, "none": False}.get(job.reshard_after_forward, layer is not layers[-1])
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+        fully_shard(layer, reshard_after_forward=resharded and (job.reshard_after_forward_ranks or True), **options)
         layer.gradient_checkpointing = job.checkpointing
         layer._gradient_checkpointing_func = lambda function, *inputs: checkpoint(
             function, *inputs, use_reentrant=False
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False, **options)
     if not on_gpu:
         model.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=kind)
+    model.to_empty(device="cpu" if job.fsdp_cpu_offload else kind)
     for parameter in model.parameters():
         parameter.to_local().detach().normal_(0, 0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(kind)  # its angles have been on meta
@@ -237,14 +249,17 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
     memory = torch.cuda if on_gpu else _NoMemory()
     memory.set_device(rank)
     torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=job.num_ranks
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{shared}/store",
+        rank=rank,
+        world_size=job.num_ranks,
     )
     model = build(job, on_gpu=on_gpu)
     built = memory.memory_allocated()
     how = {"foreach": job.adam_implementation == "foreach", "fused": job.adam_implementation == "fused"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **how)
     shape = (job.micro_batch_size, job.seq_length)
-    tokens = torch.randint(model.config.vocab_size, shape, device=model.device)
+    tokens = torch.randint(model.config.vocab_size, shape, device="cuda" if on_gpu else "cpu")
     row: dict[str, Any] = {}
     for _ in range(3):
         gc.collect()
@@ -294,8 +309,9 @@ def predicted_of(job: Job) -> dict[str, int]:
     from memlab import Lab, Layout, MemorySettings, TrainingState
 
     full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    options = ("grad_reduce_in_bf16", "fp32_sharded_params", "reshard_after_forward", "defer_fsdp_grad_sync")
-    state = TrainingState(**{name: getattr(job, name) for name in (*options, "adam_implementation")})
+    names = [field.name for field in fields(Job)]
+    options = names[names.index("grad_reduce_in_bf16") :]
+    state = TrainingState(**{name: getattr(job, name) for name in options})
     sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size")}
     with Lab(
         job.model,

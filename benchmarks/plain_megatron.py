@@ -34,7 +34,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.megatron_jobs import Job, jobs
+from benchmarks.megatron_jobs import MODELS, Job, jobs
 
 if TYPE_CHECKING:  # measuring imports nothing of memlab
     from memlab.record.step_record import StepRecord
@@ -56,7 +56,7 @@ ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
 GIB, MIB = 2**30, 2**20
-_OPTIONS_OF_STATE = ("deallocate_pipeline_outputs", "mtp_num_layers")
+_OPTIONS_OF_STATE = ("deallocate_pipeline_outputs", "mtp_num_layers", "moe_router_load_balancing_type")
 """Fields of Megatron's config of the model that memlab has in its training state."""
 
 
@@ -257,7 +257,8 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
 
     architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
-    of_state = {name: job["config"][name] for name in _OPTIONS_OF_STATE if name in job["config"]}
+    config = MODELS[job["model"]] | job["config"]
+    of_state = {name: config[name] for name in _OPTIONS_OF_STATE if name in config}
     environment = job["ranks"][rank]["environment"]
     versions = Versions(transformer_engine=environment["transformer-engine"], torch=environment["torch"])
     with Lab(

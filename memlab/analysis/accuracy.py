@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from memlab.units import MIB
@@ -122,8 +121,8 @@ def pairs_of(measured: Iterable[StepRecord], predicted: Iterable[StepRecord]) ->
         if truth.settings != MemorySettings():
             plain = _earlier(pairs, replace(truth, settings=MemorySettings()))
         default_state = None
-        if truth.scenario.state != TrainingState():
-            usual = replace(truth.scenario, state=TrainingState())
+        usual = truth.scenario.in_default_state
+        if truth.scenario != usual:
             default_state = _earlier(pairs, replace(truth, scenario=usual))
         pairs.append(Pair(truth, guess, plain, default_state))
     return pairs

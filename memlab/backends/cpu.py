@@ -31,6 +31,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
+from memlab.engines.megatron.layers.quick_gelu import quick_gelu
 from memlab.engines.megatron.layers.tied_embedding import adding_in_place
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
 from memlab.engines.megatron.layers.weight_gradients import APEX_EXTENSION, unused_gradient
@@ -149,7 +150,8 @@ def _replacements() -> dict[str, Any]:
 
     random, optimizer = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
     offload = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-    moe, dispatcher = "megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.token_dispatcher"
+    transformer = "megatron.core.transformer"
+    moe, dispatcher = f"{transformer}.moe.moe_utils", f"{transformer}.moe.token_dispatcher"
     loss = "megatron.core.fusions.fused_cross_entropy"
     language_module = "megatron.core.models.common.language_module.language_module"
     by_megatron = {
@@ -188,8 +190,15 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_unpermute": torch_moe.unpermute,
         f"{moe}.fused_sort_chunks_by_index": torch_moe.sort_chunks_by_index,
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
+        # The config has the object with which experts compare their activation.
+        **dict.fromkeys(
+            (f"{transformer}.transformer_config.quick_gelu", f"{transformer}.moe.experts.quick_gelu"), quick_gelu
+        ),
         f"{dispatcher}.maybe_move_tensor_to_cpu": _counts_to_host,
         f"{dispatcher}.permute": unfused_permutation.selecting_by_mask(token_dispatcher.permute),
+        f"{dispatcher}.MoEAllGatherTokenDispatcher.dispatch_postprocess": unfused_permutation.selecting_own_rows(
+            token_dispatcher.MoEAllGatherTokenDispatcher.dispatch_postprocess, unfused_permutation.counted
+        ),
         f"{loss}.calculate_predicted_logits": fused_cross_entropy.native_predicted_logits,
         f"{loss}.calculate_gradients": fused_cross_entropy.native_gradients,
         f"{language_module}.te_parallel_cross_entropy": fused_cross_entropy.te_parallel_cross_entropy,

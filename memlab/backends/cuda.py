@@ -131,9 +131,10 @@ def installed_versions(asked: Versions) -> Versions:
     wrong = {name: value for name, value in asked.changed().items() if value != getattr(installed, name)}
     if wrong:
         named = ", ".join(f"{name} {value}" for name, value in wrong.items())
+        here = installed.words("megatron", str(installed.megatron_core))
         raise ValueError(
-            f"versions has {named}, must be what is installed here with backend 'cuda' "
-            f"({installed.words(str(installed.megatron_core))}): leave versions out, or choose backend 'simulated'"
+            f"versions has {named}, must be what is installed here with backend 'cuda' ({here}): leave "
+            "versions out, or choose backend 'simulated'"
         )
     return installed
 

@@ -8,26 +8,36 @@ from typing import Any
 
 import torch
 
+from memlab.backends.cuda_on_cpu import is_on_host, made_on_host
 from memlab.backends.fake_cuda import FAKE
 from memlab.meter.observers import unobserved
 from memlab.upstream.patching import patched
 
 _PROPAGATION = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
 
 
 @contextmanager
 def sharding_on_cpu() -> Iterator[None]:
     """Lets FSDP2 shard tensors of the CPU, for the block."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+    to_sharded_dtensor = FSDPParam.to_sharded_dtensor
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate_unobserved(*args: Any, **kwargs: Any) -> Any:
         with unobserved(), torch._C.DisableTorchFunction():
             return propagate(*args, **kwargs)
 
-    with patched({_PROPAGATION: propagate_unobserved}):
+    def copied_to_host(parameter: FSDPParam, tensor: torch.Tensor) -> Any:
+        # What FSDP2 copies to "the CPU" is on the CPU already here, so that it makes no copy.
+        if parameter.offload_to_cpu and not is_on_host(tensor):
+            tensor = made_on_host(torch.clone, tensor, pinned=parameter.pin_memory)
+        return to_sharded_dtensor(parameter, tensor)
+
+    with patched({_PROPAGATION: propagate_unobserved, f"{_PARAMETER}.to_sharded_dtensor": copied_to_host}):
         yield
 
 
@@ -36,7 +46,10 @@ def sharding_on_fake_tensors() -> Iterator[None]:
     """Lets FSDP2 shard fake tensors, with the streams of a CUDA device, for the block."""
     replacements = {
         f"{_FSDP}._fully_shard._get_device_from_mesh": lambda mesh: FAKE,
-        f"{_FSDP}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params": lambda group: None,
+        **{
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup.{name}": lambda group: None
+            for name in ("_validate_no_meta_params", "_validate_cpu_offload_params")
+        },
         "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
         "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
         **{

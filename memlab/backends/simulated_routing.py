@@ -1,7 +1,8 @@
-"""A MoE dispatcher that counts the tokens of a chosen routing, since fake tensors have no values to route by.
+"""MoE dispatchers that count the tokens of a chosen routing, since fake tensors have no values to route by.
 
 Everything after the counts is Megatron's own arithmetic on small real tensors
-(``megatron/core/transformer/moe/token_dispatcher.py``, 0.16.1 and 0.19.2: ``MoEAlltoAllTokenDispatcher.preprocess``).
+(``megatron/core/transformer/moe/token_dispatcher.py``, 0.16.1 and 0.19.2: ``MoEAlltoAllTokenDispatcher.preprocess``,
+and ``MoEAllGatherTokenDispatcher.dispatch_postprocess``).
 
 Example: 4 tokens, 3 experts, 2 experts per token. ``preprocess`` reads only the map's size and the sum over its tokens,
 which is how many of the 8 routed rows each expert gets: in a balanced routing [3, 2, 3].
@@ -9,6 +10,7 @@ which is how many of the 8 routed rows each expert gets: in a balanced routing [
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.routing import Routing
+from memlab.engines.megatron.layers.unfused_permutation import selecting_own_rows
 from memlab.upstream.patching import patched
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
@@ -28,10 +31,12 @@ compute and at most 5 KB to keep, so all take 80 MB."""
 
 def chosen_routing() -> dict[str, Any]:
     """Returns the replacements of what reads a routing's values."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
+    gathering = MoEAllGatherTokenDispatcher.dispatch_postprocess
     return {
         f"{_MODULE}.MoEAlltoAllTokenDispatcher.preprocess": _with_chosen_map(MoEAlltoAllTokenDispatcher.preprocess),
+        f"{_MODULE}.MoEAllGatherTokenDispatcher.dispatch_postprocess": selecting_own_rows(gathering, _chosen_counts),
     }
 
 
@@ -53,29 +58,58 @@ class _ChosenMap:
 
 def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_chosen(dispatcher: Any, routing_map: torch.Tensor) -> Any:
-        num_tokens, num_experts = routing_map.shape
-        config = dispatcher.config
-        routing = config.memlab_routing.routing
-        differs = routing.kind in ("random", "counts")
-        layer, microbatch = config.memlab_routing.of_pass(dispatcher) if differs else (0, 0)
+        rows_of = _chosen_rows(dispatcher, len(routing_map))
 
         def counts_of(ranks: Sequence[int]) -> torch.Tensor:
             """Returns the rows that each rank sends to each expert, int64 [ranks * experts]."""
-            shape = num_tokens, num_experts, config.moe_router_topk
-            rows = [_counts(routing, *shape, rank, layer, microbatch) for rank in ranks]
-            with _disable_current_modes():
-                values = torch.tensor(rows).flatten()
-            # On a GPU an operation makes the counts on the device. The product is a new tensor too, and the meter,
-            # which sees only results of operations, counts its bytes.
-            return values * 1
+            return _made_on_device(_on_host(rows_of(ranks)).flatten())
 
         def gather(counts: torch.Tensor, group: Any) -> torch.Tensor:
             return counts_of(torch.distributed.get_process_group_ranks(group))
 
         with patched({f"{_MODULE}.gather_from_sequence_parallel_region": gather}):
-            return preprocess(dispatcher, _ChosenMap(num_tokens, counts_of([torch.distributed.get_rank()])))
+            return preprocess(dispatcher, _ChosenMap(len(routing_map), counts_of([torch.distributed.get_rank()])))
 
     return preprocess_chosen
+
+
+def _chosen_counts(dispatcher: Any, own_map: torch.Tensor) -> torch.Tensor:
+    """Returns how many tokens of all ranks each expert of this rank gets, on the host."""
+    ranks = torch.distributed.get_process_group_ranks(dispatcher.tp_ep_group)
+    own = dispatcher.local_expert_indices
+    rows = _chosen_rows(dispatcher, len(own_map) // len(ranks))(ranks)
+    counts = _on_host([[each[expert] for expert in own] for each in rows]).sum(dim=0)
+    _made_on_device(counts)
+    return counts
+
+
+def _chosen_rows(dispatcher: Any, num_tokens: int) -> Callable[[Sequence[int]], list[list[int]]]:
+    """Returns what says how many of a pass's tokens each expert gets, of each of some ranks; one pass begins."""
+    config = dispatcher.config
+    routing, num_experts, topk = config.memlab_routing.routing, config.num_moe_experts, config.moe_router_topk
+    differs = routing.kind in ("random", "counts")
+    layer, microbatch = config.memlab_routing.of_pass(dispatcher) if differs else (0, 0)
+    factor = config.moe_expert_capacity_factor
+    # ``apply_router_token_dropping`` (megatron/core/transformer/moe/moe_utils.py, 0.16.1).
+    capacity = num_tokens if factor is None else min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
+
+    def rows_of(ranks: Sequence[int]) -> list[list[int]]:
+        if config.moe_pad_expert_input_to_capacity:
+            return [[capacity] * num_experts for _ in ranks]
+        chosen = [_counts(routing, num_tokens, num_experts, topk, rank, layer, microbatch) for rank in ranks]
+        return [[min(rows, capacity) for rows in each] for each in chosen]
+
+    return rows_of
+
+
+def _on_host(rows: list[list[int]]) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.tensor(rows)
+
+
+def _made_on_device(counts: torch.Tensor) -> torch.Tensor:
+    """Returns a copy, whose bytes the meter counts: it sees only results of operations, as of one on a GPU."""
+    return counts * 1
 
 
 @lru_cache(maxsize=_MOST_COUNTS)

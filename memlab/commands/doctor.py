@@ -115,7 +115,7 @@ def _is_measured() -> bool:
 
 def _versions_line() -> str:
     """Says for which versions predictions are made, and whether steps were measured with the installed ones."""
-    usual = Versions().words(_installed("megatron-core") or "")
+    usual = Versions().words("megatron", _installed("megatron-core") or "")
     named = {title: _installed(name.replace("_", "-")) or "not installed" for name, title in TITLES.items()}
     here = ", ".join(f"{title} {version}" for title, version in named.items())
     steps = "steps were" if _is_measured() else "no step was"

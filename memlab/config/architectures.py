@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
-from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType
+from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType, SoftmaxType
 from memlab.config.parts.mla import LatentAttention, RopeType
 from memlab.config.parts.moe import Experts, ScoreFunction
 from memlab.config.parts.part import FeedForward, Normalization, Part, SharedSize, Weight, norm_weights
@@ -29,7 +29,7 @@ from memlab.config.validation import (
 
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
-    "kimi_k2", "glm4_moe", "gpt2",
+    "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -46,9 +46,13 @@ _RANGES: dict[str, tuple[float | None, float]] = {
 _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
-    *("gated_linear_unit", "add_bias_linear"),
+    *("gated_linear_unit", "add_bias_linear", "quick_geglu"),
 )
-_CHOICES = {"normalization": get_args(Normalization), "position_embedding_type": get_args(PositionEmbeddingType)}
+_CHOICES = {
+    "normalization": get_args(Normalization),
+    "position_embedding_type": get_args(PositionEmbeddingType),
+    "softmax_type": get_args(SoftmaxType),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +78,24 @@ class Architecture:
     normalization: Normalization = "RMSNorm"
     gated_linear_unit: bool = True
     """Whether MLPs have a gate (SwiGLU). Without one, they have GELU."""
+    quick_geglu: bool = False
+    """Whether the gate of experts is an approximation of GELU in the place of SiLU (Megatron-LM's flag)."""
+    glu_linear_offset: float = 0.0
+    """What is added to what the gate multiplies."""
+    activation_func_clamp_value: float | None = None
+    """The largest value that an expert's activation takes; None does not clamp."""
     add_bias_linear: bool = False
-    """Whether all matrices of layers have biases."""
+    """Whether all matrices of layers have biases, routers and experts too."""
     position_embedding_type: PositionEmbeddingType = "rope"
     max_position_embeddings: int | None = None
     """Rows of the embedding of positions, if they are learned."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Whether the sum of a softmax of attention has, beside its scores, a learned number of each head, a sink
+    (``learnable``)."""
+    window_size: tuple[int, int] | None = None
+    """How many tokens before and after its own a token attends to, in layers with a window; None has no windows."""
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
+    """One of so many layers has no window; or for each layer 1 if it has one and 0 if not. None has windows in all."""
     num_moe_experts: int | None = None
     moe_router_topk: int = 0
     moe_ffn_hidden_size: int = 0
@@ -110,6 +127,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         self._check_pattern()
+        self._check_windows()
         for name, at_most in _MOST.items():
             check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
@@ -148,16 +166,32 @@ class Architecture:
                 f"{self.name}: it has multi-latent attention with LayerNorm, biases or learned positions, and memlab "
                 "has it with RMSNorm and rope, without biases: correct them"
             )
-        if self.num_moe_experts is not None and (self.add_bias_linear or not self.gated_linear_unit):
+        if self.num_moe_experts is not None and not self.gated_linear_unit:
             raise ValueError(
-                f"{self.name}: it has experts with add_bias_linear {self.add_bias_linear} and gated_linear_unit "
-                f"{self.gated_linear_unit}, and memlab's experts are SwiGLU without biases: choose False and True"
+                f"{self.name}: gated_linear_unit is False, must be True for a model with experts, since memlab has "
+                "experts with a gate: choose True"
             )
+        self._check_gates()
         rows, name = self.max_position_embeddings, f"{self.name}: max_position_embeddings"
         if self.position_embedding_type == "learned_absolute":
             check_whole_number(name, rows, at_most=MOST_TOKENS_OF_A_SEQUENCE, action="correct it")
         elif rows is not None:
             raise ValueError(f"{name} is {shortened(rows)}, must be left out with rope: nothing has these rows")
+
+    def _check_gates(self) -> None:
+        """Refuses the gates of experts in dense layers, which Megatron-Core's MLP has not fused (0.16.1)."""
+        names = ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value")
+        changed = [name for name in names if getattr(self, name) not in (False, 0, None)]
+        if changed and any(not part.routes for part in self.feed_forwards):
+            raise ValueError(
+                f"{self.name}: {changed[0]} is {getattr(self, changed[0])}, must be left out for a model with dense "
+                "layers, since memlab has it in experts only: leave it out, or choose experts in all layers"
+            )
+        if self.multi_latent_attention and (self.softmax_type != "vanilla" or self.window_size is not None):
+            raise ValueError(
+                f"{self.name}: it has multi-latent attention with softmax_type {self.softmax_type} and window_size "
+                f"{self.window_size}, which memlab has in grouped-query attention only: leave them out"
+            )
 
     def _check_pattern(self) -> None:
         pattern = self.moe_layer_freq
@@ -170,6 +204,17 @@ class Architecture:
             raise ValueError(f"{self.name}: moe_layer_freq is {shortened(pattern)}, {rule}: correct it")
         # Equal models compare equal.
         object.__setattr__(self, "moe_layer_freq", tuple(pattern) if 0 in pattern else None)
+
+    def _check_windows(self) -> None:
+        for name in ("window_size", "window_attn_skip_freq"):  # JSON has lists
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        pattern = self.window_attn_skip_freq
+        if isinstance(pattern, tuple) and len(pattern) < self.num_layers:
+            raise ValueError(
+                f"{self.name}: window_attn_skip_freq is {shortened(pattern)}, must have 1 or 0 for each of its "
+                f"{self.num_layers} layers: correct it"
+            )
 
     @property
     def attention(self) -> GroupedQueryAttention | LatentAttention:
@@ -327,6 +372,12 @@ _GLM: dict[str, Any] = {
     "moe_router_enable_expert_bias": True, "moe_router_num_groups": 1, "moe_router_group_topk": 1,
     "moe_router_topk": 8, "moe_aux_loss_coeff": 1e-3,
 }  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "family": "gpt_oss", "num_query_groups": 8, "kv_channels": 64, "vocab_size": 201088, "rotary_base": 150000.0,
+    "layernorm_epsilon": 1e-5, "add_bias_linear": True, "softmax_type": "learnable",
+    "window_size": (127, 0), "window_attn_skip_freq": 2, "quick_geglu": True, "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0, "moe_router_topk": 4,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128, "kv_channels": 128, "qk_layernorm": True, "moe_aux_loss_coeff": 1e-3,
@@ -385,6 +436,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("llama-2-13b", 40, 5120, 13824, 40, **(_LLAMA_2 | {"num_query_groups": 40})),
         _row("llama-2-70b", 80, 8192, 28672, 64, **_LLAMA_2),
         _row("llama-3-tiny", 4, 128, 448, 4, **(_LLAMA | _TINY)),
+        # https://huggingface.co/deepseek-ai/deepseek-llm-7b-base/blob/main/config.json
+        _row("deepseek-llm-7b", 30, 4096, 11008, 32,
+             **(_LLAMA_2 | {"num_query_groups": 32, "vocab_size": 102400, "layernorm_epsilon": 1e-6})),
         # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json, and likewise. (The sliding window of
         # v0.1 is not modelled.)
         _row("mistral-7b-v0.2", 32, 4096, 14336, 32, **(_MISTRAL | {"vocab_size": 32000})),
@@ -409,6 +463,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen2.5-32b", 64, 5120, 27648, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
         _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
+        # https://huggingface.co/XiaomiMiMo/MiMo-7B-RL/blob/main/config.json, whose layers are Qwen2's; a job says
+        # whether it trains the model's layer of multi-token prediction
+        _row("mimo-7b", 36, 4096, 11008, 32,
+             **(_QWEN2_5 | {"vocab_size": 151680, "rotary_base": 640000.0, "layernorm_epsilon": 1e-5})),
         # https://arxiv.org/abs/2005.14165, table 2.1; the vocabulary as Megatron-LM pads it
         _row("gpt3-6.7b", 32, 4096, 16384, 32, max_position_embeddings=2048, **(_GPT | _GPT_3)),
         _row("gpt-tiny", 4, 128, 512, 4, max_position_embeddings=1024, **(_GPT | _TINY | {"num_query_groups": 4})),
@@ -432,6 +490,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("glm-4.5-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64, qk_layernorm=True,
              moe_shared_expert_intermediate_size=64, moe_layer_freq=_after(1, 4), moe_router_topk_scaling_factor=2.5,
              **(_GLM | _TINY | {"moe_router_topk": 2})),
+        # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json, and likewise. (How the angles are scaled
+        # changes no tensor's size, and is not applied here.)
+        _row("gpt-oss-20b", 24, 2880, 2880, 64, num_moe_experts=32, moe_ffn_hidden_size=2880, **_GPT_OSS),
+        _row("gpt-oss-120b", 36, 2880, 2880, 64, num_moe_experts=128, moe_ffn_hidden_size=2880, **_GPT_OSS),
+        _row("gpt-oss-tiny", 4, 128, 64, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
+             **(_GPT_OSS | _TINY | {"moe_router_topk": 2, "window_size": (15, 0)})),
         # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json, and likewise. (How the angles of
         # these models are scaled changes no tensor's size: Megatron's own factors are applied here.)
         _row("deepseek-v2-lite", 27, 2048, 10944, 16, num_query_groups=16, num_moe_experts=64, moe_ffn_hidden_size=1408,
@@ -445,6 +509,12 @@ ARCHITECTURES: dict[str, Architecture] = {
              moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=2816, moe_layer_freq=_after(1, 27),
              **(_NO_AUX | {"family": "deepseek_v3", "moe_router_topk": 6, "moe_router_topk_scaling_factor": 2.446,
                            "vocab_size": 163840, "rotary_base": 50000.0, "layernorm_epsilon": 1e-5})),
+        # https://huggingface.co/zai-org/GLM-4.7-Flash/blob/main/config.json (its glm4_moe_lite has the same layers)
+        _row("glm-4.7-flash", 47, 2048, 10240, 20, num_query_groups=20, num_moe_experts=64, moe_ffn_hidden_size=1536,
+             moe_shared_expert_intermediate_size=1536, moe_layer_freq=_after(1, 47), q_lora_rank=768,
+             **(_NO_AUX | {"family": "deepseek_v3", "qk_head_dim": 192, "v_head_dim": 256, "kv_channels": 192,
+                           "moe_router_topk": 4, "moe_router_topk_scaling_factor": 1.8, "vocab_size": 154880,
+                           "rotary_base": 1e6, "layernorm_epsilon": 1e-5})),
         _row("kimi-k2", 61, 7168, 18432, 64, num_query_groups=64, num_moe_experts=384, moe_ffn_hidden_size=2048,
              moe_shared_expert_intermediate_size=2048, moe_layer_freq=_after(1, 61),
              **(_DEEPSEEK_V3 | _NO_AUX | {"moe_router_topk_scaling_factor": 2.827, "vocab_size": 163840,
@@ -469,15 +539,19 @@ HUGGING_FACE_NAMES = {
         for size in ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b", "3.1-405b")
     },
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
+    "deepseek-llm-7b": "deepseek-ai/deepseek-llm-7b-base",
+    "mimo-7b": "XiaomiMiMo/MiMo-7B-Base",
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
+    **{f"gpt-oss-{size}b": f"openai/gpt-oss-{size}b" for size in (20, 120)},
     "glm-4.5": "zai-org/GLM-4.5",
     "glm-4.5-air": "zai-org/GLM-4.5-Air",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
     "deepseek-v2": "deepseek-ai/DeepSeek-V2",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
     "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
+    "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
     "kimi-k2": "moonshotai/Kimi-K2-Instruct",
     "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
@@ -499,6 +573,7 @@ SAME_SIZES = {
     "deepseek-coder-v2": "deepseek-v2",
     **{f"kimi-k2-instruct{date}": "kimi-k2" for date in ("", "-0905")},
     "moonlight-16b-a3b-instruct": "moonlight-16b-a3b",
+    "moonlight16b": "moonlight-16b-a3b",  # a folder of SkyRL's example
     "llama-3.3-70b": "llama-3.1-70b",
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
@@ -513,7 +588,7 @@ SAME_SIZES = {
 """Published models that have the sizes of another one."""
 # Suffixes of checkpoints that have the same shapes as the model that they were made from.
 _VARIANTS = re.compile(
-    r"([-_](base|instruct|chat|thinking|reasoning|plus|2407|2411|2501|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron"
+    r"([-_](base|instruct|chat|thinking|reasoning|plus|rl|sft|2407|2411|2501|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron"
     r"|fp8|int4|int8))+$"
 )
 

@@ -32,6 +32,8 @@ class ModelType:
     experts: Literal["own width", "width of the MLP"] | None = None
     shared_expert_gate: bool = False
     multi_latent_attention: bool = False
+    has_sinks: bool = False
+    """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
     topk_method: str | None = None
     """How a router of DeepSeek's kind chooses, where the field is left out."""
     scoring_func: str = "softmax"

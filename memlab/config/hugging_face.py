@@ -31,6 +31,9 @@ _MODEL_TYPES = {
         topk_method="noaux_tc",
         scoring_func="sigmoid",
     ),
+    "gpt_oss": ModelType(
+        num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", experts="width of the MLP", has_sinks=True
+    ),
     "deepseek_v2": ModelType(experts="own width", qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
@@ -64,7 +67,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
-    base = ConfigJson(rope).number("rope_theta", default=10000.0)
+    base = ConfigJson(rope).number("rope_theta", default=150000.0 if kind.has_sinks else 10000.0)
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     read: dict[str, Any] = {
         "family": name,
@@ -101,16 +104,22 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
             )
     longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
     is_whole = is_whole_number(longest) and is_whole_number(window, at_least=int(longest or 0))
-    if window is not None and not is_whole and fields.flag("use_sliding_window", default=kind.uses_window):
+    if (
+        window is not None
+        and not is_whole
+        and not kind.has_sinks
+        and fields.flag("use_sliding_window", default=kind.uses_window)
+    ):
         raise ValueError(
             f"sliding_window {shortened(window)} is not modelled, unless it is at least max_position_embeddings, "
             f"{shortened(longest)}: memlab's attention sees all earlier tokens"
         )
     layers = config.get("layer_types") or []
-    others = [layer for layer in layers if layer != "full_attention"] if isinstance(layers, list) else [layers]
+    known = ("full_attention", "sliding_attention") if kind.has_sinks else ("full_attention",)
+    others = [layer for layer in layers if layer not in known] if isinstance(layers, list) else [layers]
     if others:
         raise ValueError(
-            f"layer_types has {shortened(others[0])}, which is not modelled: memlab has full_attention only"
+            f"layer_types has {shortened(others[0])}, which is not modelled: memlab has {' and '.join(known)} only"
         )
 
 

@@ -28,6 +28,7 @@ _ONE_RANK = "one rank"
 _WHOLE_SEQUENCES = "SP0"
 """The word of a layout whose tensor parallel ranks have whole sequences."""
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_OF_STAGES = (*_ENDS, FIELD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +138,21 @@ class Layout:
             raise RuleError(
                 f"{FIELD} is {shortened(text)} with a number of layers for the first or last stage, by a rule of "
                 "Megatron-Core only one of them: leave one out",
-                *(FIELD, *_ENDS),
+                *_OF_STAGES,
             )
         object.__setattr__(self, "virtual_pipeline_model_parallel_size", num_chunks // stages)
+
+    @property
+    def _spread(self) -> tuple[object, ...]:
+        """What the layouts that spread a job alike have in common: on one tensor parallel rank nothing is split."""
+        others = (getattr(self, name) for name in self.__slots__ if name != "sequence_parallel")
+        return (self.has_whole_sequences, *others)
+
+    def __eq__(self, other: object) -> bool:
+        return self._spread == other._spread if isinstance(other, Layout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._spread)
 
     @property
     def world_size(self) -> int:
@@ -210,7 +223,7 @@ class Layout:
         """
         stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         last = num_layers - (stages - 1) * -(-num_layers // stages)
-        has_ends = any(getattr(self, name) is not None for name in (*_ENDS, FIELD))
+        has_ends = any(getattr(self, name) is not None for name in _OF_STAGES)
         if num_layers % stages == 0 or chunks > 1 or has_ends or last < 1:
             return self
         return replace(self, num_layers_in_last_pipeline_stage=last)
@@ -422,14 +435,14 @@ class Layout:
                 sizes["sequence_parallel"] = False
                 continue
             name, equals, value = word.partition("=")
-            if equals and name in (*_ENDS, FIELD) and name not in sizes:
+            if equals and name in _OF_STAGES and name not in sizes:
                 sizes[name] = int(value) if value.isdecimal() else value
                 continue
             if match is None or match[1] not in _SHORT or _SHORT[match[1]] in sizes:
                 raise ValueError(
-                    f"layout {text!r} has the word {word!r}, may have only {', '.join(_SHORT)}, each with a "
-                    "number and at "
-                    "most once: write for example 'TP2 DP4'"
+                    f"layout {text!r} has the word {word!r}, may have only {', '.join(_SHORT)}, each with a number, "
+                    f"{_WHOLE_SEQUENCES}, and {', '.join(f'{name}=VALUE' for name in _OF_STAGES)}, each at most once: "
+                    "write for example 'TP2 DP4'"
                 )
             sizes[_SHORT[match[1]]] = int(match[2])
         return cls(**sizes)
@@ -439,6 +452,6 @@ class Layout:
         usual = {"ETP": self.tensor_model_parallel_size}
         words = [f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)]
         words[1:1] = [_WHOLE_SEQUENCES] if self.has_whole_sequences else []
-        of_stages = {name: getattr(self, name) for name in (*_ENDS, FIELD) if getattr(self, name) is not None}
+        of_stages = {name: getattr(self, name) for name in _OF_STAGES if getattr(self, name) is not None}
         words += [f"{name}={re.sub('[ ,]', '', str(value))}" for name, value in of_stages.items()]
         return " ".join(words) or _ONE_RANK

@@ -9,17 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from memlab.config.option import check_options, option
 from memlab.config.parts.part import Part, Weight
 from memlab.config.validation import RuleError, shortened
+
+if TYPE_CHECKING:
+    from memlab.config.architectures import Architecture
+    from memlab.config.layout import Layout
 
 DropoutPosition = Literal["pre", "post"]
 Library = Literal["megatron_bridge", "mcore_bridge"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears of layers that adapters can be added to."""
 OUTPUT_LAYER = "output_layer"
+PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
+"""The parts of fused linears: each has an adapter in the canonical form (``CanonicalLoRA`` of Megatron-Bridge)."""
+CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
+_WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
 _ADAPTABLE = (*LINEARS, OUTPUT_LAYER)
 _ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
 _WITHOUT_CONTROL = _ADAPTERS | {"group": ""}
@@ -52,8 +60,9 @@ class LoRA:
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
-        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, or patterns of "
-        "whole names with asterisks (default: the first four in every layer)",
+        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, in the canonical "
+        "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, or patterns of whole names with asterisks "
+        "(default: the first four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )
@@ -66,18 +75,25 @@ class LoRA:
     )
     library: Library = option(
         "megatron_bridge",
-        "whose adapters they are: Megatron-Bridge's, one for all experts of a rank (default megatron_bridge), or "
-        "ms-swift's, one for each expert (mcore_bridge)",
+        "whose adapters they are: Megatron-Bridge's (default megatron_bridge), or ms-swift's, one for each expert "
+        "(mcore_bridge)",
         **_WITHOUT_CONTROL,
     )
-    """Those of Megatron-Bridge consist of Megatron-Core's linears. Its further kinds, such as one adapter for each
-    expert, are not modelled. Those of ms-swift consist of Transformer Engine's. Under tensor parallelism, the former
-    split the first matrix over the ranks and gather its input and its output; the latter have it whole on each rank,
-    and gather its output only (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5)."""
+    """Those of Megatron-Bridge consist of Megatron-Core's linears, those of ms-swift of Transformer Engine's. Under
+    tensor parallelism, the former split the first matrix over the ranks and gather its input and its output; the latter
+    have it whole on each rank, and gather its output only (``LoraParallelLinear`` in ``tuners/lora.py`` of
+    mcore-bridge 1.6.5)."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
     """Otherwise it does only under full recompute, whose backward would not run without it."""
+    share_expert_adapters: bool = option(
+        True, "share an adapter among all experts of a rank, instead of one for each expert", **_WITHOUT_CONTROL
+    )
+    """``GroupedExpertLinearAdapter`` in ``peft/utils.py`` of Megatron-Bridge 0.6.2 is one for each expert."""
+    normalize_moe_lora: bool = option(
+        False, "divide the rank of experts' adapters by the experts of a token", **_WITHOUT_CONTROL
+    )
 
     def __post_init__(self) -> None:
         check_options(self, prefix="lora_")
@@ -101,6 +117,7 @@ class LoRA:
                 f"Megatron-Bridge takes an empty list for all of them: name {', '.join(LINEARS)}",
                 *("lora_target_modules", "lora_library"),
             )
+        self._check_kind()
         if self.exclude_modules and self.target_modules:
             raise RuleError(
                 f"lora_exclude_modules is {shortened(list(self.exclude_modules))} with lora_target_modules "
@@ -109,12 +126,41 @@ class LoRA:
                 *("lora_exclude_modules", "lora_target_modules"),
             )
         for name in self.target_modules:
-            if not name.endswith(("*", *_ADAPTABLE)):
+            if not name.endswith(("*", *_ADAPTABLE, *_WHOLE)):
                 raise RuleError(
-                    f"lora_target_modules has {shortened(name)}, must have {', '.join(_ADAPTABLE)}, or patterns that "
-                    "end with one of them or with *, since memlab predicts no adapters of others: leave it out",
+                    f"lora_target_modules has {shortened(name)}, must have {', '.join((*_ADAPTABLE, *_WHOLE))}, or "
+                    "patterns that end with one of them or with *, since memlab predicts no adapters of others: leave "
+                    "it out",
                     "lora_target_modules",
                 )
+
+    def _check_kind(self) -> None:
+        """Checks what only Megatron-Bridge's adapters can be, and that the canonical form has its own names."""
+        parts = [name for name in self.target_modules if name.endswith(tuple(_WHOLE))]
+        of_bridge = {
+            "lora_target_modules": shortened(parts[0]) if parts else None,
+            "lora_share_expert_adapters": None if self.share_expert_adapters else False,
+            "lora_normalize_moe_lora": self.normalize_moe_lora or None,
+        }
+        for name, value in of_bridge.items():
+            if value is not None and self.library == "mcore_bridge":
+                raise RuleError(
+                    f"{name} is {value} with lora_library {self.library!r}, which only Megatron-Bridge has: leave one "
+                    "of the two out",
+                    *(name, "lora_library"),
+                )
+        whole = [name for name in self.target_modules if name.endswith(("*", *PARTS))]
+        if parts and whole:
+            raise RuleError(
+                f"lora_target_modules has {shortened(whole[0])} and {shortened(parts[0])}, must have parts of linears "
+                f"or whole linears by a rule of Megatron-Bridge's canonical form: name {', '.join(CANONICAL)}",
+                "lora_target_modules",
+            )
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether parts of linears have adapters, as in Megatron-Bridge's canonical form."""
+        return any(name.endswith(tuple(_WHOLE)) for name in self.target_modules)
 
     def adapts(self, name: str, *, is_grouped: bool = False) -> bool:
         """Whether a linear has an adapter.
@@ -124,12 +170,37 @@ class LoRA:
             is_grouped: Whether it is the linear of experts.
         """
         own = name.rpartition(".")[2]
-        listed = self.target_modules or self.exclude_modules
-        is_listed = any(own == one or _matches(one, name) for one in listed)
-        return own in _ADAPTABLE and (is_listed if self.target_modules else not (is_listed or is_grouped))
+        if own not in _ADAPTABLE:
+            return False
+        if self.target_modules:
+            return any(own == linear or _matches(linear, name) for linear in self._parts_by_linear)
+        return not (is_grouped or any(own == one or _matches(one, name) for one in self.exclude_modules))
 
-    def adapted(self, number: int, weights: Iterable[Weight]) -> Iterator[Weight]:
-        """Yields the weights of those linears of a layer that have adapters.
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Returns the parts of a linear with an adapter each, in the order in which they run; of a whole linear none.
+
+        Megatron-Bridge has no parts of experts' linears (``CanonicalLoRA.transform`` in ``peft/canonical_lora.py``).
+
+        Args:
+            name: Of a linear with adapters, in the model chunk.
+        """
+        own = name.rpartition(".")[2]
+        found = next((each for one, each in self._parts_by_linear.items() if own == one or _matches(one, name)), ())
+        is_expert = name.endswith(".mlp.experts.linear_fc1")
+        return () if is_expert else tuple(part for part in PARTS.get(own, ()) if part in found)
+
+    @property
+    def _parts_by_linear(self) -> dict[str, tuple[str, ...]]:
+        """The names or patterns of linears, each with those of its parts that the targets name."""
+        found: dict[str, tuple[str, ...]] = {}
+        for target in self.target_modules:
+            part = next((one for one in _WHOLE if target.endswith(one)), None)
+            linear = target if part is None else target.removesuffix(part) + _WHOLE[part]
+            found[linear] = (*found.get(linear, ()), *([] if part is None else [part]))
+        return found
+
+    def adapted(self, number: int, weights: Iterable[Weight]) -> Iterator[tuple[Weight, str]]:
+        """Yields the weights of those linears of a layer that have adapters, and the linears' names in the model chunk.
 
         Args:
             number: Of the layer in its model chunk.
@@ -138,7 +209,7 @@ class LoRA:
         for weight in weights:
             name = f"decoder.layers.{number}.{weight.name.removesuffix('.weight')}"
             if weight.is_matrix and self.adapts(name, is_grouped=bool(weight.num_experts)):
-                yield weight
+                yield weight, name
 
     def names(self, number: int, linear: str) -> bool:
         """Whether an empty list or a pattern names a linear, which may be one of `linears_without_adapters`.
@@ -150,8 +221,19 @@ class LoRA:
         targets = self.target_modules
         return not targets or any(_matches(target, f"decoder.layers.{number}.{linear}") for target in targets)
 
-    def weights(self, linear: Weight, ranks_of_experts: int) -> tuple[Weight, Weight]:
-        """Returns the two weights of a linear's adapter.
+    def rank_of(self, linear: Weight, model: Architecture, layout: Layout) -> int:
+        """Returns the rank of a linear's adapter.
+
+        With `normalize_moe_lora`, that of experts is rounded up where tensor parallel ranks share its rows
+        (``align_expert_dim_for_tp`` in ``peft/utils.py``).
+        """
+        if not (self.normalize_moe_lora and linear.num_experts):
+            return self.rank
+        rank, ranks = self.rank // model.moe_router_topk, layout.expert_tensor_size
+        return rank if linear.split == 1 else -(-rank // ranks) * ranks
+
+    def weights(self, linear: Weight, name: str, model: Architecture, layout: Layout) -> Iterator[Weight]:
+        """Yields the weights of a linear's adapter, or of those of its parts.
 
         Of the first, tensor parallel ranks share what they share of the linear's: its rows, or its columns. Of the
         second they always share the rows (``ParallelLinearAdapter`` in ``peft/utils.py``). Of ms-swift's two, they
@@ -159,18 +241,36 @@ class LoRA:
 
         Args:
             linear: The linear's weight.
-            ranks_of_experts: The expert parallel ranks, each of which has adapters that its experts share.
+            name: Of the linear in the model chunk.
+            model: Of which it is.
+            layout: Of the ranks; of Megatron-Bridge's, an expert parallel rank has one adapter for its experts.
         """
-        name, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts
-        if count and self.library == "megatron_bridge":
-            count = ranks_of_experts
+        own, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts
+        rank = self.rank_of(linear, model, layout)
+        if count and self.library == "megatron_bridge" and self.share_expert_adapters:
+            count = layout.expert_model_parallel_size
         splits: tuple[int | None, int | None] = linear.split, 0
         if self.library == "mcore_bridge":
             splits = (None, linear.split) if linear.split == 0 else (linear.split, None)
-        return (
-            Weight(f"{name}.adapter.linear_in.weight", (self.rank, inputs), splits[0], count),
-            Weight(f"{name}.adapter.linear_out.weight", (outputs, self.rank), splits[1], count),
-        )
+        for part in self.parts(name) or ("",):
+            adapter = f"{own}.adapter{part and '.adapter_' + part.rpartition('_')[2]}"
+            rows = rows_of_part(part, model, outputs) if part else outputs
+            yield Weight(f"{adapter}.linear_in.weight", (rank, inputs), splits[0], count)
+            yield Weight(f"{adapter}.linear_out.weight", (rows, rank), splits[1], count)
+
+
+def rows_of_part(part: str, model: Architecture, rows: int) -> int:
+    """Returns how many rows of a fused linear's weight are those of one of its parts.
+
+    Args:
+        part: Its name.
+        model: Of which the linear is.
+        rows: Of the linear.
+    """
+    if part in PARTS["linear_fc1"]:
+        return rows // 2
+    heads = model.num_attention_heads if part == "linear_q" else model.num_query_groups
+    return heads * model.kv_channels
 
 
 def linears_without_adapters(parts: Iterable[Part]) -> list[str]:

@@ -46,8 +46,7 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     matrices = has_embedding + has_output - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
-    shards = layout.data_parallel_size if scenario.engine == "fsdp2" else 1
-    return Parameters(*(-(-count // shards) for count in (outside, vocabulary, inside)))
+    return Parameters(*(-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary, inside)))
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
@@ -84,6 +83,8 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     parameters. Of FSDP2 these are the shards that each rank has, the gradients only until the update.
     """
     if scenario.engine == "fsdp2":
+        if scenario.state.fsdp_cpu_offload:
+            return KeptBytes(0, 0, 0)
         shards = bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
         return KeptBytes(shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state

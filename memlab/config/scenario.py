@@ -14,7 +14,7 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, OUTPUT_LAYER, linears_without_adapters
+from memlab.config.lora import LINEARS, OUTPUT_LAYER, PARTS, LoRA, linears_without_adapters
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -141,14 +141,19 @@ class Scenario:
                 "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out",
                 *("dtype", "optimizer_cpu_offload"),
             )
-        deepest = len(self.architecture.moe_layer_freq or range(self.num_layers))
-        if self.num_layers > deepest:
-            raise RuleError(
-                f"num_layers is {self.num_layers}, must be at most {deepest}, since moe_layer_freq of "
-                f"{self.architecture.name} says which of so many layers have experts: give fewer layers",
-                "num_layers",
-            )
+        patterns = {
+            "moe_layer_freq": ("experts", self.architecture.moe_layer_freq),
+            "window_attn_skip_freq": ("a window", self.architecture.window_attn_skip_freq),
+        }
+        for name, (what, pattern) in patterns.items():
+            if isinstance(pattern, tuple) and self.num_layers > len(pattern):
+                raise RuleError(
+                    f"num_layers is {self.num_layers}, must be at most {len(pattern)}, since {name} of "
+                    f"{self.architecture.name} says which of so many layers have {what}: give fewer layers",
+                    "num_layers",
+                )
         self._check_architecture()
+        self._check_capacity()
         self._check_extra_layers()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
@@ -172,6 +177,23 @@ class Scenario:
                 f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
                 "rule of Megatron-Core: switch bias_activation_fusion off",
                 "bias_activation_fusion",
+            )
+
+    def _check_capacity(self) -> None:
+        """Checks that an expert that is padded has no more rows than there are tokens.
+
+        Megatron's ``permute`` fails there (megatron/core/transformer/moe/moe_utils.py, 0.16.1).
+        """
+        factor, experts = self.state.moe_expert_capacity_factor, self.architecture.num_moe_experts
+        if factor is None or experts is None or not self.state.moe_pad_expert_input_to_capacity:
+            return
+        most = experts / self.architecture.moe_router_topk
+        if factor > most:
+            raise RuleError(
+                f"moe_expert_capacity_factor is {factor:g} with moe_pad_expert_input_to_capacity, must be at most "
+                f"{most:g} (experts / moe_router_topk), since Megatron-Core then pads an expert to more rows than "
+                "there are tokens, and fails: give a smaller one, or do not pad",
+                *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
             )
 
     def _check_extra_layers(self) -> None:
@@ -208,11 +230,31 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
+        if ranks % replicas:
+            raise RuleError(
+                f"dp_replicate_size is {replicas}, must divide data_parallel_size, {ranks}, so that each group has all "
+                "shards: choose another",
+                *("dp_replicate_size", "data_parallel_size"),
+            )
+        of_layers = self.state.reshard_after_forward_ranks or 1
+        if self.ranks_of_shards % of_layers:
+            raise RuleError(
+                f"reshard_after_forward_ranks is {of_layers}, must divide the {self.ranks_of_shards} ranks that have "
+                "shards, by a rule of torch's fully_shard: choose another, or leave it out",
+                *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
+            )
+
+    @property
+    def ranks_of_shards(self) -> int:
+        """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
+        return self.layout.data_parallel_size // self.state.dp_replicate_size if self.engine == "fsdp2" else 1
 
     def _check_attention(self) -> None:
         if self.architecture.multi_latent_attention:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
+        self._check_windows_and_sinks()
         if ranks > 1 and backend in ("flash", "unfused"):
             reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
             raise RuleError(
@@ -225,6 +267,32 @@ class Scenario:
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
+            )
+
+    def _check_windows_and_sinks(self) -> None:
+        """Refuses what Transformer Engine has no kernel for, and what memlab does not predict.
+
+        After ``get_attention_backend`` in ``attention/dot_product_attention/utils.py`` of TE 2.16.1.
+        """
+        model, backend, ranks = self.architecture, self.state.attention_backend, self.layout.context_parallel_size
+        has_sinks = model.softmax_type != "vanilla"
+        if not has_sinks and model.window_size is None:
+            return
+        what = f"softmax_type {model.softmax_type!r}" if has_sinks else f"window_size {model.window_size}"
+        if ranks > 1:
+            raise RuleError(
+                f"context_parallel_size is {ranks}, must be 1 for {model.name}, which has {what}, since Transformer "
+                "Engine passes no keys and values around for it (p2p): choose 1",
+                "context_parallel_size",
+            )
+        if backend in ("flash", "unfused"):
+            reason = "memlab does not predict it with this backend"
+            if has_sinks and backend == "flash":
+                reason = "Transformer Engine has no such kernel of flash-attn"
+            raise RuleError(
+                f"attention_backend is {backend!r}, must be auto or fused for {model.name}, which has {what}, since "
+                f"{reason}: choose one of them",
+                "attention_backend",
             )
 
     def _check_latent_attention(self) -> None:
@@ -279,23 +347,46 @@ class Scenario:
                 f"adapters: name {', '.join(LINEARS)}",
                 "lora_target_modules",
             )
-        of_experts = layout.expert_tensor_size if any(one.num_experts for one in self.weights_of_adapters()) else 1
-        for name, ranks in (
-            ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
-            ("expert_tensor_parallel_size", of_experts),
-        ):
-            if lora.rank % ranks and lora.library == "megatron_bridge":
-                raise RuleError(
-                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
-                    "whose ranks share the rows of an adapter: choose another",
-                    *("lora_rank", name),
-                )
+        self._check_linears_with_adapters(lora)
         if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
                 f"lora_library is 'mcore_bridge' with expert_tensor_parallel_size {layout.expert_tensor_size}, where "
                 "mcore-bridge adds no adapters: choose 1, or leave lora_library out",
                 *("lora_library", "expert_tensor_parallel_size"),
             )
+
+    def _check_linears_with_adapters(self, lora: LoRA) -> None:
+        model, layout, of_bridge = self.architecture, self.layout, lora.library == "megatron_bridge"
+        kinds = dict.fromkeys((linear, lora.parts(name)) for linear, name in self._linears_with_adapters())
+        for linear, parts in kinds:
+            own = linear.name.removesuffix(".weight").rpartition(".")[2]
+            if parts and parts != PARTS[own]:
+                raise RuleError(
+                    f"lora_target_modules has {', '.join(parts)} alone of {own}, must have {', '.join(PARTS[own])}, "
+                    "since the step of Megatron-Bridge 0.6.2 fails otherwise: name all of them, or none",
+                    "lora_target_modules",
+                )
+            if linear.num_experts and lora.normalize_moe_lora and lora.rank % model.moe_router_topk:
+                raise RuleError(
+                    f"lora_rank is {lora.rank} with lora_normalize_moe_lora, must be a multiple of "
+                    f"{model.moe_router_topk}, the experts of a token, by a rule of Megatron-Bridge: choose another",
+                    *("lora_rank", "lora_normalize_moe_lora"),
+                )
+            if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:
+                raise RuleError(
+                    f"expert_tensor_parallel_size is {layout.expert_tensor_size}, must be 1 with "
+                    "lora_share_expert_adapters False, since Megatron-Bridge 0.6.2 gathers what such adapters compute "
+                    "without its gradients: choose 1, or let experts share adapters",
+                    *("expert_tensor_parallel_size", "lora_share_expert_adapters"),
+                )
+            name = "expert_tensor_parallel_size" if linear.num_experts else "tensor_model_parallel_size"
+            ranks = layout.expert_tensor_size if linear.num_experts else layout.tensor_model_parallel_size
+            if of_bridge and linear.split == 0 and lora.rank_of(linear, model, layout) % ranks:
+                raise RuleError(
+                    f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
+                    "whose ranks share the rows of an adapter: choose another",
+                    *("lora_rank", name),
+                )
 
     def _check_packing(self) -> None:
         if self.packed_sequences is None:
@@ -398,6 +489,14 @@ class Scenario:
         """What may change on a live model: the fields that `Lab.set_workload` takes."""
         return {name: getattr(self, name) for name in WORKLOAD}
 
+    @property
+    def in_default_state(self) -> Scenario:
+        """The same job in the default training state, but for the layers of multi-token prediction.
+
+        A pipeline layout places them, and they belong to what a rank builds.
+        """
+        return replace(self, state=TrainingState(mtp_num_layers=self.state.mtp_num_layers))
+
     def differences(self, other: Scenario) -> list[str]:
         """Names the fields in which another scenario differs."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
@@ -487,14 +586,19 @@ class Scenario:
 
     def weights_of_adapters(self) -> Iterator[Weight]:
         """Yields the weights of all adapters of the rank."""
+        for linear, name in self._linears_with_adapters():
+            yield from self.state.lora.weights(linear, name, self.architecture, self.layout)  # type: ignore[union-attr]
+
+    def _linears_with_adapters(self) -> Iterator[tuple[Weight, str]]:
         lora = self.state.lora
-        for chunk in self.chunks_of_rank if lora is not None else ():
+        if lora is None:
+            return
+        for chunk in self.chunks_of_rank:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
-                    for linear in lora.adapted(number, part.weights()):  # type: ignore[union-attr]
-                        yield from lora.weights(linear, self.layout.expert_model_parallel_size)  # type: ignore[union-attr]
-        if lora is not None and lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
-            yield from lora.weights(self.architecture.output_weight, 1)
+                    yield from lora.adapted(number, part.weights())
+        if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
+            yield self.architecture.output_weight, OUTPUT_LAYER
 
     @property
     def _has_output_layer(self) -> bool:
@@ -576,6 +680,9 @@ class Scenario:
         )
         if lora.exclude_modules and not excludes:
             reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
+        if not any(linear.num_experts for linear, _ in self._linears_with_adapters()):
+            of_experts = {"lora_share_expert_adapters", "lora_normalize_moe_lora"} & self.state.changed().keys()
+            reasons |= dict.fromkeys(of_experts, "no linear of experts has an adapter")
         return reasons
 
     def _without_effect_on_experts(self) -> dict[str, str]:
@@ -596,6 +703,8 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
+            reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

@@ -29,6 +29,8 @@ CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
+TokenDispatcher = Literal["alltoall", "allgather"]
+TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AdamImplementation = Literal["foreach", "fused", "for_loop"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -50,6 +52,7 @@ _DROP = {
     "advice": "give a share from 0 to 0.99",
 }
 _ROUTER = {"group": "Router of experts"}
+_DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
 
@@ -241,6 +244,32 @@ class TrainingState:
     )
     """Megatron's own default is False: the token of each row and, of all tokens and experts, a mask and the
     probabilities are then kept for backward."""
+    # A layer builds its dispatcher by the first (transformer/moe/moe_layer.py), which reads then whether experts are
+    # padded (transformer/moe/token_dispatcher.py). The router drops tokens in each forward (transformer/moe/router.py).
+    moe_token_dispatcher_type: TokenDispatcher = option(
+        "alltoall",
+        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), or all "
+        "gather the tokens of all (allgather)",
+        **_DISPATCH,
+    )
+    """Megatron's own default is ``allgather``. Its further type, ``flex``, is not modelled."""
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "drop the tokens of an expert that are more than this many times its equal share (default: drop none)",
+        **_DISPATCH,
+        at_most=2**14,
+        advice="give a number above 0, or leave it out",
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False, "pad the rows of each expert to its capacity", **_DISPATCH, needs="moe_expert_capacity_factor"
+    )
+    """Then no number of rows depends on the routing."""
+    moe_token_drop_policy: TokenDropPolicy = option(
+        "probs",
+        "which tokens are dropped: those of the lowest probabilities (probs), or the last ones (position)",
+        **_DISPATCH,
+        needs="moe_expert_capacity_factor",
+    )
     # Layers read them when they are built (transformer/transformer_layer.py, extensions/transformer_engine.py,
     # tensor_parallel/layers.py).
     hidden_dropout: float = option(
@@ -318,6 +347,35 @@ class TrainingState:
         rebuilds="nothing",
         **_FSDP2,
     )
+    reshard_after_forward_ranks: int | None = option(
+        None,
+        "free the gathered parameters of these layers but for the part that one of N ranks keeps, so that only N ranks "
+        "gather them for backward (default: all ranks that have shards)",
+        rebuilds="model",
+        shown_for_none=0,
+        at_least=2,
+        at_most=2**17,
+        advice="give a divisor of the number of ranks that have shards",
+        **_FSDP2,
+    )
+    """A whole number as the ``reshard_after_forward`` of torch's `fully_shard`."""
+    dp_replicate_size: int = option(
+        1,
+        "number of groups of data-parallel ranks that each have all shards (HSDP); gradients are reduced in each "
+        "group, and then over the groups (default 1)",
+        rebuilds="model",
+        at_most=2**17,
+        advice="give a divisor of data_parallel_size",
+        **_FSDP2,
+    )
+    fsdp_cpu_offload: bool = option(
+        False,
+        "keep shards, their gradients and Adam's moments on the host, where Adam updates them",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """torch's ``CPUOffloadPolicy``, as ``distributed.offload_policy`` of Automodel gives it. Whether the memory is
+    pinned changes no bytes of the device."""
     defer_fsdp_grad_sync: bool = option(
         False,
         "reduce gradients only in the last micro-batch; until then each rank has those of whole layers",
@@ -361,6 +419,12 @@ class TrainingState:
         self._check_fp8()
         self._check_lora()
         self._check_extra_layers()
+        if self.moe_expert_capacity_factor == 0:
+            raise RuleError(
+                "moe_expert_capacity_factor is 0, must be above 0, since every token would be dropped: give another "
+                "value, or leave it out",
+                "moe_expert_capacity_factor",
+            )
 
     def _check_optimizer(self) -> None:
         if not self.use_precision_aware_optimizer:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from memlab.config.from_json import build
+from memlab.config.option import EngineName
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 
@@ -114,14 +115,16 @@ class Versions:
             )
         return lines
 
-    def words(self, installed_core: str = "") -> str:
-        """Names the versions, as ``Transformer Engine 2.16, megatron-core 0.16.1, torch 2.11``.
+    def words(self, engine: EngineName, installed_core: str = "") -> str:
+        """Names the versions of what an engine runs, as ``Transformer Engine 2.16, megatron-core 0.16.1, torch 2.11``.
 
         Args:
+            engine: FSDP2 runs none of Megatron-Core and Transformer Engine.
             installed_core: The version of megatron-core whose code was run; empty leaves it out.
         """
         named = asdict(self) | {"megatron_core": self.megatron_core or installed_core}
-        return ", ".join(f"{title} {named[name]}" for name, title in TITLES.items() if named[name])
+        titles = TITLES if engine == "megatron" else {"torch": TITLES["torch"]}
+        return ", ".join(f"{title} {named[name]}" for name, title in titles.items() if named[name])
 
     def changed(self) -> dict[str, Any]:
         """Returns the fields that differ from the default."""

@@ -1,4 +1,4 @@
-"""Slides from the cells of a lab: one per section, with its first paragraphs, its figures, and what to look at."""
+"""Slides from the cells of a lab: one per section, with its first paragraphs, its tables, figures, what to look at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, RECORD_TAG, has_ta
 PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
-_LEFT_OUT = re.compile(r"<details.*?</details>|^\|[^\n]*\|$", re.DOTALL | re.MULTILINE)
+_FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 
 
 def slides_of(executed: nbformat.NotebookNode) -> str:
@@ -40,17 +40,20 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
 
 
 def _slides_of_text(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Returns a slide for each section that begins in a text, and one for what to look at in the figure before it."""
+    """Returns a slide for each section that begins in a text, one for what to look at before it, one for each table."""
     slides = []
-    text = _LEFT_OUT.sub("", cell.source).strip()
+    text = _FOLDED.sub("", cell.source).strip()
     for section in re.split(r"(?m)^(?=#{1,2} )", text):
         # A list belongs to the paragraph that announces it.
-        paragraphs = [each for each in re.split(r"\n\n+(?!- |\d+\. )", section) if each.strip()]
+        every = [each for each in re.split(r"\n\n+(?!- |\d+\. )", section) if each.strip()]
+        tables = [each for each in every if each.startswith("|")]
+        paragraphs = [each for each in every if each not in tables]
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith("**Look at**")]
-        if shown:
-            kind = "slide" if is_heading else "subslide"
-            slide = nbformat.v4.new_markdown_cell("\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading]))
+        texts = ["\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading])] if shown else []
+        for number, shown_text in enumerate(texts + tables):
+            slide = nbformat.v4.new_markdown_cell(shown_text)
+            kind = "slide" if is_heading and number == 0 else "subslide"
             slide.metadata["slideshow"] = {"slide_type": kind}
             slides.append(slide)
     return slides

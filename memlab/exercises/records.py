@@ -11,6 +11,7 @@ from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.exercises.audits import ResidencyCheck
 from memlab.exercises.goals import Goals, listed
 from memlab.fitting.outside_torch import outside_torch_of
@@ -364,6 +365,8 @@ class Check(Goals):
             if name not in ("parameters", "gradients", "optimizer state", "workspace")
         }
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
+        if size < self._record.peak_allocated_bytes / 100:
+            return "at the peak, parameters, gradients, optimizer state and workspaces are more than 99 % of the memory"
         return f"of the parts of the peak that settings can change, the largest is '{name}', {format_bytes(size)}"
 
 
@@ -416,6 +419,8 @@ def _parts(scenario: Scenario) -> Iterator[tuple[str, tuple[str, object]]]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Versions):
+        return value.words("megatron")  # which runs all of them
     return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"{value}"
 
 

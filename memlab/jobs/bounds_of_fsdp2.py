@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memlab.config.architectures import Architecture
 from memlab.config.parameters import bytes_of_shard, kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -22,6 +23,11 @@ def _layers(scenario: Scenario, settings: MemorySettings) -> int:
     return 1 if settings.recompute_granularity == "full" else scenario.num_layers
 
 
+def _width_of_mlp(model: Architecture) -> int:
+    """Returns the elements of a token's gate in a layer: of all experts that get the token, where there are experts."""
+    return model.moe_router_topk * model.moe_ffn_hidden_size if model.routes else model.ffn_hidden_size
+
+
 def _norms(scenario: Scenario, settings: MemorySettings) -> int:
     """Returns what all norms keep beside their inputs, and five tensors of one norm in fp32 while backward is in it."""
     hidden = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -33,7 +39,7 @@ def _liger(scenario: Scenario, settings: MemorySettings) -> int:
 
     Liger's loss is not in use: Automodel calls the model without labels (``recipes/llm/train_ft.py``).
     """
-    gate = _width(scenario) * scenario.tokens_of_rank * scenario.architecture.ffn_hidden_size
+    gate = _width(scenario) * scenario.tokens_of_rank * _width_of_mlp(scenario.architecture)
     return _norms(scenario, settings) + gate * (_layers(scenario, settings) + 4)
 
 
@@ -48,7 +54,9 @@ def _parts_of_layers(scenario: Scenario, settings: MemorySettings) -> int:
     queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
     inputs = 3 * width * tokens * model.hidden_size * scenario.num_layers
     of_attention = width * (3 * queries + 4 * keys) + 12 * queries
-    of_layer = tokens * (of_attention + 4 * width * model.ffn_hidden_size + (12 + 4 * width) * model.hidden_size)
+    of_hidden = (12 + 4 * width) * model.hidden_size * (1 + (model.moe_router_topk if model.routes else 0))
+    of_mlp = 4 * width * _width_of_mlp(model) + 12 * (model.num_moe_experts or 0)
+    of_layer = tokens * (of_attention + of_mlp + of_hidden)
     is_full = settings.recompute_granularity == "full"
     return max(inputs, 2 * of_layer) if is_full else of_layer * scenario.num_layers
 
@@ -71,6 +79,11 @@ def _packing(scenario: Scenario, settings: MemorySettings) -> int:
     model = scenario.architecture
     row = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     return scenario.tokens_of_rank * (2 * _width(scenario) * row + 4 * 8)
+
+
+def _padded(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns what attention needs for rows with padding: a mask, or copies of what it has without the padding."""
+    return _mask(scenario, settings) + _packing(scenario, settings)
 
 
 def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
@@ -108,14 +121,20 @@ def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
 BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
-    "distributed.activation_checkpointing": _parts_of_layers,
+    **dict.fromkeys(("distributed.activation_checkpointing", "dtensor_cfg.activation_checkpointing"), _parts_of_layers),
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    "enable_fsdp2_prefetch": _prefetch,
+    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
+    **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
+    "model.use_liger": _liger,
+    **dict.fromkeys(
+        ("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing", "sequence_packing.enabled"),
+        _padded,
+    ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
-    "mp_policy.output_dtype": _fp32_outputs,
+    **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.

@@ -227,6 +227,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         versions=versions,
     )
     _drop_overlap(reading, scenario)
+    _drop_what_fp8_reads(reading, scenario.state)
     return scenario
 
 
@@ -273,6 +274,24 @@ def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
     for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
         reading.not_modelled.remove(one)
         reading.without_effect[one.key] = "the pipeline is not interleaved"
+
+
+_READ_IN_FP8 = (
+    "disable_parameter_transpose_cache", "first_last_layers_bf16", "fp8_amax_history_len", "fp8_dot_product_attention",
+    "fp8_multi_head_attention", "fp8_wgrad",
+)  # fmt: skip
+"""Options that say how FP8 is computed. The first one lets Transformer Engine quantize weights in each micro-batch: in
+bf16 it keeps no copy of a weight at all (``quantize_weight`` in ``pytorch/module``, 2.16.1)."""
+
+
+def _drop_what_fp8_reads(reading: Reading, state: TrainingState) -> None:
+    """Moves what says how FP8 is computed, where a job computes in neither FP8 nor FP4, to what has no effect."""
+    names = {one.key.rpartition(".")[2]: one for one in reading.not_modelled}
+    if state.fp8_format is not None or "fp4" in names:
+        return
+    for one in [one for name, one in names.items() if name in _READ_IN_FP8]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "nothing is computed in FP8"
 
 
 def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:

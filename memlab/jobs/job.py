@@ -30,7 +30,7 @@ from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
-from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
+from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
@@ -44,7 +44,7 @@ class Job:
 
     path: Path
     framework: str
-    """The framework's name, one of `FRAMEWORKS`."""
+    """The framework's name, one of `TABLES`."""
     scenario: Scenario | None
     """None if the job cannot start, or if memlab does not model it."""
     settings: MemorySettings | None
@@ -59,6 +59,9 @@ class Job:
     """Why memlab cannot predict the job, in one line."""
     lacks: tuple[str, ...] = ()
     """What memlab does not have, where it refuses the job for that: its model, a kind of layer, or an engine."""
+    at_least: dict[str, int] = None  # type: ignore[assignment]  # always given by `read`
+    """Bytes by category that the rank that keeps the most has at least while the optimizer updates it, where memlab
+    refuses a job of FSDP2 and knows its model; empty where it has a prediction, or knows of none."""
     guesses: tuple[str, ...] = ()
     """What the file does not say, and memlab takes a default or an example for."""
     questions: tuple[str, ...] = ()
@@ -122,7 +125,7 @@ class Job:
         if format_name is not None:
             framework_named(format_name)
         name, entries = read_file(path, variables, format_name, arguments)
-        framework = framework_named(name)
+        framework = table_of(name, {key: entry.value for key, entry in entries.by_key.items()} | given)
         environment = {
             name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
         }
@@ -147,6 +150,7 @@ class Job:
             "rollout": None if self.rollout is None else self.rollout.to_dict(),
             "cannot_start": self.cannot_start,
             "not_supported": self.not_supported,
+            "at_least": self.at_least,
             "taken": [
                 {
                     "key": taken.key,
@@ -249,6 +253,7 @@ def _built(
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
+    refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
     rollout = _rollout(reading, scenario)
@@ -279,6 +284,7 @@ def _built(
         refused_fields=refused_fields,
         not_supported=not_supported,
         lacks=tuple(dict.fromkeys(reading.lacks)),
+        at_least=_least_kept(reading, architecture) if refuses else {},
         guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
         questions=tuple(dict.fromkeys(reading.questions)),
         taken=tuple(_last(reading.taken)),
@@ -399,9 +405,13 @@ def _warn_of_replaced_sizes(reading: Reading, architecture: Architecture) -> Non
         reading.warnings.append(f"--architecture {architecture.name} replaces {', '.join(replaced)}")
 
 
+def _given_architecture(given: str | Path | Architecture) -> Architecture:
+    return given if isinstance(given, Architecture) else find_architecture(given)
+
+
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
     if given is not None:
-        architecture = given if isinstance(given, Architecture) else find_architecture(given)
+        architecture = _given_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)
         if reading.blocked:
             reading.warnings.append(
@@ -411,20 +421,47 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
         return architecture
     if reading.blocked:
         reading.lacks += [phrase.partition(": ")[2] for phrase in reading.blocked]
-        raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
+        raise ValueError(f"memlab does not have what the job asks for: {'; '.join(dict.fromkeys(reading.blocked))}")
+    try:
+        return _own_architecture(reading)
+    except ValueError:
+        if reading.values.get("architecture") is not None and missing_sizes(reading.values):
+            reading.lacks.append(f"the model {shortened(reading.values['architecture'])}")
+        elif missing_sizes(reading.values):
+            reading.assumed.append("the model")
+        raise
+
+
+def _own_architecture(reading: Reading) -> Architecture:
+    """Returns the architecture that the job's file names, or gives the sizes of.
+
+    Raises:
+        ValueError: If memlab does not know it, or a size is missing or breaks a rule.
+    """
     name = reading.values.get("architecture")
     if name is not None and missing_sizes(reading.values):
-        try:
-            found = architecture_named(str(name), reading.path.parent)
-        except ValueError:
-            reading.lacks.append(f"the model {shortened(name)}")
-            raise
+        found = architecture_named(str(name), reading.path.parent)
         said = {one.field for one in reading.taken if one.place != "default"} - {"num_layers"}
         own = {name: reading.values.get(name) for name in SAID_OF_MODELS if name in said}
         return replace(found, **{name: value for name, value in own.items() if value is not None})
-    if missing_sizes(reading.values):
-        reading.assumed.append("the model")
     return architecture_of(reading.values, reading.path.stem)
+
+
+def _least_kept(reading: Reading, given: str | Path | Architecture | None) -> dict[str, int]:
+    """Returns `Job.at_least`.
+
+    FSDP2 shares each parameter among ranks, and so do pipeline stages, tensor and expert parallel ranks: the rank that
+    keeps the most has no less than the model divided by all ranks that have one copy of it (HSDP has several).
+    """
+    ranks = (reading.values.get("world_size") or 0) // (reading.values.get("dp_replicate_size") or 1)
+    if not reading.kept_of_parameter or not ranks:
+        return {}
+    try:
+        model = _own_architecture(reading) if given is None else _given_architecture(given)
+        count = model.with_layers(reading.values.get("num_layers") or model.num_layers).num_parameters
+    except ValueError:
+        return {}
+    return {category: of_one * count // ranks for category, of_one in reading.kept_of_parameter.items()}
 
 
 __all__ = ["FRAMEWORKS", "Job"]

@@ -1,4 +1,7 @@
-"""Which layers have experts, as Megatron's ``moe_layer_freq`` says it: a number, a list, or an expression of lists."""
+"""Which layers have something, as Megatron's frequencies say it: a number, a list, or an expression of lists.
+
+These are ``moe_layer_freq``, of layers with experts, and ``window_attn_skip_freq``, of layers with a window.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _LONGEST = 4 * MOST_LAYERS
 
 
 def layer_pattern(value: Any) -> int | tuple[int, ...]:
-    """Reads the frequency or the pattern of layers with experts.
+    """Reads a frequency or a pattern of layers.
 
     The syntax is that of ``moe_freq_type`` (megatron/training/arguments.py, core 0.16.1): digits, lists, parentheses,
     ``+`` and ``*``, such as ``([0]*1+[1]*47)``. Nothing is executed.
@@ -22,7 +25,7 @@ def layer_pattern(value: Any) -> int | tuple[int, ...]:
         value: As the job's file has it; None, Megatron's default, is 1.
 
     Returns:
-        N if every N-th layer has experts, counted from the first, or 1 (experts) or 0 (dense) for each layer.
+        N if every N-th layer has it, counted from the first, or for each layer 1 if it has it and 0 if not.
 
     Raises:
         ValueError: If it is none of them; the text says what it must be.
@@ -30,7 +33,7 @@ def layer_pattern(value: Any) -> int | tuple[int, ...]:
     found = _evaluated(_tree(value)) if isinstance(value, str) and "[" in value else _number(value)
     if isinstance(found, list):
         if not set(found) <= {0, 1}:
-            raise ValueError("must be 1 for a layer with experts and 0 for a dense one")
+            raise ValueError("must be 1 for a layer that has it, such as experts, and 0 for another one")
         return tuple(found)
     if found < 1:
         raise ValueError("must be at least 1, or a list with one number per layer")

@@ -17,15 +17,16 @@ from memlab.jobs.bounds import is_of_inference_engine
 from memlab.jobs.bridge_package import recipes_in
 from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import FRAMEWORKS, TABLES
 from memlab.jobs.job import Job
 
-Outcome = Literal["expressible", "bounded", "unbounded", "asked", "refused", "cannot start", "failed"]
+Outcome = Literal["expressible", "bounded", "unbounded", "asked", "read", "refused", "cannot start", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 """``expressible``: nothing of the training is left out. ``bounded``: of all that is left out memlab knows how much it
 changes at most. ``unbounded``: of something it does not, or it takes a default in place of what only the job knows.
-``asked``: memlab needs a value that the file does not have. ``refused``: memlab does not have the model, a kind of
-layer, or the engine. ``cannot start``: the framework itself would refuse the job. ``failed``: a fault of memlab."""
+``asked``: memlab needs a value that the file does not have. ``read``: memlab understood all keys, and does not have the
+model, a kind of layer, or the engine; of some it knows the least that a rank keeps. ``refused``: the same, with keys
+that it does not know. ``cannot start``: the framework itself would refuse the job. ``failed``: a fault of memlab."""
 _ENDINGS = frozenset({".sh", ".bash", ".slurm", ".sbatch", ".yaml", ".yml", ".json"})
 _WITH_RECIPES = ("recipes", "perf_recipes")
 """Folders of Megatron-Bridge whose programs are recipes."""
@@ -47,6 +48,9 @@ class SurveyedFile:
     outcome: Outcome
     missing: tuple[str, ...]
     """What is not modelled, what memlab does not have, or what it asks for."""
+    least_bytes: int | None = None
+    """Of a job that memlab refuses: what the rank that keeps the most has at least while the optimizer updates it; None
+    where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +116,7 @@ def survey(
         name = str(path.relative_to(folder))
         try:
             job = Job.read(path)
-            if version in FRAMEWORKS[job.framework].versions:
+            if version in TABLES[job.framework].versions:
                 job = Job.read(path, version=version)
             files.append(_surveyed(name, job))
         except NoJobError:
@@ -145,7 +149,12 @@ def _files(folder: Path, unread: Callable[[OSError], None]) -> Iterator[Path]:
 def _surveyed(name: str, job: Job) -> SurveyedFile:
     outcome, missing = _outcome(job)
     return SurveyedFile(
-        path=name, framework=job.framework, model=_model(job), outcome=outcome, missing=tuple(dict.fromkeys(missing))
+        path=name,
+        framework=job.framework,
+        model=_model(job),
+        outcome=outcome,
+        missing=tuple(dict.fromkeys(missing)),
+        least_bytes=sum(job.at_least.values()) or None,
     )
 
 
@@ -153,7 +162,8 @@ def _outcome(job: Job) -> tuple[Outcome, list[str]]:
     if job.cannot_start is not None:
         return "cannot start", [f"starts only with other values of {', '.join(job.refused_fields) or 'its keys'}"]
     if job.lacks:
-        return "refused", list(job.lacks)
+        knows_all = all(one.effect != "unknown" for one in job.not_modelled)
+        return "read" if knows_all else "refused", list(job.lacks)
     unknown = [question.partition(":")[0] for question in job.questions]
     unknown += [f"the file does not say {guess}" for guess in job.guesses]
     if job.scenario is None:

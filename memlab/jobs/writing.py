@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -70,12 +70,20 @@ def _lines(framework: Framework, values: dict[str, Any], scenario: Scenario) -> 
 
 def _values(framework: Framework, composed: dict[str, Any]) -> dict[str, Any]:
     """Returns the values by key that differ from the framework's defaults; each field by its first key."""
-    values: dict[str, Any] = {}
-    for field, key in _first_keys(framework).items():
-        default = None if key.default is ABSENT else key.default
-        if field in composed and composed[field] != default:
-            values[key.name] = key.conversion.write(composed[field])
+    first = _first_keys(framework)
+    changed = [
+        field
+        for field, key in first.items()
+        if field in composed and composed[field] != (None if key.default is ABSENT else key.default)
+    ]
+    fields = {*changed, *_beside(framework, changed)}
+    values = {key.name: key.conversion.write(composed[field]) for field, key in first.items() if field in fields}
     return {name: value for name, value in values.items() if not framework.leaves_out(value)}
+
+
+def _beside(framework: Framework, changed: Iterable[str]) -> set[str]:
+    """Returns the fields whose keys are written beside those of fields that change."""
+    return {framework.written_with[field] for field in changed if field in framework.written_with}
 
 
 def _changes(framework: Framework, source: Job, composed: dict[str, Any], changed: list[str]) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def _changes(framework: Framework, source: Job, composed: dict[str, Any], change
     own = {key.name: key.field for key in framework.keys}
     shared = {name for field, name in given if field in changed and own.get(name) != field}
     values: dict[str, Any] = {}
-    for field in {*changed, *(field for field, name in given if name in shared)}:
+    for field in {*changed, *_beside(framework, changed), *(field for field, name in given if name in shared)}:
         named = [key for key in framework.keys if (field, key.name) in given]
         if field in first and not any(key.field == field for key in named):
             named.append(first[field])

@@ -10,6 +10,7 @@ from typing import Any
 
 from memlab._version import __version__
 from memlab.backends.host_system import host_memory_bytes
+from memlab.config.option import EngineName
 from memlab.config.versions import Versions
 from memlab.cpu_info import num_cores, processor_name
 from memlab.units import format_bytes
@@ -17,22 +18,23 @@ from memlab.units import format_bytes
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
-def versions(predicted: Versions | None) -> dict[str, str]:
+def versions(engine: EngineName, predicted: Versions | None) -> dict[str, str]:
     """Returns the versions of memlab, Python and the packages that compute; a missing one is ``not installed``.
 
     Args:
+        engine: What trains.
         predicted: Those that a prediction is made for, whose Transformer Engine stands for the installed one; None for
             a step that computes.
     """
     import torch
 
     found = {"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("megatron-core", "transformer-engine"):
+    for package in ("megatron-core", "transformer-engine") if engine == "megatron" else ("transformers",):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    if predicted is not None:
+    if predicted is not None and engine == "megatron":
         found["transformer-engine"] = f"{predicted.transformer_engine} (predicted)"
     return found
 

@@ -86,12 +86,15 @@ def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
 
 def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     lab: Lab | None = None
-    former_step = -1
+    former: StepRecord | None = None
     try:
         for record in measured:
             scenario = routed_by_chance(record.scenario)
-            is_other_lab = record.step_index <= former_step  # steps of one lab are numbered in their order
-            former_step = record.step_index
+            # Steps of one lab are numbered in their order, and one version of memlab took them.
+            is_other_lab = (
+                former is None or record.step_index <= former.step_index or record.versions != former.versions
+            )
+            former = record
             try:
                 if lab is None or is_other_lab or not set(lab.scenario.differences(scenario)) <= set(WORKLOAD):
                     if lab is not None:

@@ -55,7 +55,9 @@ class StepRecords:
             scenario=model.scenario,
             settings=model.settings,
             backend=model.backend.name,
-            versions=versions(model.scenario.versions if model.backend.kind.is_prediction else None),
+            versions=versions(
+                model.scenario.engine, model.scenario.versions if model.backend.kind.is_prediction else None
+            ),
             hardware=dict(self._hardware),
             step_index=model.num_steps - 1,
             residual_bytes=residual_bytes,

@@ -214,9 +214,14 @@ _TORCH = (
             "A mesh has no device type for fake tensors.",
         ),
         _replaced(
+            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+            "to_sharded_dtensor",
+            "It gets a gradient that a copy to the host left where it was, because device and host are the same RAM.",
+        ),
+        _replaced(
             "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-            "_validate_no_meta_params",
-            "It refuses tensors without values.",
+            "_validate_no_meta_params _validate_cpu_offload_params",
+            "They refuse tensors without values, on the device and on the host.",
         ),
         _replaced(
             "torch.optim.adam",
@@ -256,8 +261,14 @@ _TORCH = (
             "The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
         ),
         _used(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+            "post_forward_mesh_info",
+            "The ranks over which a layer is spread after its forward, which no function takes as a number later.",
+            on_instances=True,
+        ),
+        _used(
             "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
-            "_sharded_param_data _unsharded_param",
+            "_sharded_param_data _unsharded_param device",
             "The shard with its padding, and the gathered parameter, whose gradient a step that failed leaves.",
             on_instances=True,
         ),
@@ -485,6 +496,12 @@ _WITHOUT_TE = (
             "fused_apply_mla_rope_for_q fused_apply_mla_rope_for_kv",
             "Kernels in Triton, which needs a GPU (`latent_rope`).",
         ),
+        *(
+            _replaced(
+                module, "quick_gelu", "Compiled, it keeps its input for backward and nothing else (`quick_gelu`)."
+            )
+            for module in ("megatron.core.transformer.transformer_config", "megatron.core.transformer.moe.experts")
+        ),
         _replaced(_MOE_UTILS, "HAVE_TE", "Fused permutations need it to be true."),
         _replaced(
             _MOE_UTILS,
@@ -667,6 +684,12 @@ _MEGATRON = (
             "The probabilities whose graph keeps a checkpoint's input allocated (verl #5251, Megatron-LM #3267).",
             on_instances=True,
         ),
+        _used(
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "local_probs",
+            "The same probabilities, of this rank's experts.",
+            on_instances=True,
+        ),
     ),
     *_in(
         "engines/megatron/recover_failed_step.py",
@@ -768,6 +791,12 @@ _MEGATRON = (
             "It counts the tokens of each expert, which fake tensors cannot.",
         ),
         _replaced(_DISPATCHER, "gather_from_sequence_parallel_region", "It gathers those counts."),
+        _used(
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "local_expert_indices tp_ep_group",
+            "Which experts are a rank's own, and which ranks gather each other's tokens.",
+            on_instances=True,
+        ),
     ),
     *_in(
         "backends/cpu.py",
@@ -780,6 +809,12 @@ _MEGATRON = (
             _DISPATCHER,
             "permute",
             "Not fused, it selects by a mask, of which fake tensors do not know how many elements it selects.",
+        ),
+        _replaced(
+            _DISPATCHER + ":MoEAllGatherTokenDispatcher",
+            "dispatch_postprocess",
+            "It counts the tokens of each expert and selects their probabilities by a mask, and keeps these with their "
+            "graph, which a remedy detaches.",
         ),
         _replaced(
             "megatron.core.fusions.fused_bias_swiglu",

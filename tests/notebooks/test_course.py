@@ -118,6 +118,14 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
     assert "to the exercises" not in page and "lab.step(" not in page
 
 
+def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
+    text = "## Results\n\nLook at these columns.\n\n| peak | start |\n| --- | --- |\n| high | low |"
+    text += "\n\n<details><summary>more</summary>\n\n| folded | |\n| --- | --- |\n\n</details>"
+    cells = [nbformat.v4.new_markdown_cell(text)]
+    page = slides_of(nbformat.v4.new_notebook(cells=cells))
+    assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
+
+
 @cells_in_this_process()
 def test_the_course_of_a_small_folder_of_labs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -55,16 +55,24 @@ COUNTED_PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "deepseek-llm-7b": 6_910_365_696,
+    # 2 V h + h + 36 (h (4,096 + 2 x 1,024 + 4,096) + 4,096 + 2 x 1,024 + 3 h f + 2 h), V 151,680, h 4,096, f 11,008.
+    "mimo-7b": 7_622_619_136,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2-57b-a14b": 57_408_658_944,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "glm-4.5": 352_797_814_784,
     "glm-4.5-air": 106_852_245_504,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
     "moonlight-16b-a3b": 15_960_108_544,
+    # By hand: 2 V h + h + 47 a + 46 m + 3 h 10,240; V 154,880, h 2,048, attention a with both norms
+    # 768 h + 768 + 768 * 20 * 256 + 576 h + 512 + 512 * 20 * 448 + 20 * 256 h + 2 h, m 64 h + 65 * 3 h 1,536.
+    "glm-4.7-flash": 29_943_390_976,
     "kimi-k2": 1_026_408_209_408,
 }
 
@@ -236,6 +244,13 @@ MIXTRAL = {
     "num_experts": None, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": None,
     "norm_topk_prob": None, "router_aux_loss_coef": 0.02,
 }  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "rms_norm_eps": 1e-5,
+    "num_experts": None, "num_local_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": None,
+    "norm_topk_prob": None, "router_aux_loss_coef": 0.9, "rope_theta": 150000, "attention_bias": True,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12, "swiglu_limit": 7.0,
+}  # fmt: skip
 QWEN1_5_MOE = {
     "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
     "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "vocab_size": 151936, "num_experts": 60,
@@ -255,6 +270,8 @@ QWEN1_5_MOE = {
         (given(qwen_config() | GLM), "glm-4.5"),
         (given(qwen_config() | AIR), "glm-4.5-air"),
         (given(qwen_config() | MIXTRAL), "mixtral-8x7b"),
+        (given(qwen_config() | GPT_OSS), "gpt-oss-20b"),
+        (given(qwen_config() | GPT_OSS | {"layer_types": None, "head_dim": None}), "gpt-oss-20b"),  # the class's own
         (qwen_config(), "qwen3-30b-a3b"),
         (phi_config(), "phi-4-mini"),
         (newer(qwen_config(), "rope_theta"), "qwen3-30b-a3b"),
@@ -342,6 +359,12 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias true is not supported"),
         ({"model_type": "llama", "hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not modelled"),
+        (given(GPT_OSS | {"swiglu_alpha": 1.5, "num_local_experts": 128}), "swiglu_alpha 1.5 is not modelled"),
+        (given(GPT_OSS | {"attention_bias": False, "num_local_experts": 128}), "attention_bias false is not modelled"),
+        (
+            given(GPT_OSS | {"layer_types": ["chunked_attention"] * 24, "num_local_experts": 128}),
+            "'chunked_attention', which is not modelled",
+        ),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "has 'sliding_attention'"),
         ({"model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 32768}, "sliding_window 4096"),
         ({"model_type": "mistral", "sliding_window": 4096}, "at least max_position_embeddings, None"),

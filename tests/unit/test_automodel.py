@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -17,6 +19,7 @@ from memlab.jobs.bounds import bound_bytes
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from memlab.views.text.job import job_table
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 RECIPE = """
@@ -129,9 +132,8 @@ def test_rows_and_ranks(
         ("{distributed.tp_size: 2}", "tensor parallelism by DTensor"),
         ("{distributed.cp_size: 2}", "context parallelism of FSDP2"),
         ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
-        ("{distributed.dp_replicate_size: 2}", "shards of which groups of ranks have copies (HSDP)"),
         ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
-        ("{distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", "shards on the host (CPUOffloadPolicy)"),
+        ("{distributed.offload_policy: cpu}", "an offload policy without a _target_"),
         ("{quantization.load_in_4bit: true}", "a recipe with quantization"),
         ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", "models of NeMoAutoModelForImageTextToText"),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}", "Automodel's own experts"),
@@ -140,6 +142,59 @@ def test_rows_and_ranks(
 def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: str, tmp_path: Path) -> None:
     job = read(tmp_path, changes)
     assert job.scenario is None and job.lacks == (lacks,)
+
+
+def test_replicas_and_shards_on_the_host_are_read(tmp_path: Path) -> None:
+    policy = "distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy"
+    job = read(
+        tmp_path, f"{{distributed.dp_replicate_size: 2, {policy}, distributed.offload_policy.pin_memory: false}}"
+    )
+    assert job.scenario is not None and job.scenario.ranks_of_shards == job.scenario.layout.world_size // 2
+    assert job.scenario.state.fsdp_cpu_offload and not job.lacks
+
+
+LAYER_OF_PHI_4 = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
+OUTSIDE_LAYERS = 2 * 100352 * 5120 + 5120
+OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_least"),
+    [
+        ("{distributed.pp_size: 2}", (2, 2, 4)),
+        ("{distributed.tp_size: 4, model.torch_dtype: float32}", (4, 4, 8)),
+        ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW}", (2, 2)),
+        ("{distributed.pp_size: 2, peft.dim: 8}", (2,)),
+        ("{distributed.pp_size: 2, quantization.load_in_4bit: true}", ()),
+        ("{distributed.pp_size: 2, model.pretrained_model_name_or_path: a/b}", ()),
+        ("{distributed.pp_size: 2, distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", ()),
+        ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", ()),
+    ],
+)
+def test_a_recipe_that_is_refused_says_what_a_rank_keeps_at_least(
+    changes: str, at_least: tuple[int, ...], tmp_path: Path
+) -> None:
+    job = read(tmp_path, changes, world_size=8)
+    assert job.scenario is None and all(one.effect != "unknown" for one in job.not_modelled)
+    assert tuple(job.at_least.values()) == tuple(size * OF_A_RANK for size in at_least)
+    assert ("at least" in job_table(job)) is bool(at_least)
+
+
+def test_a_model_of_more_ranks_than_a_node_has_takes_as_many_as_it_needs(tmp_path: Path) -> None:
+    whole = read(tmp_path, "{distributed.pp_size: 2}", world_size=16).at_least["parameters"]
+    job = read(tmp_path, "{distributed.dp_size: null, distributed.pp_size: 4, distributed.tp_size: 4}")
+    assert job.at_least["parameters"] == whole
+
+
+def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -> None:
+    keys = "distributed.sequence_parallel: true, distributed.pipeline.pp_schedule: 1f1b"
+    assert {"distributed.sequence_parallel", "distributed.pipeline.pp_schedule"} <= read(
+        tmp_path, f"{{{keys}}}"
+    ).without_effect.keys()
+    job = read(tmp_path, f"{{{keys}, distributed.tp_size: 2, distributed.pp_size: 2, peft.dim: 16, peft.alpha: 32}}")
+    taken = {one.key: one.memlab_value for one in job.taken}
+    assert [taken[f"distributed.{name}"] for name in ("sequence_parallel", "pipeline.pp_schedule")] == [True, "1f1b"]
+    assert (taken["peft.dim"], taken["peft.alpha"]) == (16, 32)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +230,7 @@ def test_what_is_not_modelled_has_a_bound(changes: str, missing: dict[str, str],
 
 def test_one_rank_is_not_sharded_by_automodel(tmp_path: Path) -> None:
     (one,) = read(tmp_path, "{distributed.dp_size: 1}").not_modelled
-    layer = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
-    outside = 2 * 100352 * 5120 + 5120
+    layer, outside = LAYER_OF_PHI_4, OUTSIDE_LAYERS
     deferred = 4 * (outside + 40 * layer)  # of 16 micro-batches
     assert (one.key, one.effect) == ("distributed.dp_size", "less")
     assert one.bound_bytes == 2 * (outside + 3 * layer) + 8 * (outside + layer) + deferred
@@ -214,6 +268,26 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
     )
     first = written("automodel", scenario, MemorySettings(**{**FULL.to_dict(), "recompute_method": "block"}))
     assert first.unsaid == {"recompute_method": "Automodel checkpoints all layers, each by itself"}
+
+
+def test_a_reduction_in_bf16_leaves_what_layers_compute_in(tmp_path: Path) -> None:
+    job = read(tmp_path, "{model.torch_dtype: float32}")
+    scenario, settings = job.required()
+    changed = replace(scenario, state=replace(scenario.state, grad_reduce_in_bf16=True))
+    lines = yaml.safe_load("\n".join(written("automodel", changed, settings, source=job).lines))
+    policy = {f"distributed.mp_policy.{key}": value for key, value in lines["distributed"]["mp_policy"].items()}
+    assert read(tmp_path, yaml.safe_dump({"model.torch_dtype": "float32"} | policy)).required()[0] == changed
+
+
+def test_a_bound_of_experts_has_the_gates_of_all_that_get_a_token() -> None:
+    model = replace(find_architecture("qwen3-moe-tiny"), ffn_hidden_size=2**20)
+    scenario = Scenario.of(model, seq_length=64, engine="fsdp2")
+    with_liger, norms = (
+        bound_bytes(NotModelled(key, None, "less", ""), scenario, MemorySettings())
+        for key in ("model.use_liger_kernel", "model.backend.rms_norm")
+    )
+    gate = 2 * 64 * model.moe_router_topk * model.moe_ffn_hidden_size
+    assert (with_liger or 0) - (norms or 0) == gate * (model.num_layers + 4)
 
 
 def saved_bytes(change: Any, attention: str = "sdpa") -> int:
@@ -273,10 +347,6 @@ def parts_of_layers(model: Any) -> None:
 )
 def test_a_bound_holds_for_what_the_modules_save(key: str, settings: MemorySettings, variant: Any, usual: Any) -> None:
     pytest.importorskip("transformers", reason="the modules are those of transformers")
-    from dataclasses import replace
-
-    from memlab.config.architectures import find_architecture
-
     sizes: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "vocab_size": 64, "kv_channels": 16}
     model = replace(find_architecture("llama-3-tiny"), num_attention_heads=8, num_query_groups=4, num_layers=3, **sizes)
     scenario = Scenario.of(model, seq_length=64, engine="fsdp2")

@@ -179,10 +179,41 @@ def test_megatron_never_ends_the_backward_pass_of_a_recomputed_mlp_with_biases(o
     assert not inside(lab).worker.submit(is_leaf_after_checkpoint).result(), "backward would enter the checkpoint again"
 
 
-def test_experts_with_biases_or_without_a_gate_are_refused() -> None:
-    for values in ({"add_bias_linear": True}, {"gated_linear_unit": False}):
-        with pytest.raises(ValueError, match="experts are SwiGLU without biases"):
-            replace(ARCHITECTURES["qwen3-moe-tiny"], **values)
+@pytest.mark.parametrize(
+    ("model", "values", "words"),
+    [
+        ("qwen3-moe-tiny", {"gated_linear_unit": False}, "gated_linear_unit is False, must be True"),
+        ("qwen3-moe-tiny", {"activation_func_clamp_value": 7.0}, "without quick_geglu, must be left out"),
+        ("qwen3-moe-tiny", {"glu_linear_offset": 1.0}, "without quick_geglu, must be 0"),
+        (
+            "qwen3-moe-tiny",
+            {"quick_geglu": True, "moe_layer_freq": (0, 1, 1, 1)},
+            "must be left out for a model with dense",
+        ),
+        ("qwen2-moe-tiny", {"add_bias_linear": True}, "add_bias_linear is True with moe_shared_expert"),
+        ("deepseek-tiny", {"softmax_type": "learnable"}, "memlab has in grouped-query attention only"),
+        ("phi-4-tiny", {"softmax_type": "off-by-one"}, "must be one of vanilla, learnable"),
+        ("phi-4-tiny", {"window_size": (15, 3)}, "must be a number of tokens and 0"),
+        ("phi-4-tiny", {"window_attn_skip_freq": (1, 0)}, "must have 1 or 0 for each of its 4 layers"),
+    ],
+)
+def test_what_memlab_s_layers_do_not_have_is_refused(model: str, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(ARCHITECTURES[model], **values)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, must be 1 for gpt-oss-tiny"),
+        ({"state": TrainingState(attention_backend="flash")}, "Transformer Engine has no such kernel of flash-attn"),
+        ({"state": TrainingState(attention_backend="unfused")}, "memlab does not predict it with this backend"),
+        ({"state": TrainingState(fp8_format="hybrid")}, "memlab does not predict in FP8"),
+    ],
+)
+def test_sinks_need_the_fused_kernel_of_one_rank(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scenario.of("gpt-oss-tiny", **change)
 
 
 def test_gelu_without_biases_keeps_its_input_and_its_output() -> None:

@@ -112,24 +112,30 @@ def _take_steps(job: Job) -> OfRank:
 
 @contextmanager
 def _noting_routes(lab: Lab, counts: list[list[int]]) -> Iterator[None]:
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+    kind = getattr(token_dispatcher, _DISPATCHERS[lab.scenario.state.moe_token_dispatcher_type])
+    preprocess = kind.dispatch_preprocess
 
-    def noting(dispatcher: Any, routing_map: torch.Tensor) -> Any:
+    def noting(dispatcher: Any, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
         with inside(lab).model.meter.paused():
             counts.append(routing_map.sum(dim=0).tolist())
-        return preprocess(dispatcher, routing_map)
+        return preprocess(dispatcher, tokens, routing_map, probs)
 
-    with patch.object(MoEAlltoAllTokenDispatcher, "preprocess", noting):
+    with patch.object(kind, "dispatch_preprocess", noting):
         yield
+
+
+_DISPATCHERS = {"alltoall": "MoEAlltoAllTokenDispatcher", "allgather": "MoEAllGatherTokenDispatcher"}
 
 
 def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
     """Takes a rank's steps on fake tensors with the routes of the live ones, without an allocator's rounding."""
     layout = Layout(**job.sizes, rank=rank)
     sharing = layout.expert_model_parallel_size * layout.expert_tensor_size
-    per_call = 1 + sharing if sharing > 1 else 1  # a rank's own counts, and those of all that share the experts
+    gathers = job.state.moe_token_dispatcher_type == "allgather"
+    # A rank's own counts, and those of all that share the experts; among these are its own where it gathers all rows.
+    per_call = sharing + (not gathers) if sharing > 1 else 1
     calls = 0
 
     def counts_of(routing: Any, num_tokens: int, num_experts: int, topk: int, of_rank: int, *draw: int) -> list[int]:
@@ -234,13 +240,14 @@ def on_one_rank(job: Job) -> Values:
     workload: dict[str, Any] = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
     workload |= {
         "packed_sequences": job.packed_sequences,
-        "state": TrainingState(mtp_num_layers=job.state.mtp_num_layers, lora=job.state.lora),
+        "state": TrainingState(**{name: getattr(job.state, name) for name in _DECIDE_ON_VALUES}),
     }
     alone = Lab(job.architecture, dtype="fp32", backend="cpu", **workload)
     with patch.object(training_step, "_batches", batches), alone as lab:
         return compute(lab)
 
 
+_DECIDE_ON_VALUES = ("mtp_num_layers", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy")
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
 OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
@@ -262,6 +269,12 @@ TWO = [
         state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
     ),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
+    # Each rank drops those of its own tokens that are too many for an expert.
+    Job(
+        {"expert_model_parallel_size": 2, "data_parallel_size": 2},
+        (PLAIN, FULL),
+        state=TrainingState(moe_expert_capacity_factor=1.0, moe_token_drop_policy="position"),
+    ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
     Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), packed_sequences=4),
@@ -304,7 +317,11 @@ TWO = [
 ]
 FOUR = [
     Job({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
-    Job({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
+    Job(
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2},
+        (PLAIN, *OF_MOE),
+        state=TrainingState(moe_token_dispatcher_type="allgather"),
+    ),
 ]
 
 

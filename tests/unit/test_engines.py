@@ -23,6 +23,7 @@ from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
 from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
+from memlab.views.text.record import version_lines
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -96,6 +97,7 @@ class TestLive:
         ("llama-3-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
+        ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
         ("phi-4-tiny", {"dtype": "bf16", "micro_batch_size": 2}, {"adam_implementation": "fused"}),
         ("qwen3-moe-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
     ],
@@ -116,12 +118,33 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
         record = lab.step()
     share, workspaces = scenario.architecture.with_layers(2).num_parameters / 8, 2 * 32 * 2**20
     assert record.static_bytes == pytest.approx(6 * share + workspaces, rel=0.01)
+    assert version_lines(record) == ["versions: torch 2.11"] and "transformer-engine" not in record.versions
     assert sum(parameters_of_rank(scenario)) == pytest.approx(share, abs=2)
     assert kept_bytes(scenario) == pytest.approx((2 * share, 2 * share, 4 * share), abs=8)
     in_fp32 = replace(scenario, state=TrainingState(fp32_sharded_params=True))
     assert kept_bytes(in_fp32) == pytest.approx((4 * share, 4 * share, 8 * share), abs=16)
     gathered = 2 * 2 * scenario.architecture.vocab_size * scenario.architecture.hidden_size
     assert record.peak_allocated_bytes > record.static_bytes + gathered, "the root's parameters are not sharded again"
+
+
+def test_replicas_have_all_shards_and_a_smaller_group_keeps_its_part_after_forward() -> None:
+    found = {}
+    for ranks, options in ((2, {}), (4, {"dp_replicate_size": 2}), (4, {}), (4, {"reshard_after_forward_ranks": 2})):
+        scenario = Scenario.of(
+            "phi-4-tiny",
+            **(SIZES | {"dtype": "bf16"}),
+            layout=Layout(data_parallel_size=ranks),
+            state=TrainingState(**options),  # type: ignore[arg-type]
+        )
+        with Lab(scenario, backend=predicting("cpu")) as lab:
+            found[ranks, *options] = lab.step()
+    of_two, replicated = found[2,], found[4, "dp_replicate_size"]
+    assert replicated.static_bytes == of_two.static_bytes
+    assert replicated.peak_allocated_bytes > of_two.peak_allocated_bytes, "what the replicas reduce is held longer"
+    model = find_architecture("phi-4-tiny")
+    of_layer = model.with_layers(2).num_parameters - model.with_layers(1).num_parameters
+    more = found[4, "reshard_after_forward_ranks"].peak_allocated_bytes - found[4,].peak_allocated_bytes
+    assert more == 2 * of_layer / 2, "half of the first layer is kept in bf16; the second is gathered again already"
 
 
 def test_steps_of_older_labs_have_no_workspace_of_transformer_engine_either() -> None:
@@ -147,6 +170,9 @@ def test_options_of_fsdp2_that_do_nothing_are_named() -> None:
     scenario = Scenario.of("phi-4-tiny", **SIZES, state=state)
     assert set(scenario.without_effect()) == {"fp32_sharded_params", "defer_fsdp_grad_sync"}, "it reduces in bf16"
     assert not replace(scenario, dtype="bf16", num_microbatches=2).without_effect()
+    state = TrainingState(reshard_after_forward="none", reshard_after_forward_ranks=2)
+    of_two = replace(scenario, layout=Layout(data_parallel_size=2), state=state)
+    assert set(of_two.without_effect()) == {"reshard_after_forward_ranks"}
 
 
 def test_host_memory_is_asked_for_what_is_there_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +213,8 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
         ({"packed_sequences": 2}, "packed_sequences is 2, but engine 'fsdp2' does not have"),
         ({"state": TrainingState(overlap_grad_reduce=True)}, "overlap_grad_reduce is True, but engine 'fsdp2'"),
         ({"state": TrainingState(lora=LoRA(rank=8))}, "lora_rank is 8, but engine 'fsdp2'"),
+        ({"state": TrainingState(dp_replicate_size=2)}, "dp_replicate_size is 2, must divide data_parallel_size, 1"),
+        ({"state": TrainingState(reshard_after_forward_ranks=2)}, "must divide the 1 ranks that have shards"),
         ({"engine": "megatron", "state": TrainingState(fp32_sharded_params=True)}, "choose engine 'fsdp2'"),
         ({"engine": "deepspeed"}, "engine is 'deepspeed', must be one of megatron, fsdp2"),
     ],

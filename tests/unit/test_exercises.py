@@ -14,6 +14,7 @@ from memlab.config.layout import Layout
 from memlab.config.routing import find_routing
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.exercises.checks import check, failure
 from memlab.exercises.records import Attempt
 from memlab.record.job_record import JobRecord
@@ -246,6 +247,7 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
             ("layout", "num_microbatches"),
             f"tokens_per_step is {2 * PLAIN.scenario.seq_length}, must be {PLAIN.scenario.seq_length}",
         ),
+        ({"versions": Versions(transformer_engine="2.12")}, ("state",), "versions is Transformer Engine 2.12"),
     ],
 )
 def test_another_job_is_refused_and_its_first_other_part_named(
@@ -253,6 +255,13 @@ def test_another_job_is_refused_and_its_first_other_part_named(
 ) -> None:
     assert not check(job_with(**changed)).same_job_as(PLAIN, *but)
     assert capsys.readouterr().out.startswith(f"not yet: {line}")
+
+
+def test_where_settings_can_change_next_to_nothing_the_hint_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {"parameters": 990, "optimizer state": 1000, "temporary": 10}
+    in_the_optimizer = replace(PLAIN, peak_allocated_bytes=2000, peak_by_category=kept)
+    assert not check(in_the_optimizer).peak_below(1000)
+    assert "more than 99 % of the memory" in capsys.readouterr().out
 
 
 def test_what_an_exercise_allows_to_change_may_differ(capsys: pytest.CaptureFixture[str]) -> None:

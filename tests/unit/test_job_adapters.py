@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memlab.config.lora import LINEARS, LoRA
+from memlab.config.lora import CANONICAL, LINEARS, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -21,6 +21,13 @@ GRPO = "python examples/run_grpo.py policy.model_name=Qwen/Qwen3-8B policy.megat
 SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-8B "
 RECIPE = "torchrun --nproc_per_node=1 run_recipe.py --recipe qwen3_8b_peft_1gpu_h100_bf16_config "
 SWIFT = "NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-8B --max_length 2048 --tuner_type lora "
+VERL_LORA = "actor_rollout_ref.model.lora"
+CANONICAL_OF_SKYRL = "trainer.policy.megatron_config.lora_config.lora_type=canonical_lora"
+OF_PARTS_OF_VERL = f"{VERL_LORA}.target_modules='[linear_q,linear_k,linear_v]' +{VERL_LORA}.normalize_moe_lora=true"
+CANONICAL_OF_BRIDGE = (
+    "peft._target_=megatron.bridge.peft.canonical_lora.CanonicalLoRA "
+    "peft.target_modules='[linear_proj,linear_fc1_gate,linear_fc1_up]'"
+)
 PEFT, LORA = "policy.megatron_cfg.peft", "trainer.policy.model.lora"
 
 
@@ -56,6 +63,15 @@ def read(tmp_path: Path, command: str) -> Job:
         ),
         (f"{SKYRL}{LORA}.rank=32", LoRA(rank=32, alpha=16)),
         (f"{SKYRL}{LORA}.rank=0", None),
+        (f"{SKYRL}{LORA}.rank=8 {CANONICAL_OF_SKYRL}", LoRA(rank=8, alpha=16, target_modules=CANONICAL)),
+        (
+            f"{PPO.replace('8B', '30B-A3B')}{ACTOR}{VERL_LORA}.rank=16 {VERL_LORA}.type=canonical_lora {OF_PARTS_OF_VERL}",
+            LoRA(rank=16, target_modules=CANONICAL[:3], normalize_moe_lora=True),
+        ),
+        (
+            f"{RECIPE}peft.share_expert_adapters=false {CANONICAL_OF_BRIDGE}",
+            LoRA(rank=8, alpha=16, target_modules=CANONICAL[3:6], share_expert_adapters=False),
+        ),
         (RECIPE, LoRA(rank=8, alpha=16, target_modules=("linear_qkv", "linear_proj"))),
         (
             f"{RECIPE}peft.dim=64 peft.dropout=0.1",
@@ -86,11 +102,16 @@ def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoR
         ),
         (f"{GRPO}{PEFT}.enabled=true {PEFT}.target_modules='[router]'", f"{PEFT}.enabled", "of other linears"),
         (
-            f"{SKYRL}{LORA}.rank=8 trainer.policy.megatron_config.lora_config.lora_type=canonical_lora",
-            f"{LORA}.rank",
-            "no adapters of the kind canonical_lora",
+            f"{PPO}{ACTOR}{VERL_LORA}.rank=16 {VERL_LORA}.type=canonical_lora",
+            f"{VERL_LORA}.rank",
+            "no canonical adapters of linear_qkv, linear_proj, linear_fc1, linear_fc2, on which Megatron-Bridge fails",
         ),
-        (f"{RECIPE}peft.share_expert_adapters=false", "peft", "no adapter of Megatron-Bridge for each expert"),
+        (
+            f"{SKYRL}{LORA}.rank=8 {LORA}.target_modules='[linear_q]'",
+            f"{LORA}.rank",
+            "no adapters of parts of linears, which only the canonical form of Megatron-Bridge has",
+        ),
+        (f"{RECIPE}peft.experts_shared_outer_loras=true", "peft", "no half of an adapter that experts share"),
         (f"{SWIFT}--expert_tensor_parallel_size 2", "tuner_type", "of ms-swift under expert tensor parallelism"),
         (f"{SWIFT}--target_modules all-linear all-router", "tuner_type", "no adapters of other linears"),
         (SWIFT.replace("lora", "longlora"), "tuner_type", "no adapters of the kind longlora"),
@@ -141,6 +162,9 @@ def test_adapters_are_written_or_named(framework: str, others: dict[str, Any], l
     text = written(framework, scenario, MemorySettings())
     assert all(any(line in one for one in text.lines) for line in lines), text.lines
     assert ("lora_rank" in text.unsaid) == (framework == "megatron-lm")
+    parts = Scenario.of("qwen3-8b", state=TrainingState(lora=LoRA(rank=16, target_modules=CANONICAL)))
+    unsaid = written(framework, parts, MemorySettings()).unsaid
+    assert ("lora_target_modules" in unsaid) == (framework in ("megatron-lm", "ms-swift", "nemo-rl"))
     all_linears = Scenario.of("qwen3-8b", state=TrainingState(lora=LoRA(rank=16, target_modules=())))
     unsaid = written(framework, all_linears, MemorySettings()).unsaid
     assert ("lora_target_modules" in unsaid) == (framework in ("megatron-lm", "ms-swift"))

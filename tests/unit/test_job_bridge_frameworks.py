@@ -68,7 +68,9 @@ OPTIM = f"{ACTOR}.optim"
 def test_verl_s_own_optimizer_keys_decide_how_gradients_are_reduced(
     keys: list[str], is_bf16: bool | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "run.sh").write_text(" ".join((VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""), *keys)))
+    (tmp_path / "run.sh").write_text(
+        " ".join((VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, "model_engine=megatron "), *keys))
+    )
     job = Job.read(tmp_path / "run.sh")
     if is_bf16 is None:
         assert "--framework-version 0.9.1 or before-2026-08-20" in str(job.not_supported)
@@ -194,7 +196,7 @@ def test_skyrl_s_sft_trainer_keeps_its_model_in_other_segments(tmp_path: Path) -
 
 def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SKYRL.format(model="Qwen/Qwen3-30B-A3B").replace("trainer.strategy=megatron", ""))
-    assert "trainer.strategy fsdp" in str(Job.read(tmp_path / "run.sh").not_supported)
+    assert Job.read(tmp_path / "run.sh").framework == "skyrl-fsdp"
 
 
 def sft(folder: Path, command: str) -> Job:
@@ -294,15 +296,18 @@ def test_a_job_of_verl_is_megatron_s_only_where_it_chooses_megatron(
     command = VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, "").replace("main_ppo", "main_ppo " + keys)
     (tmp_path / "run.sh").write_text(command)
     job = Job.read(tmp_path / "run.sh", version="0.9.1")
-    said = f"model_engine {engine}: memlab predicts this framework's jobs with Megatron only"
-    assert (job.scenario is not None) if engine is None else said in str(job.not_supported)
-    assert not any("no key chooses Megatron" in line for line in job.warnings)
+    assert job.framework == ("verl-fsdp" if engine == "dp" else "verl")
+    said = f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only"
+    assert said in str(job.not_supported) if engine in ("veomni", "mlite") else job.scenario is not None
+    is_default = keys.startswith(("actor_rollout_ref.actor.fsdp_config", "--config-name=ppo_trainer"))
+    assert any("no key chooses an engine" in line for line in job.warnings) is is_default
 
 
-def test_a_job_of_verl_that_chooses_no_engine_is_warned_of(tmp_path: Path) -> None:
+def test_a_job_of_verl_that_chooses_no_engine_trains_with_fsdp_and_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""))
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
-    assert any("no key chooses Megatron, and verl takes FSDP then" in line for line in job.warnings)
+    job = Job.read(tmp_path / "run.sh")
+    assert job.required()[0].engine == "fsdp2"
+    assert any("no key chooses an engine, and verl takes FSDP then" in line for line in job.warnings)
 
 
 def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -> None:
@@ -358,6 +363,20 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
 
 
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ("-ep 8", None),  # of 1, as the model's
+        ("-tp 2 -ep 8 model.sequence_parallel=true", 1),
+        ("-tp 2 -ep 4 -etp 2 model.sequence_parallel=true", None),  # as the model's
+        ("-tp 2 model.sequence_parallel=true", None),  # experts are not spread
+    ],
+)
+def test_an_expert_of_bridge_is_whole_where_experts_are_spread(keys: str, size: int | None, tmp_path: Path) -> None:
+    command = "torchrun --nproc_per_node=8 run_recipe.py model.hf_model_id=Qwen/Qwen3-30B-A3B "
+    assert sft(tmp_path, command + keys).required()[0].layout.expert_tensor_parallel_size == size
+
+
 @pytest.mark.parametrize("option", ["--step_func vlm_step", "--step-func=qwen3_vl_step", "--step_func of_tomorrow"])
 def test_a_step_of_another_kind_of_model_is_refused(option: str, tmp_path: Path) -> None:
     assert "which memlab does not have" in str(sft(tmp_path, f"{RECIPE} -ep 8 {option}").not_supported)
@@ -391,10 +410,10 @@ def test_a_model_and_a_mode_of_bridge_are_a_recipe(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_memlab_does_not_know_is_named(tmp_path: Path) -> None:
-    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gemma3_1b_pretrain_config")
     job = sft(tmp_path, command + "model.hf_model_id=Qwen/Qwen3-30B-A3B ")
     (warning,) = (line for line in job.warnings if "the recipe '" in line)
-    assert "does not know the recipe 'gpt_oss_20b_pretrain_config'" in warning
+    assert "does not know the recipe 'gemma3_1b_pretrain_config'" in warning
     assert "give the run_config.yaml of a checkpoint" in warning
 
 
@@ -412,7 +431,7 @@ def test_what_an_unknown_recipe_replaces_of_a_command_is_named(
     overrides: str, in_bf16: bool, said: set[str], tmp_path: Path
 ) -> None:
     """``mixed_precision.setup`` and ``sync_model_dataset_sequence_length`` of Megatron-Bridge (August 2026)."""
-    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gpt_oss_20b_pretrain_config")
+    command = RECIPE.replace("qwen3_30b_a3b_pretrain_config", "gemma3_1b_pretrain_config")
     job = sft(tmp_path, f"{command} model.hf_model_id=Qwen/Qwen3-30B-A3B {overrides}")
     scenario, _ = job.required()
     assert scenario.state.grad_reduce_in_bf16 == in_bf16

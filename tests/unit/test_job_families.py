@@ -59,3 +59,30 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
 def test_what_a_job_says_of_a_model_that_it_names_counts(text: str, model: Architecture, tmp_path: Path) -> None:
     job = read(tmp_path, "run.sh", text + HUGGING_FACE_NAMES[model.name])
     assert job.required()[0].architecture == replace(model, add_qkv_bias=True)
+
+
+OSS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880
+--num-attention-heads 64 --group-query-attention --num-query-groups 8 --kv-channels 64 --quick-geglu --bf16
+--normalization RMSNorm --untie-embeddings-and-output-weights --position-embedding-type yarn --rotary-base 150000
+--num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 2880 --moe-router-load-balancing-type none
+--softmax-type learnable --window-size 127,0 --window-attn-skip-freq 2 --glu-linear-offset 1.0
+--activation-func-clamp-value 7.0 --no-bias-dropout-fusion --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+--expert-model-parallel-size 8 --vocab-size 201088 --make-vocab-size-divisible-by 1
+--seq-length 4096 --micro-batch-size 1 --global-batch-size 8""".replace("\n", " ")
+
+
+def test_megatron_lm_s_flags_of_gpt_oss_are_read(tmp_path: Path) -> None:
+    job = read(tmp_path, "oss.sh", OSS)
+    scenario = job.required()[0]
+    assert scenario.architecture == ARCHITECTURES["gpt-oss-20b"]
+    assert scenario.state.bias_activation_fusion
+    assert scenario.state.moe_router_load_balancing_type == "none"
+    assert not [one for one in job.not_modelled if one.key in ("window_size", "softmax_type", "quick_geglu")]
+
+
+@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "automodel"])  # its engine is FSDP2
+def test_a_written_job_of_gpt_oss_is_read_as_gpt_oss(name: str, tmp_path: Path) -> None:
+    model = ARCHITECTURES["gpt-oss-20b"]
+    lines = written(name, Scenario.of(model, seq_length=4096), MemorySettings()).lines
+    job = read_lines(name, list(lines), 1, tmp_path / f"job.{'yaml' if name in FILES else 'sh'}")
+    assert job.required()[0].architecture == model

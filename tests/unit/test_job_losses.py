@@ -26,6 +26,7 @@ _SLIME = (
     "--global-batch-size 64 --colocate"
 )
 _SWIFT = "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-0.6B --max_length 512 --max_completion_length 512"
+_SWIFT_SFT = _SWIFT.replace("rlhf", "sft")
 _NEMO = """policy:
   model_name: Qwen/Qwen3-0.6B
   max_total_sequence_length: 1024
@@ -75,6 +76,8 @@ _OF_VERL = "vocab_parallel_cross_entropy"
         (f"{_SWIFT} --rlhf_type dpo --micro_batch_size 2", "cross_entropy", None, (512, 4, None)),
         (f"{_SWIFT} --rlhf_type dpo --micro_batch_size 2 --packing true", "cross_entropy", None, (512, 2, None)),
         (f"{_SWIFT} --rlhf_type kto --micro_batch_size 2", "cross_entropy", None, (512, 2, None)),
+        (f"{_SWIFT_SFT} --task_type embedding --micro_batch_size 2", "cross_entropy", None, (512, 4, None)),
+        (f"{_SWIFT_SFT} --task_type reranker --micro_batch_size 2", "cross_entropy", None, (512, 2, None)),
         (_nemo(), _BY_SEQUENCE, None, (4096, 1, 4)),
         (_nemo(fused="true"), _WHOLE, None, (4096, 1, 4)),
         (_nemo(deferred="true"), _BY_SEQUENCE, 512, (4096, 1, 4)),
@@ -102,6 +105,8 @@ def test_a_job_computes_the_loss_of_its_framework(
     [
         (f"{_SLIME} --rollout-top-p 0.9", "rollout_top_p"),
         (f"{_SLIME} --use-dynamic-batch-size --max-tokens-per-gpu 4096 --qkv-format bshd", "qkv_format"),
+        (f"{_SWIFT_SFT} --task_type embedding", "task_type"),
+        (f"{_SWIFT_SFT} --task_type generative_reranker", "task_type"),
         (f"{_SKYRL} trainer.max_tokens_per_microbatch=4096 trainer.use_sample_packing=false", "trainer.max_tokens_per_microbatch"),
         (_nemo("distillation") + "loss_fn: {zero_outside_topk: true}\n", "loss_fn.zero_outside_topk"),
         (_nemo("distillation").replace("max_num_steps: 1", "topk_logits_k: 512"), "distillation.topk_logits_k"),

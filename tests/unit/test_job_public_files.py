@@ -440,3 +440,25 @@ def test_the_entropy_of_slime_has_a_bound(tmp_path: Path) -> None:
     job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01")
     vocabulary = job.required()[0].architecture.vocab_size
     assert effects(job)["entropy_coef"].bound_bytes == 3 * 4 * 1024 * vocabulary
+
+
+def test_nemo_rl_s_guide_stands_for_the_model_whose_checkpoint_it_makes(tmp_path: Path) -> None:
+    """``policy.model_name`` in examples/configs/recipes/llm/performance/grpo-deepseek-v3-32n8g.yaml at 7ea279ab."""
+    guide = "Follow instructions in https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/deepseek.md"
+    (tmp_path / "job.yaml").write_text(NEMO_RL.format(chunk="null", deferred="true", speculative="null"))
+    job = Job.read(tmp_path / "job.yaml", overrides=[f"policy.model_name={guide}"])
+    assert job.required()[0].architecture.name == "deepseek-v3"
+    assert any("deepseek.md" in warning for warning in job.warnings)
+
+
+@pytest.mark.parametrize(("is_fp8", "is_read"), [("false", False), ("true", True)])
+def test_options_of_fp8_change_nothing_in_bf16(is_fp8: str, is_read: bool, tmp_path: Path) -> None:
+    keys = {
+        f"policy.megatron_cfg.model_overrides.{name}"
+        for name in ("disable_parameter_transpose_cache", "first_last_layers_bf16", "fp8_dot_product_attention")
+    }
+    (tmp_path / "job.yaml").write_text(NEMO_RL.format(chunk="null", deferred="true", speculative="null"))
+    given = [*(f"{key}=true" for key in keys), f"policy.megatron_cfg.fp8_cfg.enabled={is_fp8}"]
+    job = Job.read(tmp_path / "job.yaml", overrides=given)
+    job.required()
+    assert keys <= (effects(job).keys() if is_read else job.without_effect.keys())

@@ -350,6 +350,26 @@ def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) 
 
 
 @pytest.mark.parametrize(
+    "read",
+    [
+        "$A", '"${A}"', "${A%x}", "${A:1:2}", "${#A}", "${A[0]}", "${A:-}", "${A-}", "${A:+x}", "${A[@]:-}", "$@", "$#",
+        "${B:-$A}", "${IFS:-$A}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("switch", ["set -eu", "set -o nounset", "set -u; set +u"])
+def test_a_script_that_refuses_unset_variables_stops_where_bash_does(switch: str, read: str) -> None:
+    text = f"{switch}\n: {read}\ntrue"
+    stops = subprocess.run(["/bin/bash", "-c", text], env={}, check=False, capture_output=True).returncode != 0
+    causes = read_script(text, Path("run.sh"), arguments=[]).causes
+    assert causes == (["line 2: the script stops here unless A is set: give it with --set A=VALUE"] if stops else [])
+
+
+def test_a_variable_that_may_be_set_is_no_reason_to_stop() -> None:
+    text = 'set -u\ncase "$(other)" in a) A=1 ;; esac\nrun $A $SLURM_JOB_ID $HOME'
+    assert not read_script(text, Path("run.sh")).causes
+
+
+@pytest.mark.parametrize(
     "text",
     [
         'A=x\n: "${A:?}" "${A?}"\nrun',
@@ -454,6 +474,21 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     )
 
 
+def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_path: Path) -> None:
+    (tmp_path / "scripts/models").mkdir(parents=True)
+    model = tmp_path / "scripts/models/tiny.sh"
+    model.write_text("MODEL_ARGS=(--num-layers 4)\n")
+    script = read_script(
+        'source "/rooted/checkout/scripts/models/tiny.sh"\nrun ${MODEL_ARGS[@]}', tmp_path / "examples/a/run.sh"
+    )
+    assert [word for word, _ in script.commands[-1].words] == ["run", "--num-layers", "4"]
+    (warning,) = script.warnings
+    assert warning.endswith(f"which is not on this machine, and memlab reads {model}")
+    # A path below a folder that this machine has is the script's own mistake, and a name alone may be any file.
+    for path in (f"{tmp_path}/scripts/scripts/models/tiny.sh", "/rooted/checkout/tiny.sh"):
+        assert read_script(f"source {path}\nrun", tmp_path / "scripts/models/run.sh").causes
+
+
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:
     (command,) = read_script("A=(\n --x 1\n --y $Y\n)\nrun ${A[@]}", Path("run.sh")).commands
     assert command.words == [("run", 5), ("--x", 2), ("1", 2), ("--y", 3), (UNKNOWN_WORDS, 3)]
@@ -484,7 +519,7 @@ HOSTILE = {
     "dollars": "run " + "$" * 100_000,
     "braces": "run " + "${" * 20_000,
     "quotes": "run " + "'a'" * 50_000,
-    "continuations": "run \\\n" * 50_000,
+    "continuations": "run \\n" * 50_000,
     "blocks": "if [ 1 = 1 ]; then\n" * 5000,
     "sources": "source run.sh\n" * 50,
     "brackets": "(" * 10_000,

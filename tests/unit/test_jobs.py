@@ -24,7 +24,7 @@ from memlab.jobs import yaml_tree
 from memlab.jobs.bounds import BOUNDS
 from memlab.jobs.frameworks.keys import BACKEND
 from memlab.jobs.frameworks.lines import hydra_lines, plain_lines, yaml_lines
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
@@ -268,6 +268,8 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     if job.scenario.architecture.routes and framework in WITHOUT_AUXILIARY_LOSS:
         default["moe_router_load_balancing_type"] = "none"
         default["freeze_moe_router"] = framework == "nemo-rl"
+    if job.scenario.architecture.routes and framework == "megatron-lm" and "dispatcher" not in text:
+        default["moe_token_dispatcher_type"] = "allgather"
     found = flat(job.scenario, job.settings) | {"sequence_parallel": not job.scenario.layout.has_whole_sequences}
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
     assert [one.key for one in job.not_modelled if one.effect == "unknown"] == []
@@ -323,7 +325,7 @@ def test_verl_asks_for_the_version_where_its_default_changed(tmp_path: Path) -> 
         tmp_path,
         "run.sh",
         VERL.partition(" actor_rollout_ref.actor.megatron.override_ddp")[0]
-        + f" {ACTOR}.ppo_micro_batch_size_per_gpu=1 {ACTOR}.ppo_mini_batch_size=8",
+        + f" model_engine=megatron {ACTOR}.ppo_micro_batch_size_per_gpu=1 {ACTOR}.ppo_mini_batch_size=8",
     )
     job = Job.read(path)
     assert "fp32 since 2026-08-20, bf16 before" in str(job.not_supported)
@@ -433,7 +435,7 @@ def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_pa
     for flag in own:
         text = text.replace(flag, "")
     keys = {one.key: one.effect for one in Job.read(write(tmp_path, "run.sh", text)).not_modelled}
-    assert keys == dict.fromkeys(("moe_grouped_gemm", "moe_token_dispatcher_type"), "either")
+    assert keys == {"moe_grouped_gemm": "either"}
 
 
 @pytest.mark.parametrize("sizes", ["--padded-vocab-size 151936", "--vocab-size 151936", ""])
@@ -600,9 +602,12 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     path.write_text(text.replace("    tensor_model", uneven))
     (router,) = [one for one in Job.read(path).not_modelled if one.key.endswith("freeze_moe_router")]
     assert router.bound_bytes == 40 * 2048 * 128 * 16, "of the stage with the most layers"
-    known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
-    known |= {".".join(name.name.split(".")[-2:]) for framework in FRAMEWORKS.values() for name in framework.missing}
+    known = {name.name.rpartition(".")[2].strip("*") for framework in TABLES.values() for name in framework.missing}
+    known |= {".".join(name.name.split(".")[-2:]) for framework in TABLES.values() for name in framework.missing}
     noted = {
+        "actor.policy_loss",
+        "policy_loss_type",
+        "loss_fn",
         "ref_model",
         "freeze_moe_router",
         "ref.megatron.param_offload",
@@ -916,7 +921,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("config.yaml", NEMO + "  sequence_packing: {train_mb_tokens: -4}\n", "line 6: policy.sequence_packing.train_mb_tokens is -4, must be at least 1: correct it"),
         ("config.yaml", "- 1\n", "config.yaml has no keys at its top level"),
         ("run.sh", "echo hello\n", "run.sh is of no format that memlab reads"),
-        ("run.sh", "python3 main_base.py trainer.policy.model.path=phi-4 generator.gpu_memory_utilization=1e999", "line 1: generator.gpu_memory_utilization is inf, must be a number of at most 1e+18: correct it"),
+        ("run.sh", "python3 main_base.py trainer.policy.model.path=phi-4 trainer.strategy=megatron generator.gpu_memory_utilization=1e999", "line 1: generator.gpu_memory_utilization is inf, must be a number of at most 1e+18: correct it"),
         ("run.sh", "A='open", "run.sh, line 1: the quote ' is not closed"),
         ("run.py", "print(1)", "run.py is a program, which memlab never runs"),
         ("args.json", "{", "args.json is not valid JSON"),

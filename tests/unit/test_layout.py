@@ -241,15 +241,24 @@ sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-si
     [
         *("one rank", "TP2 DP4", "CP2 PP4 VP2", "TP2 EP4 ETP1 DP4"),
         "PP2 VP2 pipeline_model_parallel_layout=Et|t|t|tL",
-        "PP2 num_layers_in_first_pipeline_stage=1",
+        *("PP2 num_layers_in_first_pipeline_stage=1", "TP2 SP0"),
     ],
 )
 def test_a_layout_is_read_as_it_is_written(text: str) -> None:
     assert str(Layout.from_text(text)) == text
 
 
+def test_whether_sequences_are_split_tells_layouts_apart_only_where_ranks_could_split_them() -> None:
+    whole, split = (Layout(data_parallel_size=2, sequence_parallel=value) for value in (False, True))
+    assert str(whole) == str(split) and whole == split and hash(whole) == hash(split)
+    assert replace(whole, tensor_model_parallel_size=2) != replace(split, tensor_model_parallel_size=2)
+    assert whole != replace(whole, data_parallel_size=4) and whole != replace(whole, rank=1) and whole != str(whole)
+
+
 @pytest.mark.parametrize("text", ["TP", "2", "XP2", "TP2 TP4", "TP-2", "tp2", "TP2,DP2", "TP٢"])
 def test_words_that_are_no_sizes_are_refused_with_the_choices(text: str) -> None:
     with pytest.raises(ValueError, match=r"may have only TP, CP, PP, VP, EP, ETP, DP, each with a number") as refusal:
         Layout.from_text(text)
+    for other in ("SP0", "num_layers_in_last_pipeline_stage=VALUE", "pipeline_model_parallel_layout=VALUE"):
+        assert other in str(refusal.value)
     assert "\n" not in str(refusal.value)

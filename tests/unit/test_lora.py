@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from memlab.backends import cpu
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config import model_restrictions
 from memlab.config.layout import Layout
-from memlab.config.lora import LoRA
+from memlab.config.lora import CANONICAL, LoRA
 from memlab.config.parameters import kept_bytes, trained_of_rank
+from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState, what_rebuilds
 from memlab.config.validation import RuleError
+from memlab.engines.megatron.adapters import GroupedAdapter
 from memlab.jobs.bounds import bound_bytes
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.lab.lab import Lab
@@ -33,6 +36,8 @@ pytestmark = pytest.mark.versions
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 LORA = TrainingState(lora=LoRA(rank=8))
 OF_EACH_EXPERT = TrainingState(lora=LoRA(rank=4, library="mcore_bridge", target_modules=("*experts*",)))
+OF_PARTS = TrainingState(lora=LoRA(rank=8, target_modules=CANONICAL, normalize_moe_lora=True))
+GROUPED = TrainingState(lora=LoRA(rank=8, target_modules=("*experts*",), share_expert_adapters=False))
 DROPPED = TrainingState(lora=LoRA(rank=4, dropout=0.2, target_modules=("linear_proj", "*.layers.1.*.linear_fc1")))
 
 
@@ -69,6 +74,16 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
             "must name linears there, since only Megatron-Bridge takes an empty list",
         ),
         (
+            {"lora_rank": 8, "lora_target_modules": ["linear_proj", "linear_qkv", "*.layers.1.*.linear_q"]},
+            "lora_target_modules",
+            "has 'linear_qkv' and '*.layers.1.*.linear_q', must have parts of linears or whole linears",
+        ),
+        (
+            {"lora_rank": 8, "lora_share_expert_adapters": False, "lora_library": "mcore_bridge"},
+            "lora_share_expert_adapters",
+            "which only Megatron-Bridge has",
+        ),
+        (
             {"lora_rank": 8, "lora_target_modules": [], "lora_exclude_modules": [1]},
             "lora_exclude_modules",
             "must be a list of names",
@@ -93,6 +108,13 @@ def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: st
             LoRA(rank=1),
             Layout(expert_tensor_parallel_size=2, data_parallel_size=2),
             "must be a multiple of expert_tensor_parallel_size, 2",
+        ),
+        (LoRA(target_modules=("linear_q", "linear_v")), Layout(), "linear_q, linear_v alone of linear_qkv, must have"),
+        (LoRA(rank=12, normalize_moe_lora=True), Layout(), "must be a multiple of 8, the experts of a token"),
+        (
+            LoRA(share_expert_adapters=False),
+            Layout(expert_tensor_parallel_size=2, data_parallel_size=2),
+            "must be 1 with lora_share_expert_adapters False",
         ),
     ],
 )
@@ -151,6 +173,15 @@ def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: boo
     assert ("lora_exclude_modules" in reasons) == is_idle
 
 
+@pytest.mark.parametrize(("targets", "is_idle"), [(CANONICAL[:4], True), (("*experts*",), False)])
+def test_what_concerns_experts_alone_is_named_without_adapters_of_experts(
+    targets: tuple[str, ...], is_idle: bool
+) -> None:
+    lora = LoRA(rank=8, target_modules=targets, normalize_moe_lora=True, share_expert_adapters=False)
+    reasons = Scenario.of("qwen3-30b-a3b", state=TrainingState(lora=lora)).without_effect()
+    assert ({"lora_share_expert_adapters", "lora_normalize_moe_lora"} <= reasons.keys()) == is_idle
+
+
 def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:
     def reason(architecture: str, **options: Any) -> str | None:
         state = TrainingState(freeze_moe_router=True, **options)
@@ -189,18 +220,41 @@ def test_fsdp_spreads_the_frozen_model_too() -> None:
     assert bound_bytes(row, scenario, MemorySettings()) == 2 * frozen * 3 // 4 + (2 + 4) * adapters * 3 // 4
 
 
+OF_EXPERTS = 2048 + 1536 + 768 + 2048
+OF_ATTENTION_IN_PARTS = 3 * 2048 + 4096 + 512 + 512
+
+
 @pytest.mark.parametrize(
-    ("targets", "of_layers"),
+    ("lora", "of_layers"),
     [
-        (("linear_qkv",), 48 * 16 * (2048 + 5120)),
-        (("*.layers.0.*.linear_qkv", "*.layers.47.self_attention.linear_proj"), 16 * (2048 + 5120 + 4096 + 2048)),
-        (("*experts*",), 48 * 16 * (2048 + 1536 + 768 + 2048)),
-        ((), 48 * 16 * (2048 + 5120 + 4096 + 2048) + 16 * (2048 + 151936)),
+        ({"target_modules": ("linear_qkv",)}, 48 * 16 * (2048 + 5120)),
+        (
+            {"target_modules": ("*.layers.0.*.linear_qkv", "*.layers.47.self_attention.linear_proj")},
+            16 * (2048 + 5120 + 4096 + 2048),
+        ),
+        ({"target_modules": ("*experts*",)}, 48 * 16 * OF_EXPERTS),
+        ({"target_modules": ()}, 48 * 16 * (2048 + 5120 + 4096 + 2048) + 16 * (2048 + 151936)),
+        ({"target_modules": ("*experts*",), "share_expert_adapters": False}, 48 * 128 * 16 * OF_EXPERTS),
+        ({"target_modules": ("*experts*",), "normalize_moe_lora": True}, 48 * 2 * OF_EXPERTS),
+        ({"target_modules": CANONICAL[:3]}, 48 * 16 * OF_ATTENTION_IN_PARTS),
+        ({"target_modules": CANONICAL}, 48 * 16 * (OF_ATTENTION_IN_PARTS + 4096 + 2048 + OF_EXPERTS)),
+        (
+            {"target_modules": tuple(f"*.layers.0.*.{part}" for part in CANONICAL[:3])},
+            16 * OF_ATTENTION_IN_PARTS,
+        ),
     ],
 )
-def test_targets_are_names_or_patterns(targets: tuple[str, ...], of_layers: int) -> None:
-    state = TrainingState(lora=LoRA(rank=16, target_modules=targets))
+def test_adapters_are_counted_by_their_names_and_kinds(lora: dict[str, Any], of_layers: int) -> None:
+    state = TrainingState(lora=LoRA(rank=16, **lora))
     assert sum(trained_of_rank(Scenario.of("qwen3-30b-a3b", state=state))) == of_layers
+
+
+def test_a_rank_that_is_normalized_is_rounded_up_where_ranks_share_its_rows() -> None:
+    """Megatron-Bridge rounds up that of ``linear_fc1`` alone, whose first matrix is split by rows."""
+    layout = Layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=4)
+    lora = LoRA(rank=8, target_modules=("*experts*",), normalize_moe_lora=True)
+    scenario = Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
+    assert {weight.shape for weight in scenario.weights_of_adapters()} == {(4, 2048), (1536, 4), (1, 768), (2048, 1)}
 
 
 @pytest.mark.parametrize(("module", "targets"), [("layernorm", "linear_fc1"), ("moe_act", "linear_fc2")])
@@ -219,14 +273,19 @@ def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3-moe-tiny", LORA), ("qwen3-moe-tiny", OF_EACH_EXPERT), ("phi-4-tiny", DROPPED)],
-    ids=["shared", "of each expert", "dense"],
+    params=[
+        ("qwen3-moe-tiny", OF_PARTS),
+        pytest.param(("qwen3-moe-tiny", OF_EACH_EXPERT), marks=pytest.mark.slow),
+        ("qwen3-moe-tiny", GROUPED),
+        ("phi-4-tiny", DROPPED),
+    ],
+    ids=["shared", "of each expert", "grouped", "dense"],
 )
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on the CPU and predicted."""
     name, state = request.param
     given = {**TINY, "num_microbatches": 2, "state": state}
-    drawn = [MemorySettings(), FULL, recompute("core_attn"), offload("qkv_linear", "core_attn", "attn_proj")]
+    drawn = [MemorySettings(), FULL, offload("qkv_linear", "core_attn", "attn_proj")]
     with Lab(name, backend="cpu", **given) as lab:
         real = [lab.step(each) for each in drawn]
         trained = sum(parameter.requires_grad for parameter in inside(lab).model.engine.live.parameters())
@@ -341,6 +400,52 @@ def test_adapters_and_their_gradients_are_those_of_the_definition(adapted: tuple
     expected.backward(seen["grad"])
     for number, reference in enumerate((first, second)):
         torch.testing.assert_close(seen[str(number)], reference.grad)
+
+
+def test_adapters_of_parts_are_an_adapter_of_the_whole_with_the_rows_of_each_head_in_their_place() -> None:
+    """Megatron's ``linear_qkv`` has the queries, the key and the value of each query group beside each other."""
+    draw = torch.Generator().manual_seed(3)
+    state = TrainingState(lora=LoRA(rank=4, alpha=4, target_modules=CANONICAL))
+    with Lab("phi-4-tiny", num_layers=1, seq_length=16, dtype="fp32", backend="cpu", state=state) as lab:
+        layer, model = inside(lab).model.engine.live.chunk.module.decoder.layers[0], lab.scenario.architecture
+        for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            for weight in linear.adapter.parameters():
+                torch.nn.init.normal_(weight.data, std=0.1, generator=draw)
+        inputs = torch.randn(5, 1, model.hidden_size, generator=draw)
+        of_attention = layer.self_attention.linear_qkv.adapter
+        deltas = {name: each.linear_out.weight @ each.linear_in.weight for name, each in of_attention.items()}
+        heads = {name: delta.reshape(model.num_query_groups, -1, model.hidden_size) for name, delta in deltas.items()}
+        whole = torch.cat([heads[f"adapter_{part}"] for part in "qkv"], dim=1).reshape(-1, model.hidden_size)
+        torch.testing.assert_close(of_attention(inputs), inputs @ whole.T)
+        of_mlp = layer.mlp.linear_fc1.adapter
+        whole = torch.cat(
+            [
+                of_mlp[f"adapter_{part}"].linear_out.weight @ of_mlp[f"adapter_{part}"].linear_in.weight
+                for part in ("gate", "up")
+            ]
+        )
+        torch.testing.assert_close(of_mlp(inputs), inputs @ whole.T)
+
+
+def test_an_adapter_of_each_expert_is_that_of_the_definition_and_has_its_gradients() -> None:
+    to_wrap, weight = torch.nn.Linear(16, 24, dtype=torch.bfloat16), Weight("linear_fc1.weight", (24, 16), 0, 4)
+    to_wrap.num_gemms = 4  # type: ignore[assignment]
+    config: Any = SimpleNamespace(expert_model_parallel_size=1, tensor_model_parallel_size=1)
+    adapter = GroupedAdapter(to_wrap, weight, LoRA(rank=8, alpha=16, share_expert_adapters=False), config)
+    assert adapter.is_grouped
+    torch.nn.init.normal_(adapter.linear_out.weight)
+    inputs, counts = torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True), [5, 0, 4, 2]
+    weights = (adapter.linear_in.weight, adapter.linear_out.weight)
+    expected = torch.cat(
+        [2 * (rows @ first.T @ second.T) for rows, first, second in zip(inputs.split(counts), *weights, strict=True)]
+    )
+    grad = torch.randn(11, 24, dtype=torch.bfloat16)
+    wanted = torch.autograd.grad(expected, (inputs, *weights), grad)
+    for adapter.is_grouped in (True, False):
+        output = adapter(inputs, counts)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(torch.autograd.grad(output, (inputs, *weights), grad), wanted)
+    assert [*adapter(inputs[:0], [0, 0, 0, 0]).shape] == [0, 24]
 
 
 def test_the_norm_of_latent_attention_is_recomputed_only_where_its_input_requires_a_gradient() -> None:

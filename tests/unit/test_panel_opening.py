@@ -62,6 +62,19 @@ def test_a_refusal_stands_beside_the_button_and_leaves_the_open_lab_alone(row: O
     assert [child.value for child in row.children[1:]] == ["llama-3-tiny"]
 
 
+def test_a_lab_that_was_closed_for_one_that_cannot_be_opened_is_not_kept(row: Opening) -> None:
+    row.open_button.click()
+    first = row.lab
+
+    def refused(name: str, **options: Any) -> Any:
+        raise ValueError("no GPU is free")
+
+    row._open_lab = refused
+    row.open_button.click()
+    assert isinstance(first, Asked) and first.is_closed and row.lab is None
+    assert "Not opened: no GPU is free" in row.said.value and len(row.children) == 1
+
+
 def test_panel_without_a_lab_asks_for_one_and_shows_its_panel() -> None:
     row = panel(predict=False)
     row.model.value, row.layers.value, row.lora_rank.value = "phi-4-tiny", 1, 4

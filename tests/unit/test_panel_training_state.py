@@ -89,7 +89,8 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
     shown = panel(FakeLab("phi-4-tiny", engine="fsdp2"))
     values = {"fp32_sharded_params": True, "reshard_after_forward": "none", "adam_implementation": "fused"}
     try:
-        own = {"defer_fsdp_grad_sync", "grad_reduce_in_bf16", *(field.name for field in fields(AllocatorSettings))}
+        own = {"defer_fsdp_grad_sync", "grad_reduce_in_bf16", "fsdp_cpu_offload", "dp_replicate_size"}
+        own |= {"reshard_after_forward_ranks", *(field.name for field in fields(AllocatorSettings))}
         assert set(shown.training_state.by_name) == {*values, *own}
         assert {name.partition(":")[0] for name in shown.controls.by_name} == {
             *("recompute_granularity", "recompute_method", "recompute_num_layers", "seq_length", "micro_batch_size"),

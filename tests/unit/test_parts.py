@@ -19,7 +19,7 @@ from memlab.lab.lab import Lab
 from tests.unit.inside import inside
 
 _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
-_OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.weight)\d+")
+_OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.(?:weight|bias))\d+")
 MODELS = [
     ARCHITECTURES[name]
     for name in (
@@ -28,6 +28,7 @@ MODELS = [
         "gpt-tiny",
         "deepseek-tiny",
         "glm-4.5-tiny",
+        "gpt-oss-tiny",
         "qwen2-moe-tiny",
         "qwen3-moe-tiny",
     )

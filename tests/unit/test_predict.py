@@ -237,8 +237,9 @@ def test_a_pass_without_backward_is_predicted_as_one() -> None:
 def test_steps_of_two_labs_are_predicted_in_two_with_experts_drawn_at_random() -> None:
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
         record = lab.step()
-    again = predict_measured([record, record, replace(record, step_index=2)])
-    assert [prediction.step_index for prediction in again] == [1, 1, 2]
+    later, older = replace(record, step_index=2), record.versions | {"memlab": "0.3.0"}
+    again = predict_measured([record, record, later, replace(later, step_index=3, versions=older)])
+    assert [prediction.step_index for prediction in again] == [1, 1, 2, 1]
     assert {prediction.scenario.routing for prediction in again} == {Routing(kind="random", seed=record.scenario.seed)}
 
 

@@ -14,6 +14,7 @@ from memlab.analysis.accuracy import pairs_of
 from memlab.analysis.limits import Limit
 from memlab.cli import main
 from memlab.config.from_json import parse_json
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -61,6 +62,18 @@ def test_a_training_state_is_compared_with_the_default_state_in_a_table_of_its_o
     assert default[:6] == ["default state", "6.000", "", "10.000", "", "forward"]
     name = "use_precision_aware_optimizer, exp_avg_dtype bf16"
     assert changed == [name, "4.000", "2.000", "11.000", "-1.000", "optimizer", "", "2.000", "", "300", "", "1.50"]
+
+
+def test_layers_of_multi_token_prediction_that_a_pipeline_layout_places_are_in_both_tables() -> None:
+    layout = Layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tmL")
+    usual = TrainingState(mtp_num_layers=1)
+    scenario = replace(PLAIN.scenario, num_layers=2, layout=layout, state=usual)
+    plain = replace(PLAIN, scenario=scenario)
+    changed = replace(plain, scenario=replace(scenario, state=replace(usual, use_precision_aware_optimizer=True)))
+    lines = results_page([Result(plain, (0.2,)), Result(changed, (0.3,))]).splitlines()
+    assert sum(line.startswith("## ") for line in lines) == 1
+    first, second = pairs_of([plain, changed], [plain, changed])
+    assert first.default_state is None and second.default_state is first
 
 
 def test_the_spread_is_the_middle_half_of_the_steps() -> None:

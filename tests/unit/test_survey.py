@@ -42,11 +42,12 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
         "asked",
         ("the file does not say the model",),
     ),
-    "b/refused.slurm": (f"{SFT}Qwen/Qwen3.5-35B-A3B", "refused", ("the model 'Qwen/Qwen3.5-35B-A3B'",)),
+    "b/read.slurm": (f"{SFT}Qwen/Qwen3.5-35B-A3B", "read", ("the model 'Qwen/Qwen3.5-35B-A3B'",)),
+    "b/refused.sh": (f"{SFT}Qwen/Qwen3.5-35B-A3B --some_flag 3", "refused", ("the model 'Qwen/Qwen3.5-35B-A3B'",)),
     "b/engine.sh": (
         "python -m verl.trainer.main_ppo model_engine=megatron2 actor_rollout_ref.model.path=Qwen/Qwen3-8B",
-        "refused",
-        ("memlab predicts this framework's jobs with Megatron only (model_engine=megatron)",),
+        "read",
+        ("memlab predicts verl's jobs with Megatron and FSDP only",),
     ),
     "cannot.sh": (
         f"{SFT}Qwen/Qwen3-8B --tensor_model_parallel_size 3",
@@ -107,7 +108,7 @@ def test_counts_are_by_framework_and_by_model_and_add_up(checkout: Path) -> None
     found = survey(checkout)
     by_framework, by_model = found.counts("framework"), found.counts("model")
     assert {name: sum(counts.values()) for name, counts in by_framework.items()} == {
-        "ms-swift": 8,
+        "ms-swift": 9,
         "verl": 2,
         "nemo-rl": 1,
         "megatron-lm": 1,
@@ -116,12 +117,12 @@ def test_counts_are_by_framework_and_by_model_and_add_up(checkout: Path) -> None
     assert {name: sum(counts.values()) for name, counts in by_model.items()} == {
         "qwen3": 8,
         "qwen2": 1,
-        "qwen3.5": 1,
+        "qwen3.5": 2,
         "not named": 2,
     }
     assert found.missing()["padding_free"] == 2
     table = survey_table(found)
-    assert f"{checkout}: 12 of 20 scripts and configurations are jobs" in table
+    assert f"{checkout}: 13 of 21 scripts and configurations are jobs" in table
     assert "2 files cannot be read, as broken.yaml: " in table
 
 

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memlab.engines.megatron.layers.torch_functions import CausalAttention, GroupedLinear, Linear, Norm, NormLinear
+from memlab.engines.megatron.layers.quick_gelu import quick_gelu
+from memlab.engines.megatron.layers.torch_functions import (
+    CausalAttention,
+    GroupedLinear,
+    Linear,
+    Norm,
+    NormLinear,
+    PackedAttention,
+)
 from memlab.engines.megatron.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -93,6 +101,46 @@ def test_the_grouped_linear_is_one_linear_for_each_expert(save_original_input: b
     )
 
 
+def test_experts_have_a_bias_each() -> None:
+    splits = [3, 0, 4]
+
+    def reference(inputs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(*each) for each in zip(inputs.split(splits), others[:3], others[3:], strict=True)])
+
+    assert_same_function(
+        lambda inputs, *others: GroupedLinear.apply(inputs, splits, False, *others),
+        reference,
+        values(7, 8),
+        *(values(6, 8, seed=seed) for seed in (1, 2, 3)),
+        *(values(6, seed=seed) for seed in (4, 5, 6)),
+    )
+
+
+def test_a_sink_takes_a_share_and_a_window_hides_what_is_further_back() -> None:
+    def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        scores = query @ key.repeat_interleave(2, 1).mT * 0.3
+        distance = torch.arange(6).view(6, 1) - torch.arange(6)
+        scores = scores.masked_fill((distance < 0) | (distance > 2), -torch.inf)
+        with_sinks = torch.cat((scores, sinks.expand(2, 4, 6, 1)), dim=-1).softmax(-1)[..., :-1]
+        return (with_sinks @ value.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
+
+    inputs = values(6, 2, 4, 8), values(6, 2, 2, 8, seed=1), values(6, 2, 2, 8, seed=2), values(1, 4, 1, 1, seed=3)
+    assert_same_function(lambda q, k, v, sinks: CausalAttention.apply(q, k, v, 0.3, 0.0, 2, sinks), reference, *inputs)
+
+    def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        rows = [tensor[:, 0] for tensor in (query, key, value)]
+        ends = torch.tensor([0, 6, 12], dtype=torch.int32)
+        attended = PackedAttention.apply(*(row.repeat(2, 1, 1) for row in rows), 0.3, ends, 2, sinks)
+        return attended.unflatten(0, (2, 6)).transpose(0, 1)
+
+    assert_same_function(
+        packed,
+        lambda q, k, v, sinks: reference(*(each[:, :1].repeat(1, 2, 1, 1) for each in (q, k, v)), sinks),
+        *inputs,
+    )
+
+
 @pytest.mark.parametrize("groups", [4, 2])
 def test_the_attention_is_causal_and_shares_keys_between_queries(groups: int) -> None:
     def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -107,6 +155,13 @@ def test_the_attention_is_causal_and_shares_keys_between_queries(groups: int) ->
         values(6, 2, groups, 8, seed=1),
         values(6, 2, groups, 8, seed=2),
     )
+
+
+def test_the_activation_of_experts_is_megatron_s() -> None:
+    from megatron.core.fusions import fused_bias_geglu
+
+    original = fused_bias_geglu.quick_gelu._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    assert_same_function(quick_gelu, original, values(4, 6))
 
 
 def test_permuting_and_unpermuting_is_megatron_s_own_without_fusion() -> None:

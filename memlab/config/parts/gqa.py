@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import Normalization, Part, SharedSize, Weight, norm_kept_bytes, norm_weights
+from memlab.config.validation import is_whole_number, shortened
 
 PositionEmbeddingType = Literal["rope", "learned_absolute"]
+SoftmaxType = Literal["vanilla", "learnable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,9 @@ class GroupedQueryAttention(Part):
     normalization: Normalization
     add_bias_linear: bool
     position_embedding_type: PositionEmbeddingType
+    softmax_type: SoftmaxType
+    window_size: tuple[int, int] | None
+    window_attn_skip_freq: int | tuple[int, ...] | None
 
     most: ClassVar = {
         "hidden_size": 2**20,
@@ -51,10 +56,26 @@ class GroupedQueryAttention(Part):
                 f"{name}: kv_channels {self.kv_channels} x rotary_percent {self.rotary_percent:g} is {rotated}, "
                 "must be an even number, since rotary embeddings rotate pairs: correct one of them"
             )
+        self._check_window(name)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"{name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
                 f"num_query_groups, {self.num_query_groups}: correct one of them"
+            )
+
+    def _check_window(self, name: str) -> None:
+        window, layers = self.window_size, self.window_attn_skip_freq
+        is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+        if window is not None and not (is_pair and is_whole_number(window[0], at_least=0) and window[1] == 0):
+            raise ValueError(
+                f"{name}: window_size is {shortened(window)}, must be a number of tokens and 0, which attention sees "
+                "before and after a token, since memlab's attention is causal: correct it"
+            )
+        is_pattern = isinstance(layers, (tuple, list)) and {*layers} <= {0, 1}
+        if layers is not None and not (is_pattern or is_whole_number(layers)):
+            raise ValueError(
+                f"{name}: window_attn_skip_freq is {shortened(layers)}, must be a whole number of layers, or for each "
+                "layer 1 or 0: correct it"
             )
 
     @classmethod
@@ -68,6 +89,7 @@ class GroupedQueryAttention(Part):
             "kv_channels": config.whole("head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
             "qk_layernorm": kind.qk_layernorm or config.says(kind.qk_norm_field),
             "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
+            **(_sinks_of_config(config) if kind.has_sinks else {}),
         }
 
     @property
@@ -89,11 +111,13 @@ class GroupedQueryAttention(Part):
         """Returns the parameters of one layer."""
         of_queries = Weight("self_attention.linear_qkv.bias", (self.qkv_width,), split=0)
         of_output = Weight("self_attention.linear_proj.bias", (self.hidden_size,))
+        of_sinks = Weight("self_attention.core_attention.softmax_offset", (self.num_attention_heads,), split=0)
         norms = [f"self_attention.{name}_layernorm." for name in ("q", "k") if self.qk_layernorm]
         return (
             *norm_weights("self_attention.linear_qkv.layer_norm_", self.hidden_size, self.normalization),
             Weight("self_attention.linear_qkv.weight", (self.qkv_width, self.hidden_size), split=0),
             *((of_queries,) if self.add_qkv_bias or self.add_bias_linear else ()),
+            *((of_sinks,) if self.softmax_type == "learnable" else ()),
             *(weight for name in norms for weight in norm_weights(name, self.kv_channels, self.normalization)),
             Weight("self_attention.linear_proj.weight", (self.hidden_size, self.query_width), split=1),
             *((of_output,) if self.add_bias_linear else ()),
@@ -121,8 +145,23 @@ class GroupedQueryAttention(Part):
         return Part.operations(self, attended) + self.operations_of_modules(attended)["core_attn"]
 
     def operations_of_modules(self, attended: float) -> dict[str, float]:
-        """Returns the FLOPs of scores and values: a causal mask leaves half of all pairs."""
-        return {"core_attn": 2.0 * attended * self.query_width}
+        """Returns the FLOPs of scores and values, on average over layers with a window and without.
+
+        A causal mask leaves half of all pairs; a window leaves each token that many tokens, or all before it.
+        """
+        seen = min((self.window_size or (attended, 0))[0] + 1, attended)
+        pairs = self._share_with_window * seen * (2 - seen / attended) + (1 - self._share_with_window) * attended
+        return {"core_attn": 2.0 * pairs * self.query_width}
+
+    @property
+    def _share_with_window(self) -> float:
+        """The share of layers that have a window (``is_layer_window_attention`` of core's transformer/utils.py)."""
+        every = self.window_attn_skip_freq
+        if self.window_size is None:
+            return 0
+        if isinstance(every, tuple):
+            return sum(every) / len(every)
+        return 1 if every is None else 1 - 1 / every
 
     def kept_bytes(self, tokens: int, recompute: str) -> int:
         """Returns the bytes of the layer's input, its norm, queries, keys, values and the attention's output."""
@@ -137,3 +176,19 @@ class GroupedQueryAttention(Part):
         log_sums = 0 if recompute == "core_attn" else 4 * heads
         angles = 8 * channels if self.rotates else 0
         return (4 * self.hidden_size + of_row + norms + attended + log_sums + angles) * tokens
+
+
+def _sinks_of_config(config: ConfigJson) -> dict[str, Any]:
+    """Returns sinks, windows and biases (``GptOssConfig`` in transformers 5.24): every second layer has no window."""
+    if not config.flag("attention_bias", default=True):
+        raise ValueError("attention_bias false is not modelled: memlab has gpt-oss with biases of all matrices")
+    window, kinds = config.values.get("sliding_window", 128), config.values.get("layer_types")
+    has_window = [int(kind == "sliding_attention") for kind in kinds or ()]
+    alternate = [(layer + 1) % 2 for layer in range(len(has_window))]
+    return {
+        "softmax_type": "learnable",
+        "add_qkv_bias": False,  # all matrices have one
+        "add_bias_linear": True,
+        "window_size": None if window is None else (config.whole("sliding_window", default=128) - 1, 0),
+        "window_attn_skip_freq": 2 if has_window == alternate else tuple(has_window),
+    }

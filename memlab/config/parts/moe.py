@@ -25,7 +25,7 @@ _MOST_OF_ONE = 2**22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(FeedForward):
-    """A router, SwiGLU experts without biases, and one MLP beside them that all tokens pass through, if there is one.
+    """A router, gated experts, and one MLP beside them that all tokens pass through, if there is one.
 
     They are in ``megatron/core/transformer/moe/`` (0.16.1): ``router.py``, ``experts.py`` and ``shared_experts.py``.
     """
@@ -44,13 +44,14 @@ class Experts(FeedForward):
     moe_router_topk_scaling_factor: float | None
     moe_shared_expert_intermediate_size: int | None
     moe_shared_expert_gate: bool
+    add_bias_linear: bool
+    quick_geglu: bool
+    glu_linear_offset: float
+    activation_func_clamp_value: float | None
 
     most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": _MOST_OF_ONE}
-    ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6)}
-    megatron: ClassVar = {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": True,
-    }
+    ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6), "glu_linear_offset": (None, 1e6)}
+    megatron: ClassVar = {"moe_grouped_gemm": True}
     recompute_modules: ClassVar = ("moe", "moe_act", "shared_experts")
     offload_modules: ClassVar = ("expert_fc1", "moe_act")
     offload_groups: ClassVar = ("mlp_norm", "expert_fc1", "moe_act")
@@ -61,6 +62,7 @@ class Experts(FeedForward):
     def formulas(self) -> tuple[str, ...]:  # type: ignore[override]
         """None for routers and experts that the cheat sheet does not describe."""
         is_plain = self.moe_router_score_function == "softmax"
+        is_plain = is_plain and not (self.add_bias_linear or self.quick_geglu)
         is_plain = is_plain and self.moe_router_group_topk is self.moe_router_topk_scaling_factor is None
         return ("none", "full") if is_plain and not self.moe_shared_expert_intermediate_size else ()
 
@@ -89,6 +91,10 @@ class Experts(FeedForward):
         if shared is not None:
             field = f"{name}: moe_shared_expert_intermediate_size"
             check_whole_number(field, shared, at_most=_MOST_OF_ONE, action="correct it")
+        if self.activation_func_clamp_value is not None:
+            check_number(
+                f"{name}: activation_func_clamp_value", self.activation_func_clamp_value, 0, 1e6, action="correct it"
+            )
         if factor is not None:
             check_number(f"{name}: moe_router_topk_scaling_factor", factor, 0, 1e6, action="correct it")
         for rule in (*self._broken_rules(), *self._broken_rules_of_groups()):
@@ -113,6 +119,21 @@ class Experts(FeedForward):
             yield (
                 f"moe_router_enable_expert_bias is True with moe_router_score_function {score!r}, must have sigmoid by "
                 "a rule of Megatron-Core: correct one of them"
+            )
+        if self.glu_linear_offset and not self.quick_geglu:
+            yield (
+                f"glu_linear_offset is {self.glu_linear_offset:g} without quick_geglu, must be 0 there, since "
+                "Megatron-Core's fused SwiGLU adds none: set quick_geglu"
+            )
+        if self.activation_func_clamp_value is not None and not self.quick_geglu:
+            yield (
+                f"activation_func_clamp_value is {self.activation_func_clamp_value:g} without quick_geglu, must be "
+                "left out there, since Megatron-Core's fused SwiGLU clamps nothing: set quick_geglu"
+            )
+        if self.add_bias_linear and self.moe_shared_expert_intermediate_size:
+            yield (
+                "add_bias_linear is True with moe_shared_expert_intermediate_size, must be False there by a rule of "
+                "Megatron-Core: correct one of them"
             )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             yield (
@@ -159,6 +180,7 @@ class Experts(FeedForward):
             # Mixtral has no such field, and always normalises.
             "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=not has_own_width),
             "moe_layer_freq": _pattern_of_config(config),
+            **(_clamped_gate_of_config(config) if kind.has_sinks else {}),
             **_router_of_config(config, kind),
             **_shared_experts_of_config(config, kind),
         }
@@ -171,7 +193,15 @@ class Experts(FeedForward):
             Weight("mlp.router.weight", (count, hidden)),
             Weight("mlp.experts.linear_fc1.weight", (2 * width, hidden), split=0, num_experts=count),
             Weight("mlp.experts.linear_fc2.weight", (hidden, width), split=1, num_experts=count),
+            *(self._biases() if self.add_bias_linear else ()),
             *self._shared_weights(),
+        )
+
+    def _biases(self) -> tuple[Weight, ...]:
+        return (
+            Weight("mlp.router.bias", (self.num_moe_experts,)),
+            Weight("mlp.experts.linear_fc1.bias", (2 * self.moe_ffn_hidden_size,), 0, self.num_moe_experts),
+            Weight("mlp.experts.linear_fc2.bias", (self.hidden_size,), None, self.num_moe_experts),
         )
 
     def _shared_weights(self) -> list[Weight]:
@@ -264,6 +294,19 @@ def _shared_experts_of_config(config: ConfigJson, kind: ModelType) -> dict[str, 
     else:
         return {}
     return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": kind.shared_expert_gate}
+
+
+def _clamped_gate_of_config(config: ConfigJson) -> dict[str, Any]:
+    """Returns the gate of gpt-oss (``GptOssExperts`` in transformers 5.24), trained without an auxiliary loss."""
+    slope = config.number("swiglu_alpha", default=1.702)
+    if slope != 1.702:
+        raise ValueError(f"swiglu_alpha {slope:g} is not modelled: memlab has Megatron-Core's, 1.702")
+    return {
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": config.number("swiglu_limit", default=7.0),
+        "moe_aux_loss_coeff": 0.0,
+    }
 
 
 def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:

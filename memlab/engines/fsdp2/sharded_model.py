@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
@@ -37,15 +37,12 @@ class ShardedModel:
         with on_host(), unobserved():
             with torch.device("meta" if place.is_prediction else "cpu"):
                 self.module = build_model(scenario, sharded, attention=_attention_of(scenario, place))
-            mesh = init_device_mesh(mesh_device, (scenario.layout.data_parallel_size,))
-            policy = _policy(scenario)
-            for layer in self.layers:
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            self._shard(mesh_device, scenario)
             if mesh_device == "cpu":  # gloo has no average
                 self.module.set_force_sum_reduction_for_comms(True)
         # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
         self.parameters: list[Any] = list(self.module.parameters())
+        self.is_on_host = scenario.state.fsdp_cpu_offload
         self._to_device()
         self.set_resharding(scenario.state.reshard_after_forward)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -63,6 +60,8 @@ class ShardedModel:
         for layer in self.layers:
             resharded = which == "all" or (which == "all_but_last" and layer is not self.layers[-1])
             layer.set_reshard_after_forward(resharded, recurse=False)
+            for group in _groups(layer) if resharded else ():
+                group.post_forward_mesh_info = self._meshes_after_forward[group]
 
     def set_gradient_sync(self, is_last: bool) -> None:
         """Says whether the next backward reduces gradients."""
@@ -77,10 +76,7 @@ class ShardedModel:
         """Yields FSDP2's own object for each parameter."""
         for module in self.module.modules():
             if hasattr(module, "_get_fsdp_state"):
-                state = module._get_fsdp_state()
-                # torch 2.11 has one group, 2.13 several.
-                groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-                yield from (each for group in groups if group is not None for each in group.fsdp_params)
+                yield from (each for group in _groups(module) for each in group.fsdp_params)
 
     def reset(self) -> None:
         """Ends what a step has left that did not reach its end: gathered parameters, and gradients."""
@@ -95,11 +91,31 @@ class ShardedModel:
         for state in [state for state in self.optimizer.state.values() if "exp_avg_sq" not in state]:
             state.clear()  # Adam would take it for a complete one
 
+    def _shard(self, mesh_device: str, scenario: Scenario) -> None:
+        """Has FSDP2 shard each layer, and then the model."""
+        state = scenario.state
+        shape = (state.dp_replicate_size, scenario.ranks_of_shards)
+        is_replicated = state.dp_replicate_size > 1
+        names = ("dp_replicate", "dp_shard") if is_replicated else ("dp_shard",)
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(mesh_device, shape if is_replicated else shape[1:], mesh_dim_names=names),
+            "mp_policy": _policy(scenario),
+            "offload_policy": CPUOffloadPolicy() if state.fsdp_cpu_offload else OffloadPolicy(),
+        }
+        for layer in self.layers:
+            fully_shard(layer, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
+        fully_shard(self.module, reshard_after_forward=False, **options)
+        self._meshes_after_forward = {
+            group: group.post_forward_mesh_info for layer in self.layers for group in _groups(layer)
+        }
+
     def _to_device(self) -> None:
-        """Allocates the rank's shards and the buffers on the device, each in a storage of its own."""
+        """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own."""
+        place = _on_pinned_host if self.is_on_host else _on_device
         with keeping("parameters"):
             for each in self.sharded():
-                padded = _on_device(each._sharded_param_data)
+                each.device = torch.device("cuda")  # where it is gathered
+                padded = place(each._sharded_param_data)
                 each._sharded_param_data = padded
                 size, stride = each.sharded_size, each.contiguous_sharded_stride
                 each.sharded_param._local_tensor = torch.as_strided(padded, size, stride)
@@ -116,6 +132,17 @@ def _attention_of(scenario: Scenario, place: BackendKind) -> str:
     model = scenario.architecture
     is_grouped = model.num_query_groups < model.num_attention_heads
     return UNFUSED_ATTENTION if place.has_allocator and scenario.dtype == "fp32" and is_grouped else ATTENTION
+
+
+def _groups(module: Any) -> list[Any]:
+    """Returns FSDP2's groups of parameters that a module gathers together: torch 2.11 has one group, 2.13 several."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _on_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
-from memlab.meter.labels import Labels
+from memlab.meter.labels import Labels, on_host
 
 _MAX_NORM = 1.0
 """NeMo Automodel's ``max_grad_norm``."""
@@ -54,8 +55,9 @@ def train_step(
 def update_parameters(live: ShardedModel) -> None:
     """Clips the gradients, and runs the optimizer."""
     assert live.optimizer is not None
-    torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
-    live.optimizer.step()
+    with on_host() if live.is_on_host else nullcontext():
+        torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
+        live.optimizer.step()
 
 
 def forward_only_step(

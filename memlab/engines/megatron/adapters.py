@@ -7,6 +7,8 @@ save for backward is then Megatron-Core's, on every backend.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.config.lora import OUTPUT_LAYER, LoRA
+from memlab.config.lora import OUTPUT_LAYER, LoRA, rows_of_part
 from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
 
@@ -40,14 +42,19 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
         parameter.requires_grad = False
     for number, layer in enumerate(scenario.chunks_of_rank[chunk]):
         for part in scenario.architecture.parts_of(layer):
-            for weight in lora.adapted(number, part.weights()):
-                path, _, name = weight.name.removesuffix(".weight").rpartition(".")
-                owner = model.decoder.layers[number].get_submodule(path)
-                setattr(owner, name, AdaptedLinear(getattr(owner, name), weight, lora, model.config, provider()))
+            for weight, name in lora.adapted(number, part.weights()):
+                _wrap(model, weight, name, scenario, provider())
     if model.post_process and lora.adapts(OUTPUT_LAYER):
-        weight = scenario.architecture.output_weight
-        model.output_layer = AdaptedLinear(model.output_layer, weight, lora, model.config, provider())
+        _wrap(model, scenario.architecture.output_weight, OUTPUT_LAYER, scenario, provider())
     model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
+
+
+def _wrap(model: GPTModel, weight: Weight, name: str, scenario: Scenario, provider: Any) -> None:
+    architecture, lora = scenario.architecture, scenario.state.lora
+    assert lora is not None, "the linear has an adapter"
+    own = replace(lora, rank=lora.rank_of(weight, architecture, scenario.layout))
+    rows = {part: rows_of_part(part, architecture, weight.shape[0]) for part in lora.parts(name)}
+    model.set_submodule(name, AdaptedLinear(model.get_submodule(name), weight, rows, own, model.config, provider))
 
 
 def _require_gradient(config: TransformerConfig, lora: LoRA, _block: Any, args: Any, kwargs: Any) -> Any:
@@ -65,13 +72,20 @@ class AdaptedLinear(torch.nn.Module):
     Args:
         to_wrap: The linear.
         weight: What the linear's weight is in the whole model.
-        lora: Rank, scale and dropout.
+        rows: Those of each part that has an adapter of its own; of a whole linear none.
+        lora: Kind, rank, scale and dropout.
         config: Of the model.
         provider: Of the classes of linears.
     """
 
     def __init__(
-        self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig, provider: Any
+        self,
+        to_wrap: torch.nn.Module,
+        weight: Weight,
+        rows: Mapping[str, int],
+        lora: LoRA,
+        config: TransformerConfig,
+        provider: Any,
     ) -> None:
         super().__init__()
         self.to_wrap, is_of_bridge = to_wrap, lora.library == "megatron_bridge"
@@ -81,6 +95,10 @@ class AdaptedLinear(torch.nn.Module):
             to_wrap.return_layernorm_output_gathered = is_of_bridge and config.sequence_parallel  # type: ignore[assignment]
         if not is_of_bridge:
             self.adapter: torch.nn.Module = EngineAdapter(to_wrap, weight, lora, config, provider)
+        elif weight.num_experts and not lora.share_expert_adapters:
+            self.adapter = GroupedAdapter(to_wrap, weight, lora, config)
+        elif rows:
+            self.adapter = CanonicalAdapter(weight, rows, lora, config, gathers=not returns_its_input)
         else:
             self.adapter = Adapter(weight, lora, config, gathers=not returns_its_input)
 
@@ -159,6 +177,119 @@ class Adapter(torch.nn.Module):
             rows = _dropped(rows, self)
         rows = rows * self.scale
         return rows[:-padding] if padding else rows
+
+
+class CanonicalAdapter(torch.nn.ModuleDict):
+    """An adapter for each part of a fused linear, whose outputs are put together as the linear's.
+
+    As in ``LoRALinearSplitQKV`` and ``LoRALinearSplitFC1UpGate`` (``peft/canonical_lora.py`` of Megatron-Bridge 0.6.2).
+
+    Args:
+        weight: What the weight of the fused linear is in the whole model.
+        rows: Those of each part.
+        lora: Rank, scale and dropout.
+        config: Of the model.
+        gathers: As of each `Adapter`.
+    """
+
+    def __init__(
+        self, weight: Weight, rows: Mapping[str, int], lora: LoRA, config: TransformerConfig, *, gathers: bool
+    ) -> None:
+        parts = {part: replace(weight, shape=(count, weight.shape[1])) for part, count in rows.items()}
+        super().__init__(
+            {
+                f"adapter_{name.rpartition('_')[2]}": Adapter(part, lora, config, gathers=gathers)
+                for name, part in parts.items()
+            }
+        )
+        self.heads = config.num_attention_heads, config.num_query_groups, config.kv_channels
+
+    def forward(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]; of attention, the heads of each query group are beside each other."""
+        outputs = [adapter(inputs) for adapter in self.values()]
+        if "adapter_q" not in self:
+            return torch.cat(outputs, dim=-1)
+        (heads, groups, channels), leading = self.heads, outputs[0].shape[:-1]
+        # Where tensor parallel ranks share the heads, a row here has those of several tokens, in the right order.
+        query, key, value = (
+            output.reshape(-1, count, channels) for output, count in zip(outputs, (heads, groups, groups), strict=True)
+        )
+        each, pieces = heads // groups, []
+        for group in range(groups):
+            pieces += [
+                query[:, group * each : (group + 1) * each],
+                key[:, group : group + 1],
+                value[:, group : group + 1],
+            ]
+        return torch.cat(pieces, dim=1).reshape(*leading, -1)
+
+
+class GroupedAdapter(torch.nn.Module):
+    """An adapter for each expert of a rank, whose weights are two tensors of all of them.
+
+    As in ``GroupedExpertLinearAdapter`` (``peft/utils.py`` of Megatron-Bridge 0.6.2): torch multiplies the rows of all
+    experts at once where all sizes are multiples of 8. Megatron-Bridge does so on GPUs only, memlab on each backend.
+
+    Args:
+        to_wrap: The experts' linear.
+        weight: What the weight of one of them is.
+        lora: Rank, scale and dropout.
+        config: Of the model.
+    """
+
+    def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
+        super().__init__()
+        (outputs, inputs), like = weight.shape, next(to_wrap.parameters())
+        count: Any = to_wrap.num_gemms
+        self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
+        self.linear_in = GroupedWeight(like.new_empty(count, lora.rank, inputs), _xavier)
+        self.linear_out = GroupedWeight(like.new_empty(count, outputs, lora.rank), _zero)
+        spreads = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
+        for one in (self.linear_in, self.linear_out):
+            one.weight.allreduce = not spreads  # type: ignore[attr-defined]
+        is_even = all(size % 8 == 0 for size in (inputs, outputs, lora.rank))
+        self.is_grouped = is_even and like.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> torch.Tensor:
+        """Maps [rows, inputs] to [rows, outputs], `tokens_per_expert` rows for each expert in turn."""
+        rows = _dropped(inputs, self) if self.dropout_position == "pre" else inputs
+        if not len(rows):
+            first = self.linear_in().reshape(-1)[0] + self.linear_out().reshape(-1)[0]
+            return (rows.new_empty(0, self.linear_out.weight.shape[1]) + first * 0.0) * self.scale
+        multiply = self._together if self.is_grouped else self._in_turn
+        return multiply(rows, tokens_per_expert) * self.scale
+
+    def _together(self, rows: torch.Tensor, tokens_per_expert: list[int]) -> torch.Tensor:
+        active = [number for number, count in enumerate(tokens_per_expert) if count]
+        parts = [part for part in rows.split(tokens_per_expert) if len(part)]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        counts = [tokens_per_expert[number] for number in active]
+        ends = torch.tensor(counts, device=rows.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for linear in (self.linear_in, self.linear_out):
+            rows = torch.nn.functional.grouped_mm(rows, linear(active).transpose(1, 2), offs=ends)
+        return _dropped(rows, self) if self.dropout_position == "post" else rows
+
+    def _in_turn(self, rows: torch.Tensor, tokens_per_expert: list[int]) -> torch.Tensor:
+        first, second, outputs = self.linear_in(), self.linear_out(), []
+        for number, part in enumerate(rows.split(tokens_per_expert)):
+            hidden = torch.nn.functional.linear(part, first[number])
+            output = torch.nn.functional.linear(hidden, second[number])
+            outputs.append(_dropped(output, self) if self.dropout_position == "post" else output)
+        return torch.cat(outputs)
+
+
+class GroupedWeight(torch.nn.Module):
+    """The weights of one linear of all experts, in a module whose forward pass DDP can wait before."""
+
+    def __init__(self, weight: torch.Tensor, initialize: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        with torch.no_grad():
+            initialize(self.weight)
+
+    def forward(self, experts: list[int] | None = None) -> torch.Tensor:
+        """Returns the weights of all experts, or copies those of some."""
+        return self.weight if experts is None else self.weight[torch.tensor(experts, device=self.weight.device)]
 
 
 class EngineAdapter(torch.nn.Module):

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import transformer_config as megatron_transformer_config
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
@@ -40,6 +42,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     }
     for part in architecture.parts:
         of_parts |= {**asdict(part), **part.megatron}
+    if isinstance(architecture.window_attn_skip_freq, tuple):
+        of_parts["window_attn_skip_freq"] = list(architecture.window_attn_skip_freq)
     if architecture.moe_layer_freq is not None:
         of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
     kind = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
@@ -63,8 +67,9 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         expert_tensor_parallel_size=scenario.layout.expert_tensor_size,
         sequence_parallel=scenario.layout.sequence_parallel and scenario.layout.tensor_model_parallel_size > 1,
         layernorm_epsilon=architecture.layernorm_epsilon,
-        activation_func=torch.nn.functional.silu if architecture.gated_linear_unit else torch.nn.functional.gelu,
-        bias_dropout_fusion=True,
+        activation_func=_activation(architecture),
+        # Megatron's grouped experts refuse it beside biases (``TEGroupedMLP``).
+        bias_dropout_fusion=not (architecture.routes and architecture.add_bias_linear),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=scenario.dtype == "bf16",
@@ -78,6 +83,13 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     # What memlab's own dispatcher reads, which gets nothing but the config.
     config.memlab_routing = RoutingDraws(scenario.routing)
     return config
+
+
+def _activation(architecture: Architecture) -> Any:
+    if architecture.quick_geglu:
+        # The object that the config and the experts compare with: a stand-in for CUDA replaces compiled functions.
+        return megatron_transformer_config.quick_gelu
+    return torch.nn.functional.silu if architecture.gated_linear_unit else torch.nn.functional.gelu
 
 
 def state_fields(state: TrainingState) -> dict[str, Any]:

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.lora import LINEARS, OUTPUT_LAYER, linears_without_adapters
+from memlab.config.lora import CANONICAL, LINEARS, OUTPUT_LAYER, PARTS, linears_without_adapters
 from memlab.config.option import options_of
+from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import NUMBER, TEXT, WHOLE, WORDS, Conversion, Key, is_given
+from memlab.jobs.frameworks.keys import NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key, is_given
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
-_ALL = "all-linear"
+ALL_LINEAR = "all-linear"
 OF_BRIDGE = {
     "lora_library": "its adapters are those of Megatron-Bridge",
     "lora_enable_input_require_grads": "Megatron-Bridge lets the embedding's output require a gradient only under full "
@@ -23,6 +24,14 @@ OF_BRIDGE = {
 _OPTIONS = [name for name in options_of(TrainingState) if name.startswith("lora_")]
 
 
+def of_one_kind(title: str) -> dict[str, str]:
+    """Returns why a framework cannot express other adapters of experts than its own, by option."""
+    return {
+        "lora_share_expert_adapters": f"{title} has no key for who shares the adapters of experts",
+        "lora_normalize_moe_lora": f"the adapters of {title} all have the same rank",
+    }
+
+
 def no_adapters(title: str) -> dict[str, str]:
     """Returns why a framework without adapters cannot express them, by option."""
     return dict.fromkeys(_OPTIONS, f"{title} trains no adapters")
@@ -30,9 +39,9 @@ def no_adapters(title: str) -> dict[str, str]:
 
 def _read_targets(value: Any) -> Any:
     names = WORDS.read(value)
-    if names is None or _ALL not in names:
+    if names is None or ALL_LINEAR not in names:
         return names
-    return tuple(dict.fromkeys((*LINEARS, *(name for name in names if name != _ALL))))
+    return tuple(dict.fromkeys((*LINEARS, *(name for name in names if name != ALL_LINEAR))))
 
 
 _RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
@@ -56,6 +65,8 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
         "dropout_position": ("dropout_position", TEXT),
         "target_modules": ("target_modules", TARGETS),
         "exclude_modules": ("exclude_modules", TARGETS),
+        "share_expert_adapters": ("share_expert_adapters", SWITCH),
+        "normalize_moe_lora": ("normalize_moe_lora", SWITCH),
     }
     return tuple(
         Key(f"{prefix}.{name}", f"lora_{field}", conversion, defaults[field])
@@ -84,29 +95,53 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
         if name in values and values[name] is None:
             values[name] = ()
     reasons, targets = [*lacks], values.get("lora_target_modules")
-    if targets is not None and not all(str(name).endswith(("*", *LINEARS, OUTPUT_LAYER)) for name in targets):
+    known = ("*", *LINEARS, *CANONICAL, OUTPUT_LAYER)
+    if targets is not None and not all(str(name).endswith(known) for name in targets):
         reasons.append("adapters of other linears")
-    for name, what in (("fp8_format", "adapters beside FP8"), ("optimizer_cpu_offload", "the host's optimizer")):
+    for name, what in (("fp8_format", "FP8"), ("optimizer_cpu_offload", "the optimizer on the host")):
         if values.get(name):
-            reasons.append(what)
+            reasons.append(f"adapters beside {what}")
     if reasons:
         reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} here)")
         values["lora_rank"] = None
 
 
-def lacks_of_section(reading: Reading, prefix: str, kind: str = "type") -> list[str]:
+def lacks_of_kind(reading: Reading, kind: Any, *, has_targets: bool) -> list[str]:
+    """Takes the linears of the canonical form where a job names none; returns what memlab lacks of a kind, in phrases.
+
+    Args:
+        reading: Of the job; its values have the adapters' fields.
+        kind: Megatron-Bridge's word for it (``create_peft`` in ``peft/utils.py``, 0.6.2), or the name of its class.
+        has_targets: Whether the linears that it names are the job's own.
+    """
+    word, values = str(kind or "lora").lower().replace("_", ""), reading.values
+    if word not in ("lora", "canonicallora"):
+        return [f"adapters of the kind {kind}"]
+    if word == "canonicallora" and not has_targets:
+        values["lora_target_modules"] = CANONICAL
+    targets = [str(name) for name in values.get("lora_target_modules") or ()]
+    of_parts = tuple(part for parts in PARTS.values() for part in parts)
+    if word == "canonicallora" and (not targets or any(name.endswith(("*", *PARTS)) for name in targets)):
+        return [f"canonical adapters of {', '.join(targets) or 'an empty list'}, on which Megatron-Bridge fails"]
+    if word == "lora" and any(name.endswith(of_parts) for name in targets):
+        return ["adapters of parts of linears, which only the canonical form of Megatron-Bridge has"]
+    return []
+
+
+def kind_of(scenario: Scenario) -> str:
+    """Returns Megatron-Bridge's word for the kind of a scenario's adapters."""
+    lora = scenario.state.lora
+    return "canonical_lora" if lora is not None and lora.is_canonical else "lora"
+
+
+def lacks_of_section(reading: Reading, prefix: str) -> list[str]:
     """Returns what memlab lacks of a section with Megatron-Bridge's own names, in phrases."""
-    lacks, given = [], reading.get(f"{prefix}.{kind}")
-    if given not in (None, "lora"):
-        lacks.append(f"adapters of the kind {given}")
+    lacks = []
     for name, what in (
-        ("normalize_moe_lora", "other rank of the experts"),
         ("experts_shared_outer_loras", "half of an adapter that experts share"),
         ("sequence_parallel_input_regather", "input that is gathered twice"),
         ("a2a_experimental", "exchange of all with all"),
     ):
         if is_given(reading.get(f"{prefix}.{name}")):
             lacks.append(what)
-    if reading.get(f"{prefix}.share_expert_adapters") is False:
-        lacks.append("adapter of Megatron-Bridge for each expert")
     return lacks

@@ -10,23 +10,51 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import LORA, no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
-from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Conversion, Key, Missing, is_given
+from memlab.jobs.frameworks.fsdp2 import block, lacks_family, take_checkpointed_layers, take_kept, take_types
+from memlab.jobs.frameworks.keys import (
+    COUNT,
+    LONG_DTYPE,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    WORDS,
+    Conversion,
+    Key,
+    Missing,
+    is_given,
+)
 from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction")
+_CAUSAL = "NeMoAutoModelForCausalLM"
 _POLICY = "distributed.mp_policy"
 _CHECKPOINTING = "distributed.activation_checkpointing"
 _OWN_CLASSES = ("llama", "qwen2", "qwen3")
 """Dense families of which Automodel has classes of its own (``_transformers/registry.py``); of the others it takes
 those of transformers."""
-_LONGEST = ("dataset.seq_length", "dataset.seq_len")
+_LONGEST = ("dataset.seq_length", "dataset.seq_len", "dataloader.collate_fn.max_length")
 _OF_CLASSES = ("model.backend.rms_norm", "model.backend.rope", "model.use_liger_kernel", "model.force_hf")
+_SECTIONS = {
+    "teacher_model": ("teacher_", "offload_teacher_model", "separate_meshes", "kd_"),
+    "recipe_args": ("recipe_args.",),
+    "quantization": ("quantization.",),
+}
+"""Sections of what memlab does not have, with how the keys begin that only such a recipe reads."""
+_OF_RANKS = {
+    "sequence_parallel": ("tensor_model_parallel_size", "one tensor parallel rank has no other to share norms with"),
+    **dict.fromkeys(
+        ("schedule", "layers_of_chunk", "rows_of_stage"),
+        ("pipeline_model_parallel_size", "the model has one pipeline stage"),
+    ),
+}
+"""Fields that only ranks read which share a model otherwise than FSDP2 does, each with their number."""
 _RANKS_OF_A_NODE = 8
 """Of the machines on which Automodel's own tests run its recipes."""
 
@@ -60,6 +88,11 @@ _RESHARD = Conversion(
     lambda value: {name: given for given, name in _RESHARDED.items()}[value],
 )
 
+_POLICY_ON_HOST = "torch.distributed.fsdp.CPUOffloadPolicy"
+_OFFLOAD = Conversion(
+    lambda value: str(value).endswith("CPUOffloadPolicy"), lambda value: _POLICY_ON_HOST if value else None
+)
+
 KEYS = (
     Key("model.pretrained_model_name_or_path", "architecture", TEXT),
     Key("model.config", "architecture", TEXT),
@@ -71,7 +104,8 @@ KEYS = (
     Key("model.dtype", "storage", _STORAGE),
     Key("distributed.strategy", "strategy", TEXT, "fsdp2"),
     Key("distributed.dp_size", "data_ranks", _SIZE, None),
-    Key("distributed.dp_replicate_size", "replicas", _SIZE, None),
+    Key("distributed.dp_replicate_size", "dp_replicate_size", _SIZE, None),
+    Key("distributed.offload_policy._target_", "fsdp_cpu_offload", _OFFLOAD, False),
     Key("distributed.tp_size", "tensor_model_parallel_size", COUNT, 1),
     Key("distributed.cp_size", "context_parallel_size", COUNT, 1),
     Key("distributed.pp_size", "pipeline_model_parallel_size", COUNT, 1),
@@ -84,7 +118,17 @@ KEYS = (
     Key("step_scheduler.local_batch_size", "micro_batch_size", COUNT, 1),
     Key("step_scheduler.global_batch_size", "global_batch_size", COUNT, 32),
     Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
+    Key("packed_sequence.pack_size", "packed_tokens", WHOLE),
     *(Key(name, "longest", COUNT) for name in _LONGEST),
+    Key("distributed.sequence_parallel", "sequence_parallel", SWITCH),
+    Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
+    Key("distributed.pipeline.layers_per_stage", "layers_of_chunk", COUNT),
+    Key("distributed.pipeline.pp_microbatch_size", "rows_of_stage", COUNT),
+    Key("peft.dim", "lora_rank", WHOLE),
+    Key("peft.alpha", "lora_alpha", NUMBER),
+    Key("peft.dropout", "lora_dropout", NUMBER),
+    Key("peft.target_modules", "lora_target_modules", WORDS),
+    Key("peft.exclude_modules", "lora_exclude_modules", WORDS),
     Key("optimizer._target_", "optimizer", TEXT, "torch.optim.AdamW"),
     Key("optimizer.foreach", "is_foreach", SWITCH),
     Key("optimizer.fused", "is_fused", SWITCH),
@@ -93,6 +137,7 @@ KEYS = (
 _WHOLE_LOGITS = "the loss does not make all logits at once, or not in fp32"
 FRAMEWORK_MISSING = (
     Missing("loss_fn.fp32_upcast", "less", _WHOLE_LOGITS, lambda value: value is False),
+    Missing("loss_fn.logit_softcapping", "more", "capped logits, and what their backward needs", is_given),
     Missing("model.output_hidden_states", "more", "the hidden states of all layers stay until backward ends"),
     Missing("model.attn_implementation", "more", "attention keeps the scores of all heads",
             lambda value: value == "eager"),
@@ -112,6 +157,10 @@ FRAMEWORK_MISSING = (
     Missing("model.backend.compile_situ", "either", "compiled activations keep other tensors"),
     Missing("model.backend.cuda_graph.modules", "more", "CUDA graphs have pools of their own", is_given),
     Missing("optimizer.amsgrad", "more", "a third moment"),
+    *(
+        Missing(f"freeze_config.freeze_{part}", "less", "frozen parts have no gradients and no optimizer state")
+        for part in ("language_model", "vision_tower", "audio_tower", "embeddings")
+    ),
     Missing("neftune.noise_alpha", "more", "noise on the embeddings", is_given),
     Missing("tool_call_eval._target_", "more", "the model generates texts between steps", is_given),
 )  # fmt: skip
@@ -121,6 +170,7 @@ def complete(reading: Reading) -> None:
     """Derives what trains, ranks, types, lengths, checkpoints and the optimizer."""
     values = reading.values
     _refuse(reading)
+    _drop_keys_of_other_ranks(reading)
     _take_ranks(reading)
     _take_types(reading)
     if values["world_size"] == 1:
@@ -131,16 +181,29 @@ def complete(reading: Reading) -> None:
     _take_optimizer(reading)
     checkpointing = values.pop("checkpointing")
     if checkpointing == "full":
-        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        take_checkpointed_layers(reading)
     elif checkpointing:
         reading.miss(_CHECKPOINTING, "less", "memlab checkpoints whole layers of FSDP2 only, so here none")
     for key, entry in reading.entries.by_key.items():
-        is_known = key in {one.name for one in KEYS} or AUTOMODEL.ignores(key)
-        if key.startswith(("model.config.", "model.text_config.")) and is_given(entry.value) and not is_known:
+        is_known = key in reading.known or AUTOMODEL.ignores(key)
+        if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
-    if any(key.startswith("peft.") for key in reading.entries.by_key):
+    for name in [name for name in values if name.startswith("lora_")]:
+        del values[name]
+    if _trains_adapters(reading):
         reading.known |= {key for key in reading.entries.by_key if key.startswith("peft.")}
         reading.miss("peft", "less", f"{LORA} (memlab has none under FSDP2)")
+
+
+def _trains_adapters(reading: Reading) -> bool:
+    return any(key.startswith("peft.") for key in reading.entries.by_key)
+
+
+def _take_least(reading: Reading, optimizer: str) -> None:
+    """Takes what FSDP2 keeps of each parameter, unless its weights are elsewhere, or others than memlab counts."""
+    is_quantized = any(key.startswith("quantization.") for key in reading.entries.by_key)
+    if not (reading.values["fsdp_cpu_offload"] or is_quantized or _class_of_model(reading) != _CAUSAL):
+        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=optimizer in ("Adam", "AdamW"))
 
 
 def _refuse(reading: Reading) -> None:
@@ -149,19 +212,20 @@ def _refuse(reading: Reading) -> None:
     for key in ("recipe", "recipe._target_"):
         name = str(reading.get(key, default=_RECIPES[0])).rpartition(".")[2]
         if name not in _RECIPES:
-            _block(reading, key, f"the recipe {name}")
-    target = str(reading.get("model._target_", default="")).rpartition(".")[0].rpartition(".")[2]
-    if target not in ("", "NeMoAutoModelForCausalLM"):
-        _block(reading, "model._target_", f"models of {target}")
-    for section in ("teacher_model", "recipe_args", "quantization"):
+            block(reading, key, f"the recipe {name}")
+    if _class_of_model(reading) != _CAUSAL:
+        block(reading, "model._target_", f"models of {_class_of_model(reading)}")
+    for section, begins in _SECTIONS.items():
         keys = [key for key in by_key if key.startswith(f"{section}.")]
         if keys:
-            _block(reading, keys[0], f"a recipe with {section}")
-    if is_given(reading.get("distributed.offload_policy")) or "distributed.offload_policy._target_" in by_key:
-        _block(reading, "distributed.offload_policy", "shards on the host (CPUOffloadPolicy)")
+            block(reading, keys[0], f"a recipe with {section}")
+            reading.known |= {key for key in by_key if key.startswith(begins)}
+    if is_given(reading.get("distributed.offload_policy")):
+        block(reading, "distributed.offload_policy", "an offload policy without a _target_")
+    values["dp_replicate_size"] = values["dp_replicate_size"] or 1
+    reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "replicas": (1, "shards of which groups of ranks have copies (HSDP)"),
         "tensor_model_parallel_size": (1, "tensor parallelism by DTensor"),
         "context_parallel_size": (1, "context parallelism of FSDP2"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
@@ -170,15 +234,22 @@ def _refuse(reading: Reading) -> None:
         given = values.get(field)
         if given not in (None, usual):
             taken = next(one for one in reversed(reading.taken) if one.field == field)
-            _block(reading, taken.key, what)
-    del values["strategy"], values["replicas"]
+            block(reading, taken.key, what)
+    del values["strategy"]
 
 
-def _block(reading: Reading, key: str, what: str) -> None:
-    entry = reading.entries.by_key.get(key)
-    reading.known.add(key)
-    place = "" if entry is None else f" {entry.value} ({entry.place})"
-    reading.blocked.append(f"{key}{place}: {what}")
+def _drop_keys_of_other_ranks(reading: Reading) -> None:
+    """Moves keys that only ranks read which a recipe does not have to those without effect."""
+    values = reading.values
+    for field, (size, reason) in _OF_RANKS.items():
+        values.pop(field, None)
+        for one in [one for one in reading.taken if one.field == field and values[size] in (None, 1)]:
+            reading.taken.remove(one)
+            reading.without_effect[one.key] = reason
+
+
+def _class_of_model(reading: Reading) -> str:
+    return str(reading.get("model._target_", default="")).rpartition(".")[0].rpartition(".")[2] or _CAUSAL
 
 
 def _take_ranks(reading: Reading) -> None:
@@ -194,6 +265,7 @@ def _take_ranks(reading: Reading) -> None:
         of_node = reading.get("ci.nproc_per_node", default=_RANKS_OF_A_NODE)
         ranks = COUNT.read(nodes) * COUNT.read(of_node)
         rows = values["global_batch_size"] // values["micro_batch_size"]
+        ranks = max(ranks, copy, (values["expert_model_parallel_size"] or 1) * values[names[2]])
         while ranks > copy and (ranks % copy or rows % (ranks // copy)):
             ranks -= 1
         values["world_size"] = ranks
@@ -220,9 +292,7 @@ def _take_types(reading: Reading) -> None:
         reduced = compute
     if compute == "fp32" and storage != "fp32":
         reading.miss(f"{_POLICY}.param_dtype", "less", "layers compute in fp32 on bf16 shards; memlab's are fp32 too")
-    values["dtype"] = "fp32" if compute == "fp32" else "bf16"
-    values["fp32_sharded_params"] = storage == "fp32" and compute != "fp32"
-    values["grad_reduce_in_bf16"] = reduced != "fp32"
+    take_types(reading, shards=storage, compute=compute, reduced=reduced)
 
 
 def _take_rows(reading: Reading) -> None:
@@ -252,6 +322,7 @@ def _take_optimizer(reading: Reading) -> None:
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
     name = kind.rpartition(".")[2]
+    _take_least(reading, name if kind.startswith("torch.optim.") else "")
     decay = reading.get("optimizer.weight_decay")
     if kind.startswith("torch.optim.") and name in ("Adam", "AdamW"):
         if name == "Adam" and decay and values["adam_implementation"] != "fused":
@@ -267,8 +338,7 @@ def _take_optimizer(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family = architecture.family
-    if family not in FAMILIES_OF_FSDP2:
-        reading.lacks.append(f"the family {family} under FSDP2")
+    if lacks_family(reading, architecture):
         return
     if architecture.routes and not reading.get("model.force_hf", default=False):
         reading.lacks.append("Automodel's own experts")
@@ -318,19 +388,11 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     return {}
 
 
-def _render(values: dict[str, Any]) -> list[str]:
-    """Writes YAML; a whole job whose policy has the type of the reduction has the layers' type beside it."""
-    compute, is_whole = f"{_POLICY}.param_dtype", "model.torch_dtype" in values
-    has_policy = f"{_POLICY}.reduce_dtype" in values and compute not in values
-    return yaml_lines(values | ({compute: LONG_DTYPE.write("bf16")} if is_whole and has_policy else {}))
-
-
 _STAYS = "Automodel keeps it on the device between steps"
 AUTOMODEL = Framework(
     name="automodel",
     title="NeMo Automodel",
     source="36044ad3, and 0.7.0",
-    transformer_engine="2.16",
     signs=Signs(
         looked_for="step_scheduler or dist_env with model",
         of_tree=lambda begins: begins("model.") and (begins("step_scheduler.") or begins("dist_env.")),
@@ -344,6 +406,7 @@ AUTOMODEL = Framework(
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     cannot_write=no_adapters("memlab's engine fsdp2")
+    | {"reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null"}
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
@@ -358,5 +421,6 @@ AUTOMODEL = Framework(
             "recompute_num_layers",
         )
     ),
-    render=_render,
+    render=yaml_lines,
+    written_with={"reduced": "compute"},
 )

@@ -13,7 +13,15 @@ from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import (
+    LORA,
+    OF_BRIDGE,
+    adapter_keys,
+    complete_adapters,
+    kind_of,
+    lacks_of_kind,
+    lacks_of_section,
+)
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -27,6 +35,7 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
+    Conversion,
     Key,
     Missing,
     frozen_parts,
@@ -50,11 +59,22 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
     fields_of,
 )
-from memlab.jobs.frameworks.megatron_lm import common, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, common, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
+_QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
+
+
+def _is_quick_gelu(name: Any) -> bool:
+    return str(name).endswith("quick_gelu")
+
+
+def _quick_gelu(value: bool) -> str | None:
+    return _QUICK_GELU if value else None
+
+
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
@@ -65,6 +85,8 @@ KEYS = (
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
     *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True, **PROVIDER_DEFAULTS),
     *under("model", (*ARCHITECTURE, *LAYERS)),
+    Key("model.add_bias_linear", "add_bias_linear", SWITCH),
+    Key("model.activation_func._target_", "quick_geglu", Conversion(_is_quick_gelu, _quick_gelu)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", COUNT),
@@ -94,6 +116,8 @@ KEYS = (
         dropout_position=ABSENT,
         target_modules=ABSENT,
         exclude_modules=ABSENT,
+        share_expert_adapters=ABSENT,
+        normalize_moe_lora=ABSENT,
     ),
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
@@ -148,7 +172,7 @@ FRAMEWORK_MISSING = (
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
-    *missing_under("model", (*MISSING, *PROVIDER_MISSING)),
+    *missing_under("model", (row for row in (*MISSING, *PROVIDER_MISSING) if row.name != "add_bias_linear")),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),
@@ -215,8 +239,20 @@ def complete(reading: Reading) -> None:
         reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
     _complete_vocabulary(reading)
     take_sequence_parallel(reading, "model.sequence_parallel")
+    _complete_experts(reading)
     _note_other_models(reading)
     _complete_adapters(reading, knows_recipe=recipe is None or bool(known))
+
+
+def _complete_experts(reading: Reading) -> None:
+    """Takes one tensor parallel rank for each expert, where experts are spread over ranks.
+
+    See ``_set_moe_expert_tensor_parallel_default`` in models/transformer_config.py of 0.6.2; 0.5.0 leaves it to
+    Megatron-Core, which takes the model's tensor parallel ranks.
+    """
+    name = "expert_tensor_parallel_size"
+    if reading.values.get(name) is None and (reading.values.get("expert_model_parallel_size") or 1) > 1:
+        reading.take(f"model.{name}", name, 1)
 
 
 def _complete_rows(reading: Reading) -> None:
@@ -300,8 +336,9 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
         if not knows_recipe:
             reading.miss("peft", "less", f"{LORA} (their rank is the recipe's)")
             values["lora_rank"] = None
-    kinds = [str(each).rpartition(".")[2].lower() for each in (kind, target) if is_given(each)]
-    lacks = [f"adapters of the kind {each}" for each in kinds if each not in ("lora", "true")]
+    kinds = [str(each).rpartition(".")[2] for each in (target, kind) if is_given(each) and each is not True]
+    has_targets = values.get("lora_target_modules") is not None
+    lacks = lacks_of_kind(reading, kinds[0] if kinds else None, has_targets=has_targets)
     complete_adapters(reading, "peft", [*lacks, *lacks_of_section(reading, "peft")])
 
 
@@ -409,16 +446,25 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
         reading.miss("mixed_precision", "more", "the first and last layers stay in bf16")
 
 
+_CLASSES = {"lora": "lora.LoRA", "canonical_lora": "canonical_lora.CanonicalLoRA"}
+"""Of Megatron-Bridge's package of adapters."""
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
+    layout = scenario.layout
+    spread = {"expert_tensor_parallel_size": layout.expert_tensor_size} if layout.expert_model_parallel_size > 1 else {}
     return (
         common(scenario, settings)
         | fields_of(scenario.architecture)
+        | spread
         | {
             "num_layers": scenario.num_layers,
+            "add_bias_linear": scenario.architecture.add_bias_linear or None,
+            "quick_geglu": scenario.architecture.quick_geglu,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
-            "class_of_adapters": None if scenario.state.lora is None else "megatron.bridge.peft.lora.LoRA",
+            "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",
             "make_vocab_size_divisible_by": 128,
         }
     )
@@ -455,8 +501,8 @@ BRIDGE = Framework(
     writes_sizes=True,
     without_own_key=frozenset(("dtype",)),
     cannot_write=OF_BRIDGE
+    | NO_MASK_OF_ALL_ROWS
     | {
-        "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

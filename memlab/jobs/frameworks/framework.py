@@ -90,6 +90,9 @@ class Reading:
 
     assumed: list[str] = field(default_factory=list)
     """What the file does not say at all, and memlab takes an example for, with a warning: ranks, lengths."""
+    kept_of_parameter: dict[str, int] = field(default_factory=dict)
+    """Bytes by category that all ranks of FSDP2 together keep at least of each parameter of the model while the
+    optimizer updates it; empty where that is not known."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood.
@@ -171,7 +174,7 @@ class Framework:
     """Derives what the model decides too, once it is known."""
     check: Callable[[Reading], None] = lambda _: None
     """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
-    compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
+    compose: Callable[[Scenario, MemorySettings], dict[str, Any]] = lambda *_: {}
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
     """Fields of memlab that the framework cannot express, each with the reason."""
@@ -179,10 +182,12 @@ class Framework:
     """The same, where it depends on other fields too."""
     without_own_key: frozenset[str] = frozenset()
     """Fields of memlab that no key stands for alone: `compose` writes them, or `cannot_write_of` names them."""
-    render: Callable[[dict[str, Any]], list[str]]
+    render: Callable[[dict[str, Any]], list[str]] = lambda _: []
     """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False
     """Whether the framework's budget of tokens makes a scenario's packed rows."""
+    written_with: dict[str, str] = field(default_factory=dict)
+    """Fields, each with another whose key is written beside its own, since it has another default there."""
     writes_sizes: bool = False
     """Whether its lines give the sizes of the model, beside the model's name."""
     fixed: dict[str, Any] = field(default_factory=dict)

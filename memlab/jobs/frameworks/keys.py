@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -71,6 +72,17 @@ def _read_whole(value: Any) -> Any:
     if value is not None and not is_whole_number(value, at_least=-(2**62)):
         raise ValueError("must be a whole number")
     return value
+
+
+def _read_window(value: Any) -> tuple[int, ...] | None:
+    # `tuple_type` of megatron/training/arguments.py, 0.16.1.
+    if value is None:
+        return None
+    parts = value if isinstance(value, (list, tuple)) else str(value).strip("()[] ").split(",")
+    if len(parts) != 2 or not all(re.fullmatch(r"-?\d{1,9}", str(part).strip(), re.ASCII) for part in parts):
+        raise ValueError("must be two whole numbers, such as 127,0")
+    found = tuple(int(part) for part in parts)
+    return None if found[0] == -1 else found  # -1 is a window without end
 
 
 def _read_count(value: Any) -> Any:
@@ -151,6 +163,17 @@ def _read_load_balancing(value: Any) -> str:
     return found
 
 
+def _read_dispatcher(value: Any) -> str:
+    # Another type is named as not modelled, and memlab then predicts alltoall.
+    return "allgather" if value == "allgather" else "alltoall"
+
+
+def _read_capacity(value: Any) -> Any:
+    # megatron/core/transformer/transformer_config.py, 0.16.1: below 0, no token is dropped.
+    number = _read_number(value)
+    return None if number is None or number < 0 else number
+
+
 def _read_backend(value: Any) -> str:
     name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
     # The values of Megatron's enum `AttnBackend`.
@@ -162,6 +185,7 @@ def _same(value: Any) -> Any:
 
 
 WHOLE = Conversion(_read_whole, _same)
+WINDOW = Conversion(_read_window, lambda window: None if window is None else list(window))
 COUNT = Conversion(_read_count, _same)
 NUMBER = Conversion(_read_number, _same)
 SWITCH = Conversion(_read_switch, _same)
@@ -173,6 +197,8 @@ LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
 PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
+DISPATCHER = Conversion(_read_dispatcher, _same)
+CAPACITY = Conversion(_read_capacity, _same)
 EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""
 BACKEND = Conversion(_read_backend, _same)

@@ -20,7 +20,9 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
+    CAPACITY,
     CONVERSIONS,
+    DISPATCHER,
     EXTRA_LAYERS,
     LOAD_BALANCING,
     LONG_DTYPE,
@@ -31,6 +33,7 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
+    WINDOW,
     Conversion,
     Key,
     Missing,
@@ -90,6 +93,8 @@ _CONVERSIONS = {
     "attention_backend": BACKEND,
     "moe_router_dtype": ROUTER_DTYPE,
     "moe_router_load_balancing_type": LOAD_BALANCING,
+    "moe_token_dispatcher_type": DISPATCHER,
+    "moe_expert_capacity_factor": CAPACITY,
     "mtp_num_layers": EXTRA_LAYERS,
 }
 COMPUTE = tuple(
@@ -111,6 +116,10 @@ def _listed(pattern: Any) -> Any:
     return list(pattern) if isinstance(pattern, tuple) else pattern
 
 
+def _frequency(value: Any) -> Any:
+    return None if value is None else layer_pattern(value)
+
+
 _OF_A_MODEL = {
     "int": WHOLE,
     "int | None": WHOLE,
@@ -119,11 +128,15 @@ _OF_A_MODEL = {
     "bool": SWITCH,
     "ScoreFunction": TEXT,
     "RopeType": TEXT,
+    "SoftmaxType": TEXT,
+    "tuple[int, int] | None": WINDOW,
+    "int | tuple[int, ...] | None": Conversion(_frequency, _listed),
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
+    "quick_geglu",
 )  # fmt: skip
-"""What only Megatron-LM's flags give."""
+"""What Megatron-LM's flags give, and Megatron-Core's config has by another name or not at all."""
 _OF_MODELS = tuple(
     Key(field.name, field.name, _OF_A_MODEL[str(field.type)])
     for field in fields(Architecture)
@@ -132,7 +145,8 @@ _OF_MODELS = tuple(
 SAID_OF_LAYERS = (
     *("add_qkv_bias", "multi_latent_attention", "moe_aux_loss_coeff", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
-    "moe_router_topk_scaling_factor",
+    *("moe_router_topk_scaling_factor", "softmax_type", "window_size", "window_attn_skip_freq"),
+    *("glu_linear_offset", "activation_func_clamp_value"),
 )
 """Fields of an architecture that a job may say of a model of any name: they replace the model's own."""
 ARCHITECTURE = tuple(key for key in _OF_MODELS if key.field not in SAID_OF_LAYERS)
@@ -148,6 +162,7 @@ _NEW = frozenset(
     {field.name for kind in (LatentAttention, Experts) for field in fields(kind)}
     - {field.name for kind in (GroupedQueryAttention, Dense) for field in fields(kind)}
     - {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff", "moe_router_pre_softmax"}
+    | {"softmax_type", "window_size", "window_attn_skip_freq"}
 )
 """Fields whose defaults are Megatron-Core's own, so that a job says them only where a model has another value."""
 
@@ -155,7 +170,7 @@ _NEW = frozenset(
 def fields_of(architecture: Architecture) -> dict[str, Any]:
     """Returns the values of `ARCHITECTURE` and `LAYERS`, without the pattern; None for what no part has."""
     values = {key.field: getattr(architecture, key.field) for key in _OF_MODELS}
-    unsaid = {name for name in _NEW if values[name] == _DEFAULTS_OF_MODELS[name]}
+    unsaid = {name for name in _NEW & values.keys() if values[name] == _DEFAULTS_OF_MODELS[name]}
     if not architecture.routes:
         unsaid |= {name for name in values if "moe" in name}
     return values | dict.fromkeys(unsaid)
@@ -201,14 +216,7 @@ MISSING = (
     Missing("quant_recipe", "either", "matrices are quantized one by one"),
     Missing("mlp_chunks_for_training", "less", "MLPs compute tokens in parts", lambda value: value not in (None, 1)),
     Missing("fp32_residual_connection", "more", "residuals are fp32: 4 bytes per element instead of 2"),
-    Missing("window_size", "either", "attention to a window of tokens may take other kernels", is_given),
     Missing("qk_l2_norm", "more", "queries and keys are normalized, so a second copy of them is kept for backward"),
-    Missing(
-        "softmax_type",
-        "either",
-        "attention with sinks uses other kernels",
-        lambda value: value not in (None, "vanilla"),
-    ),
     Missing(
         "cp_comm_type",
         "either",
@@ -232,13 +240,11 @@ MISSING = (
     Missing(
         "moe_token_dispatcher_type",
         "either",
-        "memlab dispatches tokens with alltoall",
-        lambda value: value not in (None, "alltoall"),
+        "memlab dispatches tokens with alltoall or allgather",
+        lambda value: value not in (None, "alltoall", "allgather"),
     ),
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
     Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
-    Missing("moe_expert_capacity_factor", "either", "tokens above an expert's capacity are dropped"),
-    Missing("moe_pad_expert_input_to_capacity", "more", "the experts' inputs are padded to their capacity"),
     Missing("overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"),
     Missing("delay_wgrad_compute", "more", "inputs of weight gradients stay until these are computed"),
     Missing(
@@ -259,7 +265,6 @@ MISSING = (
     Missing("fp16", "either", "memlab computes in bf16 or fp32", blocks=True),
     Missing("deterministic_mode", "either", "deterministic kernels have other temporaries"),
     Missing("apply_residual_connection_post_layernorm", "either", "the norm's output is the residual"),
-    Missing("activation_func_clamp_value", "more", "the activation's input is clamped, which keeps a copy", is_given),
     Missing("rotary_interleaved", "either", "other pairs of elements are rotated, with other temporaries"),
     Missing("no_rope_freq", "less", "some layers do not rotate queries and keys", is_given),
     Missing("log_max_attention_logit", "more", "the largest attention logit of each head is kept"),

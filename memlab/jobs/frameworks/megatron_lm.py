@@ -78,6 +78,7 @@ _ARGUMENT_DEFAULTS = {
 _BESIDE = {
     "hidden_size": (
         Key("swiglu", "gated_linear_unit", SWITCH, False),
+        Key("quick_geglu", "quick_geglu", SWITCH, False),
         Key("normalization", "normalization", TEXT, "LayerNorm"),
         Key("disable_bias_linear", "add_bias_linear", NOT, True),
         Key("position_embedding_type", "position_embedding_type", TEXT, "learned_absolute"),
@@ -92,15 +93,20 @@ _BESIDE = {
 """By the field that they concern."""
 
 
-def _as_text(pattern: tuple[int, ...] | None) -> str | None:
-    return None if pattern is None else f"[{','.join(map(str, pattern))}]"
+def _as_text(value: int | tuple[int, ...] | None) -> int | str | None:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
+
+
+def _as_pair(window: tuple[int, int] | None) -> str | None:
+    return None if window is None else ",".join(map(str, window))
 
 
 def _argument(key: Key) -> Key:
     if key.field == "share_embeddings_and_output_weights":
         return Key("untie_embeddings_and_output_weights", key.field, NOT, True)
-    if key.field == "moe_layer_freq":
-        return replace(key, conversion=Conversion(key.conversion.read, _as_text))
+    if key.field in ("moe_layer_freq", "window_attn_skip_freq", "window_size"):
+        write = _as_pair if key.field == "window_size" else _as_text
+        return replace(key, conversion=Conversion(key.conversion.read, write))
     default = _ARGUMENT_DEFAULTS.get(key.field, False if key.conversion is SWITCH else ABSENT)
     return replace(key, name=_FLAGS.get(key.name, key.name), default=default)
 
@@ -128,7 +134,7 @@ KEYS = (
     *RECOMPUTE,
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
-    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True, **DROPOUT),
+    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True, moe_token_dispatcher_type="allgather", **DROPOUT),
     Key("no_bias_swiglu_fusion", "bias_activation_fusion", NOT, True),
     Key("no_gradient_accumulation_fusion", "gradient_accumulation_fusion", NOT, True),
     # A log has the flags' destinations.
@@ -180,10 +186,7 @@ _SWITCHED_OFF = {
     "no_overlap_p2p_communication": "overlap_p2p_comm",
 }
 """Switches that set a field to false."""
-_DEFAULTS = {
-    "moe_token_dispatcher_type": "allgather",
-    "moe_grouped_gemm": False,
-}
+_DEFAULTS = {"moe_grouped_gemm": False}
 """What Megatron-LM does unless told otherwise, and memlab does not model."""
 _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
 _ROW = {row.name: row for row in _CORE_ROWS}
@@ -422,7 +425,7 @@ def check_backend(reading: Reading, default: str) -> None:
 
 _READ_WITH_OTHERS = {
     *("vocab_file", "tokenizer_type", "bias_gelu_fusion", "no_bias_gelu_fusion"),
-    *("bias_dropout_fusion", "no_bias_dropout_fusion", "squared_relu", "quick_geglu", "openai_gelu"),
+    *("bias_dropout_fusion", "no_bias_dropout_fusion", "squared_relu", "openai_gelu"),
 }
 """Keys that decide something only beside other keys, or only where the job gives the sizes of its model."""
 
@@ -515,7 +518,7 @@ def _take_layers(reading: Reading, *, is_gated: bool) -> None:
     if values["position_embedding_type"] != "learned_absolute":
         values.pop("max_position_embeddings", None)
     has_bias = values["add_bias_linear"]
-    if not is_gated:
+    if not entries.get("swiglu"):
         fuses = bool(reading.get("bias_gelu_fusion", not reading.get("no_bias_gelu_fusion", False)))
         reading.take("bias_gelu_fusion", "bias_activation_fusion", fuses and has_bias)
     is_fused = reading.get("bias_dropout_fusion", not reading.get("no_bias_dropout_fusion", False))
@@ -534,12 +537,13 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
         )
     if normalization not in ("RMSNorm", "LayerNorm"):
         reading.blocked.append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
-    for flag in ("squared_relu", "quick_geglu", "openai_gelu"):
+    for flag in ("squared_relu", "openai_gelu"):
         if reading.get(flag):
             reading.blocked.append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
-    if values.get("num_moe_experts") and (values["add_bias_linear"] or not is_gated):
-        lacks = "no --swiglu" if not is_gated else "no --disable-bias-linear"
-        reading.blocked.append(f"{lacks}: memlab's experts are SwiGLU without biases")
+    if values.get("num_moe_experts") and not is_gated:
+        reading.blocked.append("no --swiglu: memlab's experts have a gate (--swiglu or --quick-geglu)")
+    if values["quick_geglu"] and not values.get("num_moe_experts"):
+        reading.blocked.append("--quick-geglu: memlab's dense MLPs have SwiGLU or GELU")
 
 
 def take_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:
@@ -645,8 +649,8 @@ def _check(reading: Reading) -> None:
     check_backend(reading, "auto")
 
 
-CANNOT_WRITE = {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
+NO_MASK_OF_ALL_ROWS = {"create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"}
+CANNOT_WRITE = NO_MASK_OF_ALL_ROWS | {
     "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
     "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",

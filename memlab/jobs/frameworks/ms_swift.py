@@ -12,11 +12,11 @@ from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.from_json import parse_json
-from memlab.config.lora import LINEARS
+from memlab.config.lora import LINEARS, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, lacks_of_model
+from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, lacks_of_model, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -159,16 +159,15 @@ KEYS = (
     *LAYERS,  # of ms-swift 3
 )
 _CORE_ARGUMENTS = (
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "activation_func_clamp_value",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
-    "moe_expert_capacity_factor", "moe_grouped_gemm", "moe_pad_expert_input_to_capacity",
-    "moe_shared_expert_overlap",
+    "moe_grouped_gemm", "moe_shared_expert_overlap",
     "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
     "overlap_param_gather_with_optimizer_step", "position_embedding_type",
-    "qk_l2_norm", "rotary_interleaved", "softmax_type", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
+    "qk_l2_norm", "rotary_interleaved", "tp_comm_overlap", "transformer_impl", "use_megatron_fsdp",
 )  # fmt: skip
 """Those of Megatron's that ms-swift has too, in 4.6.0 or in 3.12."""
 _OF_CORE = {row.name: row for row in MISSING}
@@ -376,6 +375,7 @@ def complete(reading: Reading) -> None:
     values["seq_length"] = length
     if kind in _WITH_PAIRS:
         _complete_pairs(reading)
+    _complete_task(reading)
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
@@ -403,10 +403,29 @@ def _complete_pairs(reading: Reading) -> None:
     if reading.get("packing"):
         reading.miss("rlhf_type", "more", "a pair of answers that is longer than a row makes a row of its own")
     else:
-        for name in ("micro_batch_size", "global_batch_size"):
-            reading.take("rlhf_type", name, 2 * values[name])
+        _double_batch(reading, "rlhf_type")
     if (values.get("pipeline_model_parallel_size") or 1) > 1:
         reading.miss("rlhf_type", "more", "pipeline stages send and keep the reference model's outputs too")
+
+
+def _double_batch(reading: Reading, key: str) -> None:
+    for name in ("micro_batch_size", "global_batch_size"):
+        reading.take(key, name, 2 * reading.values[name])
+
+
+def _complete_task(reading: Reading) -> None:
+    """Takes an anchor and its positive for each of a batch of embeddings, which negatives may follow.
+
+    A reranker has a positive and negatives for each (``_embedding_data_collator`` and ``_reranker_data_collator`` in
+    swift/template/base.py, ms-swift 3602360).
+    """
+    task = reading.get("task_type")
+    if task == "embedding":
+        _double_batch(reading, "task_type")
+        reading.miss("task_type", "more", "each negative of the data is a sequence of the micro-batch too")
+    if task in ("reranker", "generative_reranker"):
+        negatives = _variable(reading, "MAX_NEGATIVE_SAMPLES", 7)
+        reading.miss("task_type", "more", f"each of a batch is a positive and up to {negatives} negatives of the data")
 
 
 def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
@@ -549,7 +568,7 @@ swift/ray/megatron/checkpoint_engine/nccl.py, main of August 2026; the size is t
 
 
 def _variable(reading: Reading, name: str, default: int) -> int:
-    """Returns a number of MiB from the environment of the launch.
+    """Returns a number from the environment of the launch.
 
     Raises:
         ValueError: If it is no whole number of at least 1.
@@ -666,18 +685,25 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons |= dict.fromkeys(offloaded, "ms-swift offloads only around the generation of answers")
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
-    lora = scenario.state.lora
-    if lora is not None:
-        if lora.library != "mcore_bridge":
-            reasons["lora_library"] = "ms-swift's adapters are those of mcore-bridge"
-        if not lora.enable_input_require_grads:
-            reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
-        if lora.dropout_position != "pre":
-            reasons["lora_dropout_position"] = "ms-swift drops the inputs of adapters"
-        if not lora.target_modules:
-            reasons["lora_target_modules"] = "ms-swift has no list that stands for all linears with the output layer"
+    if scenario.state.lora is not None:
+        reasons |= _cannot_write_of_adapters(scenario.state.lora)
     if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax of logits in fp32"
+    return reasons
+
+
+def _cannot_write_of_adapters(lora: LoRA) -> dict[str, str]:
+    reasons = {}
+    if lora.library != "mcore_bridge":
+        reasons["lora_library"] = "ms-swift's adapters are those of mcore-bridge"
+    if not lora.enable_input_require_grads:
+        reasons["lora_enable_input_require_grads"] = "the embedding's output always requires a gradient in ms-swift"
+    if lora.dropout_position != "pre":
+        reasons["lora_dropout_position"] = "ms-swift drops the inputs of adapters"
+    if not lora.target_modules:
+        reasons["lora_target_modules"] = "ms-swift has no list that stands for all linears with the output layer"
+    elif lora.is_canonical:
+        reasons["lora_target_modules"] = "ms-swift's adapters are those of whole linears"
     return reasons
 
 
@@ -730,6 +756,7 @@ MS_SWIFT = Framework(
         "logprobs_chunk_size": "ms-swift has no such key",
         "ddp_bucket_size": "ms-swift has no such key",
         "lora_exclude_modules": "ms-swift has no such key",
+        **of_one_kind("ms-swift"),
         "overlap_cpu_optimizer_d2h_h2d": "ms-swift has no such key",
         "pin_cpu_grads": "ms-swift has no such key",
         "pin_cpu_params": "ms-swift has no such key",

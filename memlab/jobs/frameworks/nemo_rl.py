@@ -10,7 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
     BACKEND,
     COUNT,
+    DISPATCHER,
     LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
@@ -82,10 +83,12 @@ _REFIT_SHARE = 0.3
 (``_compute_buffer_size`` in nemo_rl/weight_sync/ipc_weight_synchronizer.py)."""
 
 
-_PAIRS = {"dpo", "rm"}
+_GUIDES = {"docs/guides/deepseek.md": "deepseek-ai/DeepSeek-V3"}
+"""In place of a model, some of NeMo-RL's own configurations name the guide that makes its checkpoint in bf16."""
+PAIRS = {"dpo", "rm"}
 """Methods whose sequences come in pairs, a chosen and a rejected one, always in the same micro-batch (``policy.train``
 in nemo_rl/algorithms/{dpo,rm}.py)."""
-_WITHOUT_GENERATION = {"sft", *_PAIRS}
+WITHOUT_GENERATION = {"sft", *PAIRS}
 """Methods that have no inference engine, so nothing leaves the device for one."""
 
 
@@ -110,6 +113,7 @@ KEYS = (
     # ``examples/configs/grpo_math_1B.yaml``
     Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_MEGATRON, EXTRA),
@@ -213,10 +217,11 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if not values.pop("has_adapters"):
         values["lora_rank"] = None
+    _take_model_of_guide(reading)
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
-    generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
-    per_node = _complete_ranks(reading)
+    generates = "grpo" in sections or not sections & WITHOUT_GENERATION
+    per_node = complete_ranks(reading)
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
     elif values.get("recompute_granularity") == "full":
@@ -230,7 +235,7 @@ def complete(reading: Reading) -> None:
     take_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = values.pop("longest"), values.pop("sequences")
-    if not generates and sections & _PAIRS:
+    if not generates and sections & PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
@@ -257,6 +262,18 @@ def complete(reading: Reading) -> None:
         take_rows(reading, key, -(-tokens // context), longest, sequences)
         return
     take_sequences(reading, longest, sequences)
+
+
+def _take_model_of_guide(reading: Reading) -> None:
+    key, name = "policy.model_name", str(reading.values.get("architecture"))
+    for guide, model in _GUIDES.items():
+        if name.endswith(guide):
+            reading.taken = [one for one in reading.taken if one.key != key]
+            reading.take(key, "architecture", model)
+            reading.warnings.append(
+                f"{key} names the guide {guide} in place of a checkpoint; memlab takes {model}, of which that guide "
+                f"makes one in bf16: give another with --set {key}=NAME"
+            )
 
 
 def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:
@@ -456,7 +473,8 @@ def _take_megatron_engine(reading: Reading) -> None:
     values["engine_data_ranks"] = max(1, experts * expert_tensor // tensor)
 
 
-def _complete_ranks(reading: Reading) -> int:
+def complete_ranks(reading: Reading) -> int:
+    """Takes the ranks of the training, and returns those of a node."""
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
@@ -548,6 +566,8 @@ def check(reading: Reading) -> None:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
+    if scenario.state.lora is not None and scenario.state.lora.is_canonical:
+        reasons["lora_target_modules"] = "NeMo-RL's adapters are not in the canonical form"
     packed_losses = ("logprobs_by_sequence", "logprobs_one_hot") if is_packed(scenario) else ("logprobs_one_hot",)
     if scenario.state.loss not in packed_losses:
         reasons["loss"] = f"NeMo-RL's policy gradient computes the loss {' or '.join(packed_losses)}"
@@ -592,6 +612,7 @@ NEMO_RL = Framework(
     configurations=("grpo_math_1B",),
     packs=is_packed,
     cannot_write=OF_BRIDGE
+    | of_one_kind("NeMo-RL")
     | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, verl_fsdp
 from memlab.jobs.frameworks.automodel import AUTOMODEL
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
@@ -21,6 +23,15 @@ FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
     for framework in (MEGATRON_LM, AUTOMODEL, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
 }
+_OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]] = {
+    "nemo-rl": (nemo_rl_dtensor.chooses_dtensor, nemo_rl_dtensor.NEMO_RL_DTENSOR),
+    "skyrl": (skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),
+    "verl": (verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP),
+}
+"""For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
+reads and does not write."""
+TABLES: dict[str, Framework] = FRAMEWORKS | {one.name: one for _, one in _OF_OTHER_ENGINES.values()}
+"""All that memlab reads."""
 
 
 LOOKED_FOR = "; ".join(f"{name}: {framework.signs.looked_for}" for name, framework in FRAMEWORKS.items())
@@ -53,6 +64,17 @@ def framework_of_keys(keys: Iterable[str]) -> str | None:
         if framework.signs.key and begins(framework.signs.key):
             return name
     return next((name for name, framework in FRAMEWORKS.items() if framework.signs.of_tree(begins)), None)
+
+
+def table_of(name: str, values: dict[str, Any]) -> Framework:
+    """Returns the table of a framework for the engine that a job chooses.
+
+    Args:
+        name: The framework's.
+        values: Of the job, by key.
+    """
+    chooses, other = _OF_OTHER_ENGINES.get(name, (None, None))
+    return other if chooses is not None and other is not None and chooses(values) else framework_named(name)
 
 
 def framework_named(name: str) -> Framework:

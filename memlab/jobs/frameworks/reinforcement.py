@@ -11,6 +11,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks.adapters import kind_of
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
 from memlab.jobs.frameworks.megatron_lm import common, named
@@ -89,7 +90,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     if longest and longest > row:
         reading.warnings.append(
             f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
-            "longest sequence alone, as slime and SkyRL make them; verl stops at such a sequence"
+            "longest sequence alone, as slime and SkyRL make them; verl and NeMo-RL's packing stop at such a sequence"
         )
         row = -(-longest // unit) * unit
     if not longest:
@@ -174,6 +175,7 @@ def composed(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | {
             **dict.fromkeys(("is_packed", "is_dynamic"), is_row),
             **dict.fromkeys(("prompts", "sequences"), sequences),
+            "kind_of_adapters": kind_of(scenario),
             "removes_padding": is_row or scenario.micro_batch_size == 1,
             "responses_per_prompt": 1,
             "longest": longest,

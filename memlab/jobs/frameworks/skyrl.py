@@ -71,6 +71,7 @@ KEYS = (
     Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
     *adapter_keys("trainer.policy.model.lora", **ADAPTERS),
+    Key(f"{_MEGATRON}.lora_config.lora_type", "kind_of_adapters", TEXT, "lora"),
 )
 FRAMEWORK_MISSING = (
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),

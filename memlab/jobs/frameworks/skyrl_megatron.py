@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.lora import LINEARS
-from memlab.jobs.frameworks.adapters import OF_BRIDGE, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import ALL_LINEAR, OF_BRIDGE, complete_adapters, lacks_of_kind, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import (
+    DISPATCHER,
     LOAD_BALANCING,
     ROUTER_DTYPE,
     SWITCH,
@@ -35,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -44,6 +46,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
     return (
         *under(prefix, SIZES),
         Key(f"{prefix}.moe_router_dtype", "moe_router_dtype", ROUTER_DTYPE, "fp32"),
+        Key(f"{prefix}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
         Key(f"{prefix}.freeze_moe_router", "freeze_moe_router", SWITCH, False),
         Key(f"{prefix}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
         *under(
@@ -79,11 +82,9 @@ def complete_skyrl_adapters(reading: Reading, section: str, megatron: str) -> No
         section: The prefix of the adapters' keys.
         megatron: That of the config of Megatron.
     """
-    lacks = lacks_of_section(reading, section)
-    kind = reading.get(f"{megatron}.lora_config.lora_type")
-    if kind not in (None, "lora"):
-        lacks.append(f"adapters of the kind {kind}")
-    complete_adapters(reading, f"{section}.rank", lacks)
+    has_targets = reading.get(f"{section}.target_modules") not in (None, ALL_LINEAR)
+    kind = lacks_of_kind(reading, reading.values.pop("kind_of_adapters"), has_targets=has_targets)
+    complete_adapters(reading, f"{section}.rank", kind)
 
 
 _BESIDE = (
@@ -140,16 +141,20 @@ def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}
-CANNOT_WRITE = OF_BRIDGE | {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
-    "lora_dropout_position": "SkyRL's adapters drop their inputs",
-    "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
-    "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
-    "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
-    "manual_gc": "SkyRL has no such key",
-    "ddp_bucket_size": "SkyRL has no such key",
-    "loss": "SkyRL computes the loss logprobs",
-    "fp32_output": "SkyRL's logits are fp32",
-    "dtype": "SkyRL's Megatron jobs are bf16",
-}
+CANNOT_WRITE = (
+    OF_BRIDGE
+    | of_one_kind("SkyRL")
+    | NO_MASK_OF_ALL_ROWS
+    | {
+        "lora_dropout_position": "SkyRL's adapters drop their inputs",
+        "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
+        "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
+        "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
+        "manual_gc": "SkyRL has no such key",
+        "ddp_bucket_size": "SkyRL has no such key",
+        "loss": "SkyRL computes the loss logprobs",
+        "fp32_output": "SkyRL's logits are fp32",
+        "dtype": "SkyRL's Megatron jobs are bf16",
+    }
+)
 """Fields that no program of SkyRL expresses, each with the reason."""

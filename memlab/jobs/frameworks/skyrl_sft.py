@@ -53,6 +53,7 @@ KEYS = (
     Key("use_sequence_packing", "is_packed", SWITCH, False),
     Key("max_tokens_per_microbatch", "tokens", COUNT, None),
     *adapter_keys("model.lora", **ADAPTERS),
+    Key(f"{_MEGATRON}.lora_config.lora_type", "kind_of_adapters", TEXT, "lora"),
 )
 FRAMEWORK_MISSING = (
     Missing("model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),

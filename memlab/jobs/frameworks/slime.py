@@ -14,7 +14,18 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import LORA, no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs, flags_of
-from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, with_defaults
+from memlab.jobs.frameworks.keys import (
+    COUNT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Conversion,
+    Key,
+    Missing,
+    is_given,
+    with_defaults,
+)
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
@@ -68,21 +79,25 @@ KEYS = (
     Key("rollout_max_response_len", "response_length", WHOLE, None),
     Key("rollout_max_context_len", "context_length", WHOLE, None),
     *(
-        key
-        for key in with_defaults(MEGATRON_KEYS, use_distributed_optimizer=True, bf16=True, micro_batch_size=1)
+        # ``validate_args`` in slime/backends/megatron_utils/arguments.py takes alltoall in place of allgather.
+        replace(key, conversion=Conversion(lambda _: "alltoall", str))
+        if key.field == "moe_token_dispatcher_type"
+        else key
+        for key in with_defaults(
+            MEGATRON_KEYS,
+            use_distributed_optimizer=True,
+            bf16=True,
+            micro_batch_size=1,
+            moe_token_dispatcher_type="alltoall",
+        )
         if key.field not in ("world_size", "global_batch_size")
     ),
     Key("global_batch_size", "sequences", COUNT, None),
 )
 
 
-def _is_flex(dispatcher: Any) -> bool:
-    """Whether tokens are not dispatched with alltoall, which slime takes in place of allgather (``validate_args``)."""
-    return bool(dispatcher == "flex")
-
-
 FRAMEWORK_MISSING = (
-    *(replace(row, is_on=_is_flex) if row.name == "moe_token_dispatcher_type" else row for row in FLAGS_MISSING),
+    *FLAGS_MISSING,
     Missing("lora_rank", "less", LORA),
     *(
         Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
@@ -380,6 +395,7 @@ SLIME = Framework(
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",
         "use_distributed_optimizer": "slime always uses the distributed optimizer",
+        "moe_token_dispatcher_type": "slime takes alltoall in place of allgather",
         "dtype": "slime trains in bf16",
         "fp32_output": "slime's logits are fp32",
     },

@@ -117,7 +117,7 @@ def complete(reading: Reading) -> None:
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     _check_engine(reading)
-    _note_critic(reading)
+    note_critic(reading, "critic.megatron")
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
@@ -222,28 +222,16 @@ def check(reading: Reading) -> None:
 
 
 def _check_engine(reading: Reading) -> None:
-    """Refuses a job of another engine: verl takes FSDP without ``model_engine=megatron`` or a configuration with it."""
+    """Refuses a job of another engine than Megatron's; those of FSDP have a table of their own (`verl_fsdp`)."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
     is_chosen = chosen is not None or reading.entries.get("model_engine") is not None
     engine = engine if chosen is None else str(chosen).removesuffix("_actor")
-    keys, configuration = reading.entries.by_key, reading.get("config_name")
+    reading.known.add("config_name")
     if not is_chosen:
         _note_unchosen(reading)
-    if engine is None and "megatron" not in str(configuration):
-        if any(key.startswith((f"{_ACTOR}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config.")) for key in keys):
-            engine = "dp"
-        engine = "dp" if configuration else engine
-        if any(key.startswith((f"{_ACTOR}.megatron.", "actor_rollout_ref.ref.megatron.")) for key in keys):
-            engine = "megatron"
-        elif engine is None:
-            reading.warnings.append(
-                "no key chooses Megatron, and verl takes FSDP then: memlab predicts the job with model_engine=megatron"
-            )
     if engine not in (None, "megatron"):
-        reading.blocked.append(
-            f"model_engine {engine}: memlab predicts this framework's jobs with Megatron only (model_engine=megatron)"
-        )
+        reading.blocked.append(f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only")
 
 
 def _note_unchosen(reading: Reading) -> None:
@@ -257,12 +245,12 @@ def _note_unchosen(reading: Reading) -> None:
         )
 
 
-def _note_critic(reading: Reading) -> None:
-    """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of it is offloaded."""
+def note_critic(reading: Reading, engine: str) -> None:
+    """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of its engine is offloaded."""
     key = "critic.enable" if reading.get("critic.enable") is not None else "algorithm.adv_estimator"
     if reading.get(key, "gae") not in ("gae", True):
         return
-    offloads = [reading.get(f"critic.megatron.{part}_offload") for part in ("param", "grad", "optimizer")]
+    offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "grad", "optimizer")]
     if offloads != [True] * 3:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 

@@ -11,7 +11,14 @@ from typing import Any
 from memlab.config.lora import LINEARS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import LORA, OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section
+from memlab.jobs.frameworks.adapters import (
+    LORA,
+    OF_BRIDGE,
+    adapter_keys,
+    complete_adapters,
+    lacks_of_kind,
+    lacks_of_section,
+)
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -43,7 +50,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.megatron_lm import take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -88,7 +95,10 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
             dropout_position="pre",
             target_modules=LINEARS,
             exclude_modules=(),
+            share_expert_adapters=True,
+            normalize_moe_lora=False,
         ),
+        Key(f"{model}.lora.type", "kind_of_adapters", TEXT, "lora"),
     )
 
 
@@ -155,7 +165,8 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> No
     _complete_gradients(reading, engine, optim)
     _complete_offload(reading, engine)
     _take_defaults_of_mbridge(reading, engine)
-    complete_adapters(reading, f"{model}.lora.rank", lacks_of_section(reading, f"{model}.lora"))
+    kind = lacks_of_kind(reading, reading.values.pop("kind_of_adapters"), has_targets=True)
+    complete_adapters(reading, f"{model}.lora.rank", [*kind, *lacks_of_section(reading, f"{model}.lora")])
 
 
 def _complete_optimizer(reading: Reading, optim: str) -> None:
@@ -226,14 +237,17 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
 FIXED: dict[str, Any] = {
     "loss": "vocab_parallel_cross_entropy", "fp32_output": True, "checkpoint_input_remedy": "release_storage",
 }  # fmt: skip
-CANNOT_WRITE = OF_BRIDGE | {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
-    "freeze_moe_router": "verl has no such key",
-    "checkpoint_input_remedy": "verl always applies release_storage",
-    "offload_optimizer_except_update": "verl loads the optimizer state before the step",
-    "manual_gc": "verl has no such key",
-    "loss": "verl computes the loss vocab_parallel_cross_entropy",
-    "fp32_output": "verl's logits are fp32",
-    "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
-}
+CANNOT_WRITE = (
+    OF_BRIDGE
+    | NO_MASK_OF_ALL_ROWS
+    | {
+        "freeze_moe_router": "verl has no such key",
+        "checkpoint_input_remedy": "verl always applies release_storage",
+        "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+        "manual_gc": "verl has no such key",
+        "loss": "verl computes the loss vocab_parallel_cross_entropy",
+        "fp32_output": "verl's logits are fp32",
+        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
+    }
+)
 """Fields that no trainer of verl expresses, each with the reason."""

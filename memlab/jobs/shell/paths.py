@@ -7,13 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os.path import normpath
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from memlab.jobs.entries import UNKNOWN
 from memlab.jobs.shell.words import Operator, Word, tokens
 
 _OPTIONS = {"--", "-P", "-L", "-f", "-e", "-m"}
 """Of ``cd``, ``pwd``, ``readlink`` and ``realpath``, which do not change what is printed, symbolic links aside."""
+
+
+def path_here(path: Path, script: Path) -> Path:
+    """Returns the file of a checkout on this machine that a path of the job's machine names.
+
+    Such as the ``scripts/models/a.sh`` of a folder above the script for ``/root/slime/scripts/models/a.sh``, if this
+    machine has no ``/root/slime``.
+
+    Args:
+        path: Absolute.
+        script: The file that names it.
+
+    Returns:
+        The same path if there is no such file.
+    """
+    if Path(*path.parts[:3]).exists():
+        return path
+    names = (path.parts[start:] for start in range(2, len(path.parts) - 1))
+    folders = script.absolute().parents
+    return next((file for name in names for folder in folders if (file := folder.joinpath(*name)).is_file()), path)
 
 
 def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str]) -> str:

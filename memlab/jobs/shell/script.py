@@ -22,7 +22,7 @@ from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Line
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
-from memlab.jobs.shell.paths import printed_path
+from memlab.jobs.shell.paths import path_here, printed_path
 from memlab.jobs.shell.variables import (
     ASSIGNMENT,
     OwnArguments,
@@ -636,7 +636,7 @@ class _Reader(Builtins):
         return True
 
     def stops_without(self, name: str) -> None:
-        if self.is_certain and not self.shells:
+        if self.is_certain and not self.shells and name not in self.undecided:
             self.faults.stops_without(self.line, name)
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
@@ -778,6 +778,9 @@ class _Reader(Builtins):
                 "it with --set NAME=VALUE",
             )
             return True
+        if (here := path_here(path, self.script)) != path:
+            self.warn(f"the script sources {path}, which is not on this machine, and memlab reads {here}")
+            path = here
         try:
             text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
         except (OSError, ValueError):

@@ -38,6 +38,7 @@ _SET_BY_THE_SHELL = {
     "LC_ALL", "LINES", "LOGNAME", "MACHTYPE", "OLDPWD", "OPTERR", "OSTYPE", "PATH", "PPID", "PS4", "PWD", "SHELL",
     "SHELLOPTS", "SHLVL", "TERM", "TMPDIR", "UID", "USER",
 }  # fmt: skip
+_SET_BY_SLURM = "SLURM_"
 _SPACE = " \t\n"
 _PATTERN = re.compile(r"[*?]|\(")
 """What makes a word that is not quoted a pattern for files."""
@@ -211,7 +212,7 @@ class Variables:
         self.faults.warn(self.line if line is None else line, text)
 
     def stops_without(self, name: str) -> None:
-        """Notes that ``${NAME:?}`` ends the script here, because nobody sets the variable."""
+        """Notes that ``${NAME:?}``, or ``$NAME`` after ``set -u``, ends the script here: nobody sets the variable."""
         raise NotImplementedError
 
     @contextmanager
@@ -567,6 +568,8 @@ class Variables:
         if value is None:
             if asked.name.isdigit() and self.arguments is None and not self.in_test:
                 self.faults.arguments_read.setdefault(f"${int(asked.name) + self.num_shifted}", self.line)
+            elif "nounset" in self.options and not asked.name.startswith(_SET_BY_SLURM):
+                self._note_stop(asked.name)
             is_known = asked.index is not None or self.is_absent(self.named(asked.name) or asked.name)
             return "" if is_known or (self.in_test and not asked.name.isdigit()) else UNKNOWN
         if asked.operator == ":":
@@ -596,6 +599,8 @@ class Variables:
         return UNKNOWN
 
     def _length(self, asked: Parameter, value: Value | None) -> str:
+        if value is None and "nounset" in self.options:
+            self._note_stop(asked.name)
         if value is None and (self.in_test or asked.index is not None or self.is_absent(asked.name)):
             return "0"
         if isinstance(value, Array):

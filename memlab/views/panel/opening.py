@@ -85,6 +85,7 @@ class Opening(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no typ
             self.children = [self._row]
             if self.lab is not None:
                 self.lab.close()
+                self.lab = None  # the next one may be refused
             self.lab = self._open_lab(name, backend="auto" if _trains_here(name) else "simulated", **options)
         except ValueError as error:
             self._say(f"Not opened: {error}")

@@ -14,7 +14,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.bounds import freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled, Taken
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
@@ -27,7 +27,7 @@ _OWN_DEFAULTS: dict[str, Any] = {
 
 def job_table(job: Job) -> str:
     """Returns the report that ``memlab job`` prints."""
-    framework = FRAMEWORKS[job.framework]
+    framework = TABLES[job.framework]
     causes = [f"{job.path.name}, {cause}" for cause in job.causes]
     parts = [
         causes,
@@ -59,12 +59,12 @@ def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings,
 
 def _summary(job: Job) -> list[str]:
     if job.cannot_start is not None:
-        named = [key for key in FRAMEWORKS[job.framework].keys if key.field in job.refused_fields]
+        named = [key for key in TABLES[job.framework].keys if key.field in job.refused_fields]
         tries = ", ".join(dict.fromkeys(key.name for key in named))
         hint = [f"to try another value: --set KEY=VALUE, with one of these keys: {tries}"] if tries else []
         return [f"this job cannot start: {job.cannot_start}", *hint]
     if job.scenario is None or job.settings is None:
-        return [f"memlab cannot predict this job: {job.not_supported}"]
+        return [f"memlab cannot predict this job: {job.not_supported}", *_at_least(job.at_least)]
     scenario, ranks = job.scenario, job.scenario.layout.world_size
     packed = "" if scenario.packed_sequences is None else f" in {scenario.packed_sequences} packed sequences"
     tokens = f"{scenario.seq_length:,} tokens{packed}"
@@ -81,6 +81,13 @@ def _summary(job: Job) -> list[str]:
     if scenario.allocator != AllocatorSettings():
         lines.append(f"allocator  {scenario.allocator}")
     return lines
+
+
+def _at_least(kept: dict[str, int]) -> list[str]:
+    if not kept:
+        return []
+    parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in kept.items())
+    return [f"at least   {format_bytes(sum(kept.values()))} on the rank that keeps the most: {parts}"]
 
 
 def _taken(title: str, taken: list[Taken]) -> list[str]:

@@ -20,7 +20,7 @@ def largest_table(found: Largest) -> str:
         sizes = [in_unit(size, unit_bytes) for size in (one.peak_allocated_bytes, one.margin_bytes)]
         rows.append([f"{one.value:,}", *sizes, f"rank {one.rank}", one.verdict])
     multiple = f"multiples of {found.unit}" if found.unit > 1 else "each whole number"
-    job = f"{found.scenario}, for {found.scenario.versions.words()}"
+    job = f"{found.scenario}, for {found.scenario.versions.words(found.scenario.engine)}"
     return "\n".join([*wrapped(found.verdict), "", *wrapped(f"{job}; values: {multiple}."), "", *aligned(rows)])
 
 
@@ -40,6 +40,6 @@ def along_front_table(found: AlongFront) -> str:
         numbers = ["none" if value is None else f"{value:,}" for value in values]
         work = [f"{point.recomputed_operations / 1e9:.2f}", format_bytes(point.transferred_bytes)]
         rows.append([f"{point.settings}", *work, *numbers])
-    job = f"{front.scenario}, for {front.scenario.versions.words()}"
+    job = f"{front.scenario}, for {front.scenario.versions.words(front.scenario.engine)}"
     about = f"{job}; the front and its extra work are those of this workload."
     return "\n".join([*wrapped(found.verdict), "", *wrapped(about), "", *aligned(rows)])

@@ -32,7 +32,7 @@ def layouts_table(found: LayoutSearch) -> str:
     left = f"; CUT SHORT: {found.num_left} were not tried" if found.num_left else ""
     lines += wrapped(
         f"{job.architecture.name}, {job.num_layers} layers, micro-batches of {job.micro_batch_size} x {job.seq_length} "
-        f"tokens, {sequences} sequences per step in every layout; for {job.versions.words()}. "
+        f"tokens, {sequences} sequences per step in every layout; for {job.versions.words(job.engine)}. "
         f"{found.num_layouts} layouts follow Megatron's rules: "
         f"{len(found.fitting)} fit; {found.num_not_fitting} do not fit, whatever is recomputed; {found.num_too_large} "
         f"have parameters, gradients, optimizer state and logits that are too large; {found.num_no_better} have sizes "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from memlab.config.backend_kind import KINDS
 from memlab.config.layout import Layout
@@ -72,8 +71,7 @@ def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
 
 def without_state(scenario: Scenario) -> str:
     """Returns the words of a scenario without those of its training state."""
-    # A layout of a pipeline can name layers of multi-token prediction, which the state has.
-    return str(replace(scenario, state=TrainingState(mtp_num_layers=scenario.state.mtp_num_layers)))
+    return str(scenario.in_default_state)
 
 
 def rank_words(layout: Layout) -> str:
@@ -90,8 +88,9 @@ def version_lines(record: StepRecord) -> list[str]:
     """Returns the versions that a prediction is for, and a line for each way in which they decide or are not exact."""
     if not KINDS[record.backend].is_prediction:
         return []
-    versions, core = record.scenario.versions, record.versions.get("megatron-core", "")
-    return [f"versions: {versions.words(core)}", *versions.remarks(record.scenario.state, core)]
+    scenario, core = record.scenario, record.versions.get("megatron-core", "")
+    remarks = scenario.versions.remarks(scenario.state, core) if scenario.engine == "megatron" else []
+    return [f"versions: {scenario.versions.words(scenario.engine, core)}", *remarks]
 
 
 def record_table(record: StepRecord) -> str:

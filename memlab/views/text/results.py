@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from memlab.analysis.limits import Limit
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 
@@ -91,7 +90,7 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
     """
     groups: dict[Scenario, list[Result]] = {}
     for result in results:
-        groups.setdefault(replace(result.record.scenario, state=TrainingState()), []).append(result)
+        groups.setdefault(result.record.scenario.in_default_state, []).append(result)
     if not groups:
         raise ValueError("the results are empty, must be at least one: measure some settings first")
     lines = [_HEAD.strip(), ""]
@@ -104,7 +103,7 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
         if plain is None:
             raise ValueError(f"{name} has no result without settings, must have one to compare with: measure it")
         lines += [f"## {name}", measured_on([result.record for result in group], hardware) + _repeats(group), ""]
-        settings = [result for result in group if result.record.scenario.state == TrainingState()]
+        settings = [result for result in group if result.record.scenario == scenario]
         states = [result for result in group if result not in settings]
         if len(settings) > 1 or not states:
             lines += [*_table(_COLUMNS, [_row(result, plain) for result in settings]), ""]
@@ -236,7 +235,7 @@ def _times(result: Result, plain: Result) -> tuple[str, str, str]:
 
 
 def _is_plain(record: StepRecord) -> bool:
-    return record.settings == MemorySettings() and record.scenario.state == TrainingState()
+    return record.settings == MemorySettings() and record.scenario == record.scenario.in_default_state
 
 
 def _spread(seconds: Sequence[float]) -> str:

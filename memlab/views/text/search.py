@@ -117,7 +117,7 @@ def searched_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Blo
 
 def _searched(found: SearchResult) -> Block:
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
-    job = f"{found.scenario}{base}, for {found.scenario.versions.words()}"
+    job = f"{found.scenario}{base}, for {found.scenario.versions.words(found.scenario.engine)}"
     return [f"{job}; {limit_line(found)}", f"{counts_line(found)}."]
 
 

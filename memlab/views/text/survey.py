@@ -11,6 +11,7 @@ _HEADS: dict[Outcome, str] = {
     "bounded": "bounded gaps",
     "unbounded": "unbounded",
     "asked": "asked",
+    "read": "read",
     "refused": "refused",
     "cannot start": "cannot start",
     "failed": "failed",

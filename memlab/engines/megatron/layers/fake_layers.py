@@ -26,10 +26,15 @@ class FakeProvider(TorchProvider):
 class FakeGroupedLinear(TorchGroupedLinear):
     """`TorchGroupedLinear` without its matrix products."""
 
-    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, inputs: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
         assert sum(tokens_per_expert) == len(inputs), f"{tokens_per_expert} rows for {len(inputs)}"
-        return _GroupedLinear.apply(inputs, *self.parameters(recurse=False)), None
+        parameters: list[torch.Tensor] = [*self.parameters(recurse=False)]  # weights, then biases
+        if self.has_bias and self.skip_bias_add:
+            return _GroupedLinear.apply(inputs, *parameters[: self.num_gemms]), parameters[self.num_gemms :]
+        return _GroupedLinear.apply(inputs, *parameters), None
 
 
 class FakeGroupedRowLinear(FakeGroupedLinear):
@@ -55,4 +60,8 @@ class _GroupedLinear(torch.autograd.Function):
             grad_inputs = grad.new_empty(ctx.shape)
             if inputs is None:
                 return grad_inputs, *[None] * len(weights)
-            return grad_inputs, *map(empty_weight_gradient, ctx.parameters)
+            return grad_inputs, *map(_empty_gradient, ctx.parameters)
+
+
+def _empty_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return empty_weight_gradient(parameter) if parameter.dim() > 1 else parameter.new_empty(parameter.shape)

@@ -134,16 +134,19 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, splits: list[int], save_original_input: bool, *weights: torch.Tensor
+        ctx: Any, inputs: torch.Tensor, splits: list[int], save_original_input: bool, *weights_and_biases: torch.Tensor
     ) -> torch.Tensor:
+        weights, biases = weights_and_biases[: len(splits)], weights_and_biases[len(splits) :]
         rows = torch.split(inputs, splits)
         output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
         for part, row, weight in zip(torch.split(output, splits), rows, weights, strict=True):
             torch.mm(row, weight.T, out=part)
+        for part, bias in zip(torch.split(output, splits), biases, strict=bool(biases)):
+            part.add_(bias)
         if not weights[0].requires_grad:
             rows = ()
         ctx.save_for_backward(*((inputs,) if rows and save_original_input else rows), *weights)
-        ctx.splits, ctx.parameters = splits, weights
+        ctx.splits, ctx.parameters, ctx.biases = splits, weights, biases
         return output
 
     @staticmethod
@@ -156,17 +159,19 @@ class GroupedLinear(torch.autograd.Function):
             torch.mm(grad_row, weight, out=part)
         rows = saved[: -len(splits)]
         if not rows:
-            return grad_inputs, None, None, *[None] * len(splits)
+            return grad_inputs, None, None, *[None] * (len(splits) + len(ctx.biases))
         if len(rows) == 1 and len(splits) > 1:
             rows = torch.split(rows[0], splits)
-        grad_weights = map(weight_gradient, ctx.parameters, grad_rows, rows)
-        return grad_inputs, None, None, *grad_weights
+        grad_weights = [weight_gradient(*each) for each in zip(ctx.parameters, grad_rows, rows, strict=True)]
+        grad_biases = [grad_row.sum(0) for grad_row, _ in zip(grad_rows, ctx.biases, strict=False)]
+        return grad_inputs, None, None, *grad_weights, *grad_biases
 
 
 class CausalAttention(torch.autograd.Function):
     """Fused causal attention; saves query, key, value, its output and the log-sum-exp of each row (fp32).
 
-    With dropout it saves the state of the random numbers too, from which backward makes the same ones.
+    With dropout it saves the state of the random numbers too, from which backward makes the same ones, and with sinks
+    these (``FusedAttnFunc``, ``attention/dot_product_attention/backends.py``, TE 2.16.1); a window saves nothing.
     Shapes are [sequence, batch, heads, channels]; key and value may have fewer heads (grouped queries). The output is
     [sequence, batch, heads * channels].
     """
@@ -179,20 +184,24 @@ class CausalAttention(torch.autograd.Function):
         value: torch.Tensor,
         scale: float,
         drop: float = 0.0,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # A value that is a slice of linear_qkv's output is copied, and the copy saved (TE's get_qkv_layout).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         random_states = [new_random_state(query)] if drop else []
-        output, log_sum_exp = attend(query, key, value, scale, Dropped.of(drop, *random_states))
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, *random_states)
-        ctx.scale, ctx.drop = scale, drop
+        dropped = Dropped.of(drop, *random_states)
+        output, log_sum_exp = attend(query, key, value, scale, dropped, window=window, sinks=sinks)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, sinks, *random_states)
+        ctx.scale, ctx.drop, ctx.window = scale, drop, window
         return output.view(*output.shape[:2], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, output, log_sum_exp, *random_states = ctx.saved_tensors
-        dropped = Dropped.of(ctx.drop, *random_states)
-        return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, dropped), None, None
+        query, key, value, output, log_sum_exp, sinks, *random_states = ctx.saved_tensors
+        saved = grads[0], query, key, value, output, log_sum_exp, ctx.scale, Dropped.of(ctx.drop, *random_states)
+        grads_of_inputs = attend_backward(*saved, window=ctx.window, sinks=sinks)
+        return *grads_of_inputs[:3], None, None, None, *(grads_of_inputs[3:] or (None,))
 
 
 class PackedAttention(torch.autograd.Function):
@@ -205,21 +214,29 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        ends: torch.Tensor,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         # Backward does not read the places: what is offloaded comes back without values in a simulation.
         ctx.lengths = lengths_of(ends)
-        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, ends)
-        ctx.scale = scale
+        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths, window=window, sinks=sinks)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, ends, sinks)
+        ctx.scale, ctx.window = scale, window
         return output.view(len(output), -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
-        parts = attend_each_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
-        return *parts, None, None
+        query, key, value, output, log_sum_exp, _, sinks = ctx.saved_tensors
+        saved = grads[0], query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths
+        grads_of_inputs = attend_each_backward(*saved, window=ctx.window, sinks=sinks)
+        return *grads_of_inputs[:3], None, None, None, *(grads_of_inputs[3:] or (None,))
 
 
 @one_kernel()
@@ -232,6 +249,8 @@ def attend_each(
     key_lengths: list[int] | None = None,
     *,
     causal: bool = True,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends each packed sequence by itself; returns output [tokens, heads, channels] and log-sum-exp [heads, tokens].
 
@@ -243,10 +262,13 @@ def attend_each(
         lengths: Of the sequences of queries.
         key_lengths: Of those of keys; None if they are the same.
         causal: Whether a query sees only the keys up to its own place.
+        window: As `attend`.
+        sinks: As `attend`.
     """
     queries = query.unsqueeze(1).split(lengths)
     keys, values = (tensor.unsqueeze(1).split(key_lengths or lengths) for tensor in (key, value))
-    rows = [attend(*row, scale, causal=causal) for row in zip(queries, keys, values, strict=True)]
+    seen: dict[str, Any] = {"causal": causal, "window": window, "sinks": sinks}
+    rows = [attend(*row, scale, **seen) for row in zip(queries, keys, values, strict=True)]
     outputs, log_sums = zip(*rows, strict=True)
     return torch.cat(outputs).squeeze(1), torch.cat(log_sums, dim=-1).squeeze(0)
 
@@ -264,8 +286,10 @@ def attend_each_backward(
     key_lengths: list[int] | None = None,
     *,
     causal: bool = True,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the gradients of query, key and value of `attend_each`."""
+    """Returns the gradients of query, key and value of `attend_each`, and of the sinks if there are any."""
     grads, queries, outputs = (
         tensor.unsqueeze(1).split(lengths) for tensor in (grad.view(output.shape), query, output)
     )
@@ -273,8 +297,11 @@ def attend_each_backward(
     # Torch's kernel wants the log-sum-exp contiguous.
     log_sums = [part.contiguous() for part in log_sum_exp.unsqueeze(0).split(lengths, dim=-1)]
     rows = zip(grads, queries, keys, values, outputs, log_sums, strict=True)
-    parts = [attend_backward(one, q, k, v, out, log_sum, scale, causal=causal) for one, q, k, v, out, log_sum in rows]
-    return tuple(torch.cat(of_rows).squeeze(1) for of_rows in zip(*parts, strict=True))
+    seen: dict[str, Any] = {"causal": causal, "window": window, "sinks": sinks}
+    of_each = [attend_backward(one, q, k, v, out, log_sum, scale, **seen) for one, q, k, v, out, log_sum in rows]
+    parts = [*zip(*of_each, strict=True)]
+    of_sinks = [torch.stack(of_rows).sum(0) for of_rows in parts[3:]]
+    return *(torch.cat(of_rows).squeeze(1) for of_rows in parts[:3]), *of_sinks
 
 
 def _heads_first(
@@ -343,10 +370,16 @@ def new_random_state(query: torch.Tensor) -> torch.Tensor:
     return query.new_empty(2, dtype=torch.int64).random_()
 
 
-def _probabilities(query: torch.Tensor, key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _probabilities(
+    query: torch.Tensor, key: torch.Tensor, scale: float, window: int | None, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns causal probabilities [batch, heads, sequence, sequence] and their log-sum-exp, both in fp32."""
     scores = query.float() @ key.float().transpose(2, 3) * scale
-    log_sum_exp = scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf).logsumexp(-1)
+    seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    seen = seen if window is None else seen.triu(-window)
+    log_sum_exp = scores.masked_fill_(~seen, -torch.inf).logsumexp(-1)
+    if sinks is not None:
+        log_sum_exp = torch.logaddexp(log_sum_exp, sinks.squeeze(-1))
     return (scores - log_sum_exp.unsqueeze(-1)).exp(), log_sum_exp
 
 
@@ -359,17 +392,37 @@ def attend(
     dropped: Dropped | None = None,
     *,
     causal: bool = True,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence]."""
-    if dropped is not None:
+    """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence].
+
+    Args:
+        query: Shape [sequence, batch, heads, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        scale: Of the scores.
+        dropped: The dropout of probabilities.
+        causal: Whether a query sees only the keys up to its own place.
+        window: How many keys before its own place a query sees; None is all.
+        sinks: A further score of each head, which has no value; fp32 [1, heads, 1, 1].
+    """
+    if _is_written_out(query, dropped, window, sinks):
         query, key, value = _heads_first(query, key, value)
-        probabilities, log_sums = _probabilities(query, key, scale)
-        output = probabilities * dropped.factors(probabilities) @ value.float()
+        probabilities, log_sums = _probabilities(query, key, scale, window, sinks)
+        output = (probabilities if dropped is None else probabilities * dropped.factors(probabilities)) @ value.float()
         return output.to(query.dtype).permute(2, 0, 1, 3).contiguous(), log_sums
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(query, key, _padded(value, query)), 0.0, causal, scale=scale
     )
     return output[..., : value.shape[-1]].permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
+
+
+def _is_written_out(
+    query: torch.Tensor, dropped: Dropped | None, window: int | None, sinks: torch.Tensor | None
+) -> bool:
+    """Whether probabilities are computed here: torch's own kernel has none of the three. Sizes do not depend on it."""
+    return dropped is not None or (not query.is_meta and (window is not None or sinks is not None))
 
 
 @one_kernel()
@@ -384,13 +437,19 @@ def attend_backward(
     dropped: Dropped | None = None,
     *,
     causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key and value."""
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of query, key and value, and of the sinks if there are any."""
     groups = query.shape[2] // key.shape[2]
-    of_heads = _heads_first(query, key, value if dropped is not None else _padded(value, query))
-    if dropped is not None:
+    is_written_out = _is_written_out(query, dropped, window, sinks)
+    grads_of_sinks = [] if sinks is None else [torch.empty_like(sinks)]
+    of_heads = _heads_first(query, key, value if is_written_out else _padded(value, query))
+    if is_written_out:
         grad_heads = grad.view(output.shape).permute(1, 2, 0, 3)
-        grad_query, *grads_of_groups = _backward_of_dropped(grad_heads, *of_heads, scale, dropped)
+        written_out = _backward_written_out(grad_heads, *of_heads, scale, dropped, window, sinks)
+        grad_query, *grads_of_groups = written_out[:3]
+        grads_of_sinks = [*written_out[3:]]
     else:
         grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _padded(grad.view(output.shape), query).permute(1, 2, 0, 3),
@@ -406,19 +465,28 @@ def attend_backward(
         for part in grads_of_groups
     )
     grad_value = grad_value[..., : value.shape[-1]].contiguous()
-    return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
+    return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value, *grads_of_sinks
 
 
-def _backward_of_dropped(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropped: Dropped
+def _backward_written_out(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dropped: Dropped | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    probabilities, _ = _probabilities(query, key, scale)
-    factors = dropped.factors(probabilities)
-    grad_value = (probabilities * factors).transpose(2, 3) @ grad.float()
-    of_scores = probabilities * factors * (grad.float() @ value.float().transpose(2, 3))
-    of_scores -= probabilities * of_scores.sum(-1, keepdim=True)
+    probabilities, log_sums = _probabilities(query, key, scale, window, sinks)
+    kept = probabilities if dropped is None else probabilities * dropped.factors(probabilities)
+    grad_value = kept.transpose(2, 3) @ grad.float()
+    of_scores = kept * (grad.float() @ value.float().transpose(2, 3))
+    of_rows = of_scores.sum(-1, keepdim=True)
+    of_scores -= probabilities * of_rows
     grads = of_scores @ key.float() * scale, of_scores.transpose(2, 3) @ query.float() * scale, grad_value
-    return tuple(part.to(query.dtype) for part in grads)
+    of_sinks = [] if sinks is None else [-((sinks - log_sums.unsqueeze(-1)).exp() * of_rows).sum((0, 2), keepdim=True)]
+    return *(part.to(query.dtype) for part in grads), *of_sinks
 
 
 def _padded(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from memlab.engines.megatron.layers.context_parallel import RingAttention
 from memlab.engines.megatron.layers.flash_attention import flash_attention, packed_flash_attention
@@ -166,7 +167,7 @@ class TorchNormLinear(torch.nn.Module):
 
 
 class TorchGroupedLinear(torch.nn.Module):
-    """One linear without bias for each local expert, over rows grouped by expert.
+    """One linear for each local expert, over rows grouped by expert. Biases of the second linear are returned.
 
     Where experts are split over ranks too, Megatron's dispatcher gathers and scatters their rows.
     """
@@ -182,10 +183,11 @@ class TorchGroupedLinear(torch.nn.Module):
         config: TransformerConfig,
         init_method: Any,
         bias: bool,
+        skip_bias_add: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias, "experts have no biases"
+        self.skip_bias_add = skip_bias_add
         self.num_gemms = num_gemms
         self.save_original_input = False
         rows, columns = expert_part(self.way, output_size, input_size, config)
@@ -198,11 +200,24 @@ class TorchGroupedLinear(torch.nn.Module):
                 # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
                 weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
                 self.register_parameter(f"weight{index}", weight)
+        for index in range(num_gemms if bias else 0):
+            vector = _bias(rows, config=config, way=self.way)
+            vector.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            self.register_parameter(f"bias{index}", vector)
+        self.has_bias = bias
 
-    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, inputs: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
-        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return GroupedLinear.apply(inputs, list(tokens_per_expert), self.save_original_input, *weights), None
+        weights, biases = self.of_each("weight"), self.of_each("bias") if self.has_bias else []
+        added = [] if self.skip_bias_add else biases
+        output = GroupedLinear.apply(inputs, list(tokens_per_expert), self.save_original_input, *weights, *added)
+        return output, biases if self.skip_bias_add and biases else None
+
+    def of_each(self, name: str) -> list[torch.Tensor]:
+        """Returns the ``weight`` or the ``bias`` of each expert."""
+        return [getattr(self, f"{name}{index}") for index in range(self.num_gemms)]
 
 
 class TorchGroupedRowLinear(TorchGroupedLinear):
@@ -214,7 +229,9 @@ class TorchGroupedRowLinear(TorchGroupedLinear):
 class TorchAttention(torch.nn.Module):
     """Causal attention with grouped queries, by the config's ``attention_backend``; ``auto`` is cuDNN's, fused."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__()
         if softmax_scale is None:
             assert config.kv_channels is not None
@@ -223,6 +240,12 @@ class TorchAttention(torch.nn.Module):
         ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.context_parallel_group = ring
         self.config = config
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if has_window else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(device_empty(heads, config=config).zero_())
 
     def forward(
         self,
@@ -245,9 +268,11 @@ class TorchAttention(torch.nn.Module):
             return spread
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q
-            is_flash = self.config.attention_backend is AttnBackend.flash
-            attend = packed_flash_attention if is_flash else PackedAttention.apply
-            packed: torch.Tensor = attend(query, key, value, self.softmax_scale, ends)
+            if self.config.attention_backend is AttnBackend.flash:
+                return packed_flash_attention(query, key, value, self.softmax_scale, ends)
+            packed: torch.Tensor = PackedAttention.apply(
+                query, key, value, self.softmax_scale, ends, self.window, self._sinks()
+            )
             return packed
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
@@ -258,8 +283,14 @@ class TorchAttention(torch.nn.Module):
             return unfused_attention(query, key, value, self.softmax_scale, drop)
         if self.config.attention_backend is AttnBackend.flash:
             return flash_attention(query, key, value, self.softmax_scale, drop)
-        result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale, drop)
+        result: torch.Tensor = CausalAttention.apply(
+            query, key, value, self.softmax_scale, drop, self.window, self._sinks()
+        )
         return result
+
+    def _sinks(self) -> torch.Tensor | None:
+        """Returns the sinks as cuDNN takes them (``DotProductAttention.forward``, TE 2.16.1)."""
+        return None if self.softmax_offset is None else self.softmax_offset.reshape(1, -1, 1, 1).to(torch.float32)
 
 
 def _part(way: str | None, rows: int, columns: int, ranks: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from memlab.meter.labels import one_kernel
 class _PermuteWithMask(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, probs: torch.Tensor
+        ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, probs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         row_id_map = _row_id_map(routing_map)
         permuted, permuted_probs = _gather(tokens, probs, row_id_map, num_out_tokens)
@@ -80,13 +80,16 @@ def permute_with_probs(
     Returns:
         Permuted tokens [rows, hidden], their probabilities [rows], and the map that `unpermute` takes.
     """
-    permuted, row_id_map, permuted_probs = _PermuteWithMask.apply(tokens, routing_map, num_out_tokens, probs)
+    permuted, row_id_map, permuted_probs = _PermuteWithMask.apply(tokens, routing_map, int(num_out_tokens), probs)
     return permuted, permuted_probs, row_id_map
 
 
-def permute(tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1) -> Any:
-    """Replaces TE's permutation without probabilities, which Megatron imports and a training step never calls."""
-    raise NotImplementedError("Megatron permutes tokens together with their probabilities: see permute_with_probs")
+def permute(
+    tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups tokens by expert without their probabilities, as `permute_with_probs` does with them."""
+    permuted, row_id_map, _ = _PermuteWithMask.apply(tokens, routing_map, int(num_out_tokens), None)
+    return permuted, row_id_map
 
 
 def unpermute(

@@ -16,7 +16,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from memlab.engines.megatron.activation_offload import manager as offload_manager
@@ -152,7 +152,7 @@ def _forget_losses_of_extra_layers() -> None:
 
 def _empty_dispatchers() -> None:
     # The cycle runs through autograd's nodes in C++, where Python's garbage collector does not look.
-    for dispatcher in instances_of([MoEAlltoAllTokenDispatcher]):
+    for dispatcher in instances_of([MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher]):
         vars(dispatcher).clear()
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
 

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 from memlab.upstream.patching import patched
 
-_DISPATCH = f"{MoEAlltoAllTokenDispatcher.__module__}.MoEAlltoAllTokenDispatcher.dispatch_preprocess"
+_KEEPERS = (
+    (MoEAlltoAllTokenDispatcher, "dispatch_preprocess", "probs"),
+    (MoEAllGatherTokenDispatcher, "dispatch_postprocess", "local_probs"),
+)
+"""Dispatchers, each with the method that keeps probabilities with their graph, and the attribute that keeps them."""
 _BACKWARD = f"{random.__name__}.CheckpointFunction.backward"
 _UPSTREAM_BACKWARD = random.CheckpointFunction.backward
 
@@ -67,14 +71,21 @@ class CheckpointRemedy:
 
 def detach() -> AbstractContextManager[None]:
     """Lets every MoE dispatcher keep its probabilities without their graph, in the block."""
-    dispatch_preprocess = MoEAlltoAllTokenDispatcher.dispatch_preprocess
 
-    def dispatch_then_detach(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
-        result = dispatch_preprocess(dispatcher, *args, **kwargs)
-        dispatcher.probs = dispatcher.probs.detach()
-        return result
+    def detaching(dispatch: Callable[..., Any], attribute: str) -> Callable[..., Any]:
+        def dispatch_then_detach(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+            result = dispatch(dispatcher, *args, **kwargs)
+            setattr(dispatcher, attribute, getattr(dispatcher, attribute).detach())
+            return result
 
-    return patched({_DISPATCH: dispatch_then_detach})
+        return dispatch_then_detach
+
+    return patched(
+        {
+            f"{kind.__module__}.{kind.__name__}.{method}": detaching(getattr(kind, method), attribute)
+            for kind, method, attribute in _KEEPERS
+        }
+    )
 
 
 def clear_gradient() -> AbstractContextManager[None]:

@@ -1,0 +1,192 @@
+"""verl with FSDP, which is its default: the keys of its trainer are those of `verl`.
+
+Names and defaults: ``verl/trainer/config/engine/fsdp.yaml`` and ``model/hf_model.yaml``, and what they do
+``verl/workers/engine/fsdp/transformer_impl.py`` (1dda039b, August 2026; 0.9.1 has the same).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.jobs.frameworks.adapters import LORA
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.fsdp2 import (
+    RESHARDING,
+    block,
+    lacks_family,
+    note_packing,
+    take_checkpointed_layers,
+    take_kept,
+    take_resharding,
+    take_shards,
+    take_types,
+)
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false
+from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
+from memlab.jobs.frameworks.verl import VERL, note_critic
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_FSDP = f"{_ACTOR}.fsdp_config"
+_OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
+_TRAINER = (
+    "nodes",
+    "ranks_per_node",
+    "is_dynamic",
+    "tokens_per_rank",
+    "micro_batch_size",
+    "prompts",
+    "responses_per_prompt",
+    "allocator",
+    "prompt_length",
+    "response_length",
+)
+KEYS = (
+    *(key for key in VERL.keys if key.field in _TRAINER and not key.name.startswith(_OF_MEGATRON)),
+    Key("model_engine", "model_engine", TEXT),
+    Key(f"{_ACTOR}.strategy", "strategy", TEXT, "fsdp"),
+    Key(f"{_FSDP}.model_dtype", "shards", LONG_DTYPE, "fp32"),
+    Key(f"{_FSDP}.mixed_precision.param_dtype", "compute", LONG_DTYPE, "bf16"),
+    Key(f"{_FSDP}.mixed_precision.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
+    Key(f"{_FSDP}.param_offload", "offload_parameters", SWITCH, False),
+    Key(f"{_FSDP}.optimizer_offload", "offload_optimizer", SWITCH, False),
+    Key(f"{_FSDP}.offload_policy", "fsdp_cpu_offload", SWITCH, False),
+    Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
+    Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
+    Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
+    Key(f"{_FSDP}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
+    Key(f"{_ACTOR}.ulysses_sequence_parallel_size", "ulysses", COUNT),
+    Key(f"{_ACTOR}.optim.optimizer", "optimizer", TEXT, "AdamW"),
+    Key(f"{_ACTOR}.optim.optimizer_impl", "library", TEXT, "torch.optim"),
+    Key(f"{_MODEL}.path", "architecture", TEXT),
+    Key(f"{_MODEL}.enable_gradient_checkpointing", "is_checkpointing", SWITCH, True),
+    Key(f"{_MODEL}.use_remove_padding", "removes_padding", SWITCH, True),
+    Key(f"{_MODEL}.lora_rank", "adapters", WHOLE, 0),
+)
+FRAMEWORK_MISSING = (
+    *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
+      and not row.name.startswith(_OF_MEGATRON)),
+    Missing(f"{_FSDP}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
+    Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
+    Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
+    Missing(f"{_FSDP}.forward_prefetch", "more", "parameters of one more layer are gathered ahead"),
+    Missing(f"{_FSDP}.qat.enable", "either", "weights are quantized in forward"),
+    Missing(f"{_FSDP}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
+    Missing(f"{_ACTOR}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
+    Missing(f"{_ACTOR}.use_prefix_grouper", "either", "prompts that responses share are computed once"),
+    Missing(f"{_ACTOR}.freeze_vision_tower", "less", "frozen parts have no gradients and no optimizer state"),
+    Missing(f"{_MODEL}.enable_activation_offload", "less", "activations leave the device in forward"),
+    Missing(f"{_MODEL}.use_liger", "less", "Liger's norms and MLPs keep less"),
+    Missing(f"{_MODEL}.use_fused_kernels", "less", "log-probabilities without whole logits"),
+    Missing(f"{_MODEL}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
+    Missing(f"{_MODEL}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
+    Missing(f"{_MODEL}.lora_rank", "less", f"{LORA} (memlab has none of PEFT's here)"),
+    Missing(f"{_MODEL}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
+)  # fmt: skip
+
+
+def chooses_fsdp(values: dict[str, Any]) -> bool:
+    """Whether a job trains with FSDP: by name, or as verl does where neither a name nor a key of Megatron says else."""
+    chosen = values.get(f"actor@{_ACTOR}")
+    engine = values.get("model_engine") or values.get(f"{_ACTOR}.strategy")
+    engine = engine if chosen is None else str(chosen).removesuffix("_actor")
+    if engine is not None:
+        return engine in ("dp", "fsdp", "fsdp2", "fsdp_turbo")
+    has_keys = any(key.startswith((f"{_ACTOR}.megatron.", "actor_rollout_ref.ref.megatron.")) for key in values)
+    return not has_keys and "megatron" not in str(values.get("config_name"))
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, types, shards, what leaves the device, and rows."""
+    values = reading.values
+    values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
+    del values["nodes"], values["ranks_per_node"]
+    is_chosen = values.pop("model_engine", None) is not None or reading.get(f"actor@{_ACTOR}") is not None
+    if not is_chosen and f"{_ACTOR}.strategy" not in reading.entries.by_key:
+        reading.warnings.append(
+            "no key chooses an engine, and verl takes FSDP then: give model_engine=megatron for Megatron"
+        )
+    reading.known.add("config_name")
+    note_critic(reading, "critic.fsdp")
+    _take_strategy(reading)
+    take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
+    _take_optimizer(reading)
+    take_shards(reading, f"{_FSDP}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
+    take_resharding(reading)
+    values["offload_gradients"] = values["offload_parameters"]
+    if values.pop("is_checkpointing"):
+        take_checkpointed_layers(reading)
+    reading.miss(
+        f"{_ACTOR}.policy_loss",
+        "less",
+        "verl's log-probabilities read the logits in bf16; memlab's loss has copies of them in fp32",
+    )
+    _take_rows(reading)
+    reading.warnings.append(
+        "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
+    )
+
+
+def _take_strategy(reading: Reading) -> None:
+    strategy, key = reading.values.pop("strategy"), f"{_ACTOR}.strategy"
+    if strategy == "fsdp":
+        reading.miss(key, "either", "FSDP1 gathers the parameters of a layer as one; memlab predicts FSDP2 instead")
+    elif strategy != "fsdp2":
+        block(reading, key, f"the engine {strategy}")
+    if reading.values.pop("ulysses") > 1:
+        given = [one.key for one in reading.taken if one.field == "ulysses" and one.memlab_value != 1]
+        block(reading, given[-1], "ranks that share sequences (Ulysses)")
+
+
+def _take_optimizer(reading: Reading) -> None:
+    values = reading.values
+    kind = f"{values.pop('library')}.{values.pop('optimizer')}"
+    is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
+    if not is_adam:
+        reading.miss(f"{_ACTOR}.optim.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
+    if not values["fsdp_cpu_offload"]:
+        take_kept(reading, trains_all=not values.pop("adapters"), is_torch_adam=is_adam)
+    else:
+        # The policy keeps them on the host already (``_build_fsdp_module``).
+        del values["adapters"]
+        values["offload_parameters"] = values["offload_optimizer"] = False
+
+
+def _take_rows(reading: Reading) -> None:
+    values = reading.values
+    longest = values.pop("prompt_length") + values.pop("response_length")
+    sequences = values.pop("prompts") * values.pop("responses_per_prompt")
+    tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
+    if values.pop("is_dynamic"):
+        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
+    else:
+        key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+        if values.get("micro_batch_size") is None:
+            reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
+        take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
+    note_packing(reading, f"{_ACTOR}.use_remove_padding")
+
+
+def complete_of_model(reading: Reading, architecture: Architecture) -> None:
+    """Notes in what the model that verl trains differs from transformers' own."""
+    lacks_family(reading, architecture)
+
+
+VERL_FSDP = Framework(
+    name="verl-fsdp",
+    title="verl with FSDP",
+    source="1dda039b, and 0.9.1",
+    signs=Signs(looked_for="actor.strategy=fsdp2"),
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=VERL.without_effect
+    | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON)}
+    | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
+    complete=complete,
+    complete_of_model=complete_of_model,
+    versions=VERL.versions,
+    fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+)
+"""Read only: `memlab.jobs.frameworks.registry` says when."""

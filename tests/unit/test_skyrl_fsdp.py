@@ -1,0 +1,97 @@
+"""SkyRL's jobs with FSDP2: their fields and defaults, what the engine does not have, and which jobs they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.job import Job
+
+POLICY = "trainer.policy"
+FSDP = f"{POLICY}.fsdp_config"
+START = (
+    f"python -m skyrl.train.entrypoints.main_base {POLICY}.model.path=Qwen/Qwen2.5-7B-Instruct "
+    "trainer.placement.policy_num_gpus_per_node=8 trainer.policy_mini_batch_size=64 generator.n_samples_per_prompt=2 "
+    "trainer.max_prompt_length=1024 generator.sampling_params.max_generate_length=3072 "
+)
+WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all"}
+ON_HOST = {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True}
+ON_DEVICE = dict.fromkeys(ON_HOST, False)
+
+
+def read(folder: Path, keys: str = "") -> Job:
+    (folder / "run.sh").write_text(START + keys)
+    return Job.read(folder / "run.sh")
+
+
+def test_a_job_is_read_with_the_defaults_of_skyrl(tmp_path: Path) -> None:
+    job = read(tmp_path)
+    assert job.required() == (
+        Scenario.of(
+            "qwen2.5-7b",
+            seq_length=4096,
+            num_microbatches=16,
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=8),
+            state=TrainingState(**STATE),  # type: ignore[arg-type]
+            allocator=AllocatorSettings(expandable_segments=True),
+        ),
+        MemorySettings(**WHOLE_LAYERS, **ON_HOST),  # type: ignore[arg-type]
+    )
+    assert job.framework == "skyrl-fsdp" and not job.guesses
+    assert [(one.key, one.effect, bool(one.bound_bytes)) for one in job.not_modelled] == [
+        ("trainer.algorithm.policy_loss_type", "less", True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "state", "settings"),
+    [
+        ("trainer.strategy=fsdp", {}, {}),
+        ("trainer.strategy=fsdp2", {}, {}),
+        (f"{FSDP}.mixed_precision.reduce_dtype=bf16", {"grad_reduce_in_bf16": True}, {}),
+        (f"{FSDP}.reshard_after_forward=false", {"reshard_after_forward": "none"}, {}),
+        (f"{FSDP}.reshard_after_forward=4", {"reshard_after_forward_ranks": 4}, {}),
+        (f"{FSDP}.fsdp_size=4", {"dp_replicate_size": 2}, {}),
+        (f"{FSDP}.cpu_offload=true", {"fsdp_cpu_offload": True}, ON_DEVICE),
+        ("trainer.placement.colocate_all=false", {}, ON_DEVICE),
+        (f"{POLICY}.optimizer_config.offload_after_step=false", {}, {"offload_optimizer": False}),
+        ("trainer.gradient_checkpointing=false", {}, dict.fromkeys(WHOLE_LAYERS)),
+    ],
+)
+def test_types_shards_and_what_leaves_the_device(
+    keys: str, state: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    scenario, found = read(tmp_path, keys).required()
+    assert scenario.state == TrainingState(**(STATE | state))
+    assert found == MemorySettings(**(WHOLE_LAYERS | ON_HOST | settings))
+
+
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [
+        ("trainer.micro_train_batch_size_per_gpu=2", {"trainer.micro_train_batch_size_per_gpu": "more"}),
+        ("trainer.remove_microbatch_padding=false", {"trainer.remove_microbatch_padding": "more"}),
+        ("trainer.algorithm.use_entropy_loss=true", {"trainer.algorithm.use_entropy_loss": "more"}),
+        (f"{POLICY}.model.lora.rank=32", {f"{POLICY}.model.lora.rank": "less"}),
+    ],
+)
+def test_what_is_not_modelled_has_a_bound(keys: str, missing: dict[str, str], tmp_path: Path) -> None:
+    job = read(tmp_path, keys)
+    found = {one.key: one.effect for one in job.not_modelled if not one.key.endswith("policy_loss_type")}
+    assert found == missing and all(one.bound_bytes for one in job.not_modelled)
+
+
+def test_ranks_that_share_sequences_are_refused_by_name(tmp_path: Path) -> None:
+    job = read(tmp_path, f"{POLICY}.sequence_parallel_size=2")
+    assert job.scenario is None and job.lacks == ("ranks that share sequences (Ulysses)",)
+    of_a_rank = 7_615_616_512 // 8  # as Qwen publishes the model: 7.61 billion parameters
+    assert job.at_least == {name: size * of_a_rank for name, size in zip(job.at_least, (4, 4, 8), strict=True)}

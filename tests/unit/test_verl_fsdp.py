@@ -1,0 +1,112 @@
+"""verl's jobs with FSDP: their fields and defaults, what the engine does not have, and which jobs they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.job import Job
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FSDP = f"{ACTOR}.fsdp_config"
+START = (
+    f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {MODEL}.path=Qwen/Qwen3-8B {ACTOR}.strategy=fsdp2 "
+    f"{ACTOR}.ppo_mini_batch_size=64 {ACTOR}.ppo_micro_batch_size_per_gpu=1 data.max_prompt_length=1024 "
+    "data.max_response_length=3072 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 "
+)
+WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all"}
+
+
+def read(folder: Path, keys: str = "") -> Job:
+    (folder / "run.sh").write_text(START + keys)
+    return Job.read(folder / "run.sh")
+
+
+def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
+    job = read(tmp_path)
+    assert job.required() == (
+        Scenario.of(
+            "qwen3-8b",
+            seq_length=4096,
+            num_microbatches=8,
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=8),
+            state=TrainingState(**STATE),  # type: ignore[arg-type]
+        ),
+        MemorySettings(**WHOLE_LAYERS),  # type: ignore[arg-type]
+    )
+    assert job.framework == "verl-fsdp" and not job.guesses
+    assert [(one.key, one.effect, bool(one.bound_bytes)) for one in job.not_modelled] == [
+        (f"{ACTOR}.policy_loss", "less", True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "state", "settings"),
+    [
+        (f"{FSDP}.model_dtype=bf16", {"fp32_sharded_params": False}, {}),
+        (f"{FSDP}.mixed_precision.reduce_dtype=bf16", {"grad_reduce_in_bf16": True}, {}),
+        (f"+{FSDP}.mixed_precision.param_dtype=fp32", {"fp32_sharded_params": False}, {}),
+        (f"{FSDP}.reshard_after_forward=False", {"reshard_after_forward": "none"}, {}),
+        (f"{FSDP}.fsdp_size=4", {"dp_replicate_size": 2}, {}),
+        (f"{FSDP}.fsdp_size=-1", {}, {}),
+        (f"{FSDP}.use_no_sync_for_gradient_accumulation=True", {"defer_fsdp_grad_sync": True}, {}),
+        (f"{MODEL}.enable_gradient_checkpointing=False", {}, dict.fromkeys(WHOLE_LAYERS)),
+        (f"{FSDP}.param_offload=True", {}, {"offload_parameters": True, "offload_gradients": True}),
+        (f"{FSDP}.optimizer_offload=True", {}, {"offload_optimizer": True, "offload_gradients": False}),
+        (f"{FSDP}.offload_policy=True {FSDP}.param_offload=True", {"fsdp_cpu_offload": True}, {}),
+    ],
+)
+def test_types_shards_and_what_leaves_the_device(
+    keys: str, state: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    scenario, found = read(tmp_path, keys).required()
+    assert scenario.state == TrainingState(**(STATE | state))
+    assert found == MemorySettings(**(WHOLE_LAYERS | {"offload_gradients": False} | settings))
+    assert scenario.dtype == ("fp32" if "param_dtype=fp32" in keys else "bf16")
+
+
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", {f"{ACTOR}.use_remove_padding": "more"}),
+        (f"{ACTOR}.strategy=fsdp", {f"{ACTOR}.strategy": "either"}),
+        (f"{MODEL}.use_remove_padding=False", {f"{MODEL}.use_remove_padding": "more"}),
+        (f"{ACTOR}.entropy_coeff=0.01", {f"{ACTOR}.entropy_coeff": "more"}),
+        (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
+        (f"{MODEL}.lora_rank=32", {f"{MODEL}.lora_rank": "less"}),
+        (f"{MODEL}.use_fused_kernels=True", {f"{MODEL}.use_fused_kernels": "less"}),
+        (f"{ACTOR}.optim.optimizer=AdamW8bit {ACTOR}.optim.optimizer_impl=torchao.optim",
+         {f"{ACTOR}.optim.optimizer": "either"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_modelled_is_named(keys: str, missing: dict[str, str], tmp_path: Path) -> None:
+    job = read(tmp_path, keys)
+    assert job.scenario is not None
+    found = {one.key: one.effect for one in job.not_modelled if not one.key.endswith("policy_loss")}
+    assert found == missing
+
+
+@pytest.mark.parametrize(
+    ("keys", "lacks", "at_least"),
+    [
+        (f"{FSDP}.ulysses_sequence_parallel_size=2", "ranks that share sequences (Ulysses)", (4, 4, 8)),
+        (f"{ACTOR}.strategy=fsdp_turbo {FSDP}.model_dtype=bf16", "the engine fsdp_turbo", (2, 2, 4)),
+        (f"{MODEL}.path=zai-org/GLM-4.5-Air", "the family glm4_moe under FSDP2", None),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused_by_name(
+    keys: str, lacks: str, at_least: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    job = read(tmp_path, keys)
+    assert job.scenario is None and job.lacks == (lacks,) and job.at_least
+    if at_least is not None:
+        of_a_rank = 8_190_735_360 // 8  # as Qwen publishes the model: 8.2 billion parameters
+        assert tuple(job.at_least.values()) == tuple(size * of_a_rank for size in at_least)
