@@ -84,8 +84,9 @@ class Pass:
     input: StorageAllocation | None
     groups: tuple[Any, ...] = ()
     """`RepeatedCalls.next_groups` at its start."""
-    is_received: bool = False
-    """Whether its input is what a stage has received: a leaf, which keeps its storage and its gradient."""
+    is_leaf: bool = False
+    """Whether its input is a leaf, which keeps its storage and its gradient: a stage has received it, or a checkpoint
+    has detached it."""
     output: int = -1
     """The role of its output; -1 if it cannot be recorded."""
     roles: list[StorageAllocation] = field(default_factory=list)

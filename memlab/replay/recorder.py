@@ -97,8 +97,8 @@ class Recorder:
         node = result.grad_fn
         if node is not None:
             self.step.in_flight.append(one)
-            received = given if one.is_received else None
-            node.register_prehook(lambda gradients: self._begin_backward(one, gradients[0], received))
+            leaf = given if one.is_leaf else None
+            node.register_prehook(lambda gradients: self._begin_backward(one, gradients[0], leaf))
         return result
 
     def forward_without_graph(self, one: Pass, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -164,15 +164,19 @@ class Recorder:
         totals = replay.recording.totals
         return {role: self.meter.separate(replay, role.number, totals[Role(OWN, role.number)]) for role in roles}
 
-    def _begin_backward(self, one: Pass, gradient: torch.Tensor, received: torch.Tensor | None) -> None:
+    def _begin_backward(self, one: Pass, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
         self.retention.take_result(one.unit)
         one.backward = self._mark()
         one.gradient = self.meter.storages.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.reloaded, one.host_copies = one.saved.reloaded(self.meter), one.saved.host_copies(self.meter)
-        if received is not None:  # no node follows; autograd still adds up gradients of parameters after that of a leaf
-            queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-            queue_callback(lambda: self._end_backward(one, received.grad))
+        if leaf is not None:
+            # No node follows, and autograd may add up the gradients of parameters after that of a leaf.
+            def end() -> None:
+                assert leaf.grad is not None, "backward has reached it"
+                self._end_backward(one, leaf.grad)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self, one: Pass, gradient: torch.Tensor) -> None:
         mark = one.backward
@@ -209,7 +213,7 @@ class Recorder:
         others = [each for role, each in enumerate(one.roles) if role != one.output and each.num_bytes]
         others += [each for role, each in enumerate(own) if role != result and each.num_bytes]
         others = [each for each in others if id(each) not in of_manager]
-        if one.input is not None and one.input.num_bytes and not one.is_received:
+        if one.input is not None and one.input.num_bytes and not one.is_leaf:
             others.append(one.input)
         left = one.left = Left(own[result] if result >= 0 else None, others)
         self.dispatchers.read_what_refers(one)

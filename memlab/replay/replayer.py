@@ -138,13 +138,13 @@ class Replayer:
         if self.calls.is_noting:
             self._copied(done, known.calls, self.calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
-        if one.is_received and known.last_module >= 0:  # the stage sends and receives in it
+        if one.is_leaf and known.last_module >= 0:  # what follows, such as what a stage sends, is in it
             self.labels.module = int(unit.modules[known.last_module])
         left = _left_by(forward, done)
         forward.is_over = done.is_over = True
         self.step.end(one)
         others = [meter.separate(replay, role, size) for replay, role, size in left]
-        if Role(INPUT, 0) not in known.recording.freed and not one.is_received:
+        if Role(INPUT, 0) not in known.recording.freed and not one.is_leaf:
             assert one.input is not None, "a pass without a known input is stepped"
             others += [one.input] if one.input.num_bytes else []
         of_source = known.source.left

@@ -293,6 +293,25 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
         require_identical(one, other)
 
 
+@pytest.mark.parametrize(("architecture", "num_replayed"), [("phi-4-tiny", 8), ("qwen3-moe-tiny", 4)])
+def test_the_first_and_the_last_layer_of_a_stage_are_replayed(architecture: str, num_replayed: int) -> None:
+    """Of both layers, all passes but the first; with experts, what the last one of a step leaves is stepped too."""
+    records: dict[bool, list[StepRecord]] = {}
+    arguments: dict[str, Any] = {
+        "num_layers": 8,
+        "num_microbatches": 5,
+        "layout": Layout(pipeline_model_parallel_size=4, rank=2),
+    }
+    for replay in (False, True):
+        with Lab(architecture, seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            model: Any = inside(lab).model
+            records[replay] = [lab.step()]
+            assert model.replay.num_replayed == (num_replayed if replay else 0)
+            records[replay].append(lab.step(_LAYERNORM))
+    for one, other in zip(*records.values(), strict=True):
+        require_identical(one, other)
+
+
 @pytest.mark.parametrize(
     ("arguments", "layers_per_checkpoint"),
     [
