@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memlab.config.architectures import Architecture
-from memlab.config.parameters import bytes_of_shard, kept_bytes
+from memlab.config.parameters import bytes_of_trained_shard, kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
@@ -125,7 +125,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
+    "fsdp_config.forward_prefetch": _prefetch,
     **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
     **dict.fromkeys(
@@ -143,6 +143,6 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "neftune.noise_alpha": lambda scenario, _: 2 * 4 * scenario.tokens_of_rank * scenario.architecture.hidden_size,
     "optimizer.amsgrad": lambda scenario, _: 2 * kept_bytes(scenario).gradients,
     # Transformer Engine's has a main parameter and two moments in fp32, and no temporary tensors of the shards' size.
-    "optimizer._target_": lambda scenario, _: 16 * kept_bytes(scenario).gradients // bytes_of_shard(scenario),
+    "optimizer._target_": lambda scenario, _: 16 * kept_bytes(scenario).gradients // bytes_of_trained_shard(scenario),
 }
 """By the end of a key, as in `memlab.jobs.bounds`."""
