@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.architectures import Architecture
-from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     block,
-    lacks_family,
+    check_family,
     note_packing,
+    peft_keys,
     take_checkpointed_layers,
     take_kept,
+    take_peft,
     take_resharding,
     take_shards,
     take_types,
@@ -62,7 +62,7 @@ KEYS = (
     Key(f"{_MODEL}.path", "architecture", TEXT),
     Key(f"{_MODEL}.enable_gradient_checkpointing", "is_checkpointing", SWITCH, True),
     Key(f"{_MODEL}.use_remove_padding", "removes_padding", SWITCH, True),
-    Key(f"{_MODEL}.lora_rank", "adapters", WHOLE, 0),
+    *peft_keys(_MODEL, "lora_"),
 )
 FRAMEWORK_MISSING = (
     *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
@@ -81,7 +81,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MODEL}.use_fused_kernels", "less", "log-probabilities without whole logits"),
     Missing(f"{_MODEL}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
     Missing(f"{_MODEL}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
-    Missing(f"{_MODEL}.lora_rank", "less", f"{LORA} (memlab has none of PEFT's here)"),
     Missing(f"{_MODEL}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
 )  # fmt: skip
 
@@ -145,12 +144,11 @@ def _take_optimizer(reading: Reading) -> None:
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
         reading.miss(f"{_ACTOR}.optim.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
-    if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=not values.pop("adapters"), is_torch_adam=is_adam)
-    else:
-        # The policy keeps them on the host already (``_build_fsdp_module``).
-        del values["adapters"]
+    if values["fsdp_cpu_offload"]:  # the policy keeps them on the host already (``_build_fsdp_module``)
         values["offload_parameters"] = values["offload_optimizer"] = False
+    else:
+        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
+    take_peft(reading, f"{_MODEL}.lora_rank")
 
 
 def _take_rows(reading: Reading) -> None:
@@ -168,11 +166,6 @@ def _take_rows(reading: Reading) -> None:
     note_packing(reading, f"{_ACTOR}.use_remove_padding")
 
 
-def complete_of_model(reading: Reading, architecture: Architecture) -> None:
-    """Notes in what the model that verl trains differs from transformers' own."""
-    lacks_family(reading, architecture)
-
-
 VERL_FSDP = Framework(
     name="verl-fsdp",
     title="verl with FSDP",
@@ -185,7 +178,7 @@ VERL_FSDP = Framework(
     | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON)}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
-    complete_of_model=complete_of_model,
+    complete_of_model=check_family,
     versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
