@@ -754,6 +754,8 @@ class Scenario:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
+        if self.state.fsdp_fp32_outputs and self.dtype == "fp32":
+            reasons["fsdp_fp32_outputs"] = "the outputs are fp32 already"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

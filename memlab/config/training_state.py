@@ -359,6 +359,32 @@ class TrainingState:
         **_FSDP2,
     )
     """A whole number as the ``reshard_after_forward`` of torch's `fully_shard`."""
+    fsdp2_forward_prefetch_depth: int = option(
+        0,
+        "number of layers after a layer whose parameters are gathered when it begins its forward; with 0, torch "
+        "gathers each layer as it begins (default 0)",
+        rebuilds="nothing",
+        at_least=0,
+        at_most=1024,
+        **_FSDP2,
+    )
+    fsdp2_backward_prefetch_depth: int = option(
+        0,
+        "number of layers before a layer whose parameters are gathered when it begins its backward; with 0, torch "
+        "gathers the one that its forward order names (default 0)",
+        rebuilds="nothing",
+        at_least=0,
+        at_most=1024,
+        **_FSDP2,
+    )
+    """With Automodel's ``enable_fsdp2_prefetch``, the depths are 1 in forward and 2 in backward."""
+    fsdp_fp32_outputs: bool = option(
+        False,
+        "let each layer and the model return their outputs in fp32, so that the logits are fp32",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """``output_dtype`` of torch's ``MixedPrecisionPolicy``."""
     dp_replicate_size: int = option(
         1,
         "number of groups of data-parallel ranks that each have all shards (HSDP); gradients are reduced in each "

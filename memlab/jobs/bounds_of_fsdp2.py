@@ -135,7 +135,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
+    "fsdp_config.forward_prefetch": _prefetch,
     **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
     **dict.fromkeys(("peft.use_triton", "lora_cfg.use_triton"), _low_rank),
@@ -145,7 +145,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
-    **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
+    "policy.precision": _fp32_outputs,
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.

@@ -62,7 +62,8 @@ class TestLive:
         recomputed = session.take(StepRequest(settings=FULL))
         assert recomputed.loss == plain.loss and recomputed.recomputed_bytes > 0 == plain.recomputed_bytes
         for state, rebuilt in (
-            (TrainingState(reshard_after_forward="none"), "nothing"),
+            (TrainingState(reshard_after_forward="none", fsdp2_forward_prefetch_depth=1), "nothing"),
+            (TrainingState(fsdp2_backward_prefetch_depth=2), "nothing"),
             (TrainingState(adam_implementation="for_loop"), "optimizer"),
             (TrainingState(), "optimizer"),
         ):
@@ -100,7 +101,11 @@ class TestLive:
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
         ("llama-3-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, dropout=0.1)}),
         ("qwen3-dense-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, fsdp2_library="automodel")}),
-        ("phi-4-tiny", {"dtype": "bf16", "micro_batch_size": 2}, {"adam_implementation": "fused"}),
+        (
+            "phi-4-tiny",
+            {"dtype": "bf16", "micro_batch_size": 2},
+            {"adam_implementation": "fused", "fsdp_fp32_outputs": True, "fsdp2_backward_prefetch_depth": 2},
+        ),
         ("qwen3-moe-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
     ],
 )
