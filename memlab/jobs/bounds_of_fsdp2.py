@@ -96,12 +96,6 @@ def _padded(scenario: Scenario, settings: MemorySettings) -> int:
     return _mask(scenario, settings) + _packing(scenario, settings)
 
 
-def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
-    """Returns the gathered parameters of four layers: depths are at most 3 in public recipes, and 1 or 2 by default."""
-    two, one = (scenario.architecture.with_layers(count).num_parameters for count in (2, 1))
-    return 4 * _width(scenario) * (two - one)
-
-
 def _whole_model(scenario: Scenario, _: MemorySettings) -> int:
     """Returns what sharding adds on one rank: gathered parameters, and gradients in fp32 on their way to the shards.
 
@@ -122,12 +116,6 @@ def _hidden_states(scenario: Scenario, _: MemorySettings) -> int:
     return _width(scenario) * hidden * (scenario.num_layers + 2)
 
 
-def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
-    """Returns the output of each layer in fp32 twice, and the logits."""
-    model = scenario.architecture
-    return 4 * scenario.tokens_of_rank * (2 * model.hidden_size * (scenario.num_layers + 1) + model.vocab_size)
-
-
 BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
@@ -135,7 +123,6 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    "fsdp_config.forward_prefetch": _prefetch,
     **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
     **dict.fromkeys(("peft.use_triton", "lora_cfg.use_triton"), _low_rank),
@@ -145,7 +132,6 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
-    "policy.precision": _fp32_outputs,
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.

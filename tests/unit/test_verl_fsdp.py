@@ -58,6 +58,7 @@ def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
         (f"{FSDP}.reshard_after_forward=False", {"reshard_after_forward": "none"}, {}),
         (f"{FSDP}.fsdp_size=4", {"dp_replicate_size": 2}, {}),
         (f"{FSDP}.fsdp_size=-1", {}, {}),
+        (f"{FSDP}.forward_prefetch=True", {"fsdp2_forward_prefetch_depth": 1}, {}),
         (f"{FSDP}.use_no_sync_for_gradient_accumulation=True", {"defer_fsdp_grad_sync": True}, {}),
         (f"{MODEL}.enable_gradient_checkpointing=False", {}, dict.fromkeys(WHOLE_LAYERS)),
         (f"{FSDP}.param_offload=True", {}, {"offload_parameters": True, "offload_gradients": True}),

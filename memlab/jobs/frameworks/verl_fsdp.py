@@ -53,6 +53,7 @@ KEYS = (
     Key(f"{_FSDP}.optimizer_offload", "offload_optimizer", SWITCH, False),
     Key(f"{_FSDP}.offload_policy", "fsdp_cpu_offload", SWITCH, False),
     Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
+    Key(f"{_FSDP}.forward_prefetch", "gathers_ahead", SWITCH, False),
     Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
     Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
     Key(f"{_FSDP}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
@@ -70,7 +71,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_FSDP}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
     Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
-    Missing(f"{_FSDP}.forward_prefetch", "more", "parameters of one more layer are gathered ahead"),
     Missing(f"{_FSDP}.qat.enable", "either", "weights are quantized in forward"),
     Missing(f"{_FSDP}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
     Missing(f"{_ACTOR}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
@@ -113,6 +113,8 @@ def complete(reading: Reading) -> None:
     _take_optimizer(reading)
     take_shards(reading, f"{_FSDP}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
     take_resharding(reading)
+    if values.pop("gathers_ahead") and values["reshard_after_forward"] != "none":
+        values["fsdp2_forward_prefetch_depth"] = 1  # ``apply_fsdp2`` in verl/utils/fsdp_utils.py
     values["offload_gradients"] = values["offload_parameters"]
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
