@@ -72,7 +72,6 @@ class Job:
     fsdp_cpu_offload: bool = False
     fsdp2_forward_prefetch_depth: int = 0
     fsdp2_backward_prefetch_depth: int = 0
-    fsdp_fp32_outputs: bool = False
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
 
@@ -130,8 +129,6 @@ def jobs() -> list[Job]:
         if num_ranks > 2:
             found += [replace(phi, reshard_after_forward_ranks=2), replace(llama, reshard_after_forward_ranks=2)]
         found += [
-            replace(phi, fsdp_fp32_outputs=True),
-            replace(llama, seq_length=8192, fsdp_fp32_outputs=True, checkpointing=True),
             replace(phi, fsdp2_forward_prefetch_depth=1, fsdp2_backward_prefetch_depth=2),
             replace(llama, fsdp2_forward_prefetch_depth=3, fsdp2_backward_prefetch_depth=3, checkpointing=True),
             replace(phi, lora_rank=16),
@@ -236,8 +233,7 @@ def build(job: Job, *, on_gpu: bool) -> Any:
         if job.lora_rank is not None:
             adapt(model, job.lora_rank)
     reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
-    returned = torch.float32 if job.fsdp_fp32_outputs else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=returned)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size), ("dp_replicate", "dp_shard")
     is_replicated, layers = job.dp_replicate_size > 1, model.model.layers
     mesh = init_device_mesh(kind, shape[not is_replicated :], mesh_dim_names=names[not is_replicated :])

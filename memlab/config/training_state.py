@@ -378,13 +378,6 @@ class TrainingState:
         **_FSDP2,
     )
     """With Automodel's ``enable_fsdp2_prefetch``, the depths are 1 in forward and 2 in backward."""
-    fsdp_fp32_outputs: bool = option(
-        False,
-        "let each layer and the model return their outputs in fp32, so that the logits are fp32",
-        rebuilds="model",
-        **_FSDP2,
-    )
-    """``output_dtype`` of torch's ``MixedPrecisionPolicy``."""
     dp_replicate_size: int = option(
         1,
         "number of groups of data-parallel ranks that each have all shards (HSDP); gradients are reduced in each "

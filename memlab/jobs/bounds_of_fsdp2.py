@@ -116,6 +116,12 @@ def _hidden_states(scenario: Scenario, _: MemorySettings) -> int:
     return _width(scenario) * hidden * (scenario.num_layers + 2)
 
 
+def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns the output of each layer in fp32 twice, and the logits."""
+    model = scenario.architecture
+    return 4 * scenario.tokens_of_rank * (2 * model.hidden_size * (scenario.num_layers + 1) + model.vocab_size)
+
+
 BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
@@ -132,6 +138,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
+    **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.

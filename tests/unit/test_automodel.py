@@ -157,21 +157,17 @@ def test_replicas_and_shards_on_the_host_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "read_as"),
     [
-        ("{distributed.enable_fsdp2_prefetch: true}", (1, 2, False)),
-        ("{distributed.enable_fsdp2_prefetch: true, distributed.fsdp2_forward_prefetch_depth: 0}", (0, 2, False)),
-        ("{distributed.enable_fsdp2_prefetch: true, distributed.reshard_after_forward: false}", (0, 0, False)),
-        ("{distributed.fsdp2_backward_prefetch_depth: 4}", (0, 0, False)),
-        ("{distributed.mp_policy: {param_dtype: bfloat16, output_dtype: float32}}", (0, 0, True)),
+        ("{distributed.enable_fsdp2_prefetch: true}", (1, 2)),
+        ("{distributed.enable_fsdp2_prefetch: true, distributed.fsdp2_forward_prefetch_depth: 0}", (0, 2)),
+        ("{distributed.enable_fsdp2_prefetch: true, distributed.reshard_after_forward: false}", (0, 0)),
+        ("{distributed.fsdp2_backward_prefetch_depth: 4}", (0, 0)),
     ],
 )
-def test_what_is_gathered_ahead_and_returned_in_fp32_is_read(
-    changes: str, read_as: tuple[int, int, bool], tmp_path: Path
-) -> None:
+def test_what_is_gathered_ahead_is_read(changes: str, read_as: tuple[int, int], tmp_path: Path) -> None:
     job = read(tmp_path, changes)
     assert job.scenario is not None
     state = job.scenario.state
-    found = state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth, state.fsdp_fp32_outputs
-    assert found == read_as
+    assert (state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth) == read_as
 
 
 LAYER_OF_PHI_4 = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
@@ -254,6 +250,7 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
          {"loss_fn._target_": "less", "model.output_hidden_states": "more"}),
         ("{distributed.mp_policy.param_dtype: float32}", {"distributed.mp_policy.param_dtype": "less"}),
         ("{distributed.mp_policy.param_dtype: float32, model.torch_dtype: float32}", {}),
+        ("{distributed.mp_policy: {param_dtype: bfloat16, output_dtype: float32}}", {"distributed.mp_policy.output_dtype": "more"}),
     ],
 )  # fmt: skip
 def test_what_is_not_modelled_has_a_bound(changes: str, missing: dict[str, str], tmp_path: Path) -> None:

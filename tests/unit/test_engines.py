@@ -104,7 +104,7 @@ class TestLive:
         (
             "phi-4-tiny",
             {"dtype": "bf16", "micro_batch_size": 2},
-            {"adam_implementation": "fused", "fsdp_fp32_outputs": True, "fsdp2_backward_prefetch_depth": 2},
+            {"adam_implementation": "fused", "fsdp2_backward_prefetch_depth": 2},
         ),
         ("qwen3-moe-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
     ],

@@ -32,7 +32,6 @@ cluster: {num_nodes: 1, gpus_per_node: 8}
 WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 STATE = {
     "fp32_sharded_params": True,
-    "fsdp_fp32_outputs": True,
     "defer_fsdp_grad_sync": True,
     "adam_implementation": "for_loop",
 }
@@ -67,7 +66,7 @@ def test_a_job_is_read_with_the_defaults_of_nemo_rl(tmp_path: Path) -> None:
     )
     assert job.framework == "nemo-rl-dtensor" and not job.guesses
     found = {one.key: (one.effect, bool(one.bound_bytes)) for one in job.not_modelled}
-    assert found == {"loss_fn": ("either", True)}
+    assert found == {"policy.precision": ("more", True), "loss_fn": ("either", True)}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_shards_and_what_leaves_the_device(
 )  # fmt: skip
 def test_what_is_not_modelled_has_a_bound(changes: dict[str, Any], missing: dict[str, str], tmp_path: Path) -> None:
     job = read(tmp_path, **changes)
-    found = {one.key: one.effect for one in job.not_modelled if one.key != "loss_fn"}
+    found = {one.key: one.effect for one in job.not_modelled if one.key not in ("policy.precision", "loss_fn")}
     assert found == missing and all(one.bound_bytes for one in job.not_modelled)
 
 

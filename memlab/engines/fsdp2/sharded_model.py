@@ -162,5 +162,4 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 def _policy(scenario: Scenario) -> MixedPrecisionPolicy:
     """Returns what NeMo Automodel gives FSDP2: layers compute in ``dtype``, and gradients are reduced in fp32."""
     reduced = torch.bfloat16 if scenario.state.grad_reduce_in_bf16 else torch.float32
-    returned = torch.float32 if scenario.state.fsdp_fp32_outputs else None
-    return MixedPrecisionPolicy(param_dtype=_DTYPES[scenario.dtype], reduce_dtype=reduced, output_dtype=returned)
+    return MixedPrecisionPolicy(param_dtype=_DTYPES[scenario.dtype], reduce_dtype=reduced)

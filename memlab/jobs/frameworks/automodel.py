@@ -99,8 +99,6 @@ _OFFLOAD = Conversion(
     lambda value: str(value).endswith("CPUOffloadPolicy"), lambda value: _POLICY_ON_HOST if value else None
 )
 
-_FP32 = Conversion(lambda value: "32" in str(value), lambda value: "float32" if value else None)
-
 KEYS = (
     Key("model.pretrained_model_name_or_path", "architecture", TEXT),
     Key("model.config", "architecture", TEXT),
@@ -124,7 +122,6 @@ KEYS = (
     Key("distributed.enable_fsdp2_prefetch", "gathers_ahead", SWITCH, False),
     Key("distributed.fsdp2_forward_prefetch_depth", "fsdp2_forward_prefetch_depth", WHOLE, 1),
     Key("distributed.fsdp2_backward_prefetch_depth", "fsdp2_backward_prefetch_depth", WHOLE, 2),
-    Key(f"{_POLICY}.output_dtype", "fsdp_fp32_outputs", _FP32, False),
     Key(f"{_POLICY}.param_dtype", "compute", LONG_DTYPE, "bf16"),
     Key(f"{_POLICY}.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
     Key("step_scheduler.local_batch_size", "micro_batch_size", COUNT, 1),
@@ -149,6 +146,8 @@ FRAMEWORK_MISSING = (
     Missing("model.output_hidden_states", "more", "the hidden states of all layers stay until backward ends"),
     Missing("model.attn_implementation", "more", "attention keeps the scores of all heads",
             lambda value: value == "eager"),
+    Missing(f"{_POLICY}.output_dtype", "more", "each layer returns its hidden states in fp32",
+            lambda value: "32" in str(value)),
     Missing("distributed.autocast_dtype", "either", "autocast chooses types operation by operation", is_given),
     Missing("distributed.enable_compile", "either", "compiled layers keep other tensors"),
     Missing("compile.enabled", "either", "compiled layers keep other tensors"),

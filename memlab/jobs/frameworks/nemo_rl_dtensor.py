@@ -93,7 +93,8 @@ def complete(reading: Reading) -> None:
     _refuse_ranks(reading)
     # ``from_pretrained`` makes fp32 parameters in both versions.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced="fp32")
-    values["fsdp_fp32_outputs"] = values["dtype"] != "fp32"
+    if values["dtype"] != "fp32":
+        reading.miss("policy.precision", "more", "each layer returns its hidden states in fp32")
     _take_optimizer(reading)
     moves = values.pop("is_colocated") and generates and not values["fsdp_cpu_offload"]
     values |= dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), moves)
