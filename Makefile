@@ -1,6 +1,6 @@
 # memlab: everything here works in a fresh clone with nothing but Python 3.11, 3.12 or 3.13 and pip. Start with `make run`.
 .DEFAULT_GOAL := help
-.PHONY: help run test test-versions lab docs hooks clean
+.PHONY: help run test test-all test-versions oldest lab docs hooks clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,6 +36,12 @@ test-all: $(VENV)/.installed-dev ## Run all tests, the slow ones too
 test-versions: $(VENV)/.installed-dev ## Run only the tests that depend on the versions of torch and megatron-core
 	@$(BIN)/pytest -n 3 --dist worksteal $(shell grep -l "^pytestmark = pytest.mark.versions" tests/unit/*.py)
 
+# The lower bounds of pyproject.toml, all together: make VENV=.venv-oldest oldest test
+oldest: pyproject.toml | $(BIN)/python ## Install the oldest set that is supported in place of the pinned one
+	@$(BIN)/python -c "import tomllib; print(*(each.split(',')[0].replace('>=', '==') for each in tomllib.load(open('$<', 'rb'))['project']['dependencies']), sep='\n')" > $(VENV)/oldest.txt
+	@PIP_CONSTRAINT=$(VENV)/oldest.txt $(INSTALL) '.[dev]'
+	@touch $(VENV)/.installed $(VENV)/.installed-dev
+
 lab: $(VENV)/.installed ## Open JupyterLab on labs/
 	@$(BIN)/memlab lab
 
@@ -55,7 +61,7 @@ hooks: $(VENV)/.installed-dev ## Check every commit with pre-commit
 	@$(BIN)/pre-commit install
 
 clean: ## Remove the virtual environment and caches; runs stay
-	@rm -rf $(VENV) .venv-3.* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) .venv-3.* .venv-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "memlab needs Python 3.11, 3.12 or 3.13: put one on the PATH, or name it: make PYTHON=/path/to/python3.12"; exit 1; }

@@ -622,6 +622,11 @@ def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
         yield from of(model, 4, alone, {}, FULL, recompute("mlp"), ATTENTION)
         yield from of(model, 4, alone, num_microbatches=3, state=FUSED_GRADIENTS)
+    both = FUSED_GRADIENTS | UNFUSED_ACTIVATION
+    for model in (LLAMA, QWEN_8B, QWEN2_7B):
+        yield from of(model, 3, alone, recompute("mlp"), recompute("layernorm", "core_attn"), ATTENTION, state=both)
+    for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
+        yield from of(model, 3, alone, {}, FULL, state=UNFUSED_ACTIVATION)
 
 
 def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -649,6 +654,7 @@ OF_ATTENTION = ("linear_qkv", "linear_proj")
 OF_MLP = ("linear_fc1", "linear_fc2")
 
 
+OF_LATENT_ATTENTION = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 OF_PARTS = ("linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_gate", "linear_fc1_up", "linear_fc2")
 """In the canonical form."""
 
@@ -711,6 +717,10 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(LLAMA, 4, alone, {}, FULL, state=lora(16, *OF_PARTS))
     yield from of(PHI, 2, alone, state=lora(32, *OF_PARTS, dropout=0.1))
     yield from of(QWEN, 2, alone, {}, FULL, state=lora(16, *OF_PARTS))
+    for targets in (OF_LATENT_ATTENTION, (*OF_LATENT_ATTENTION, *OF_MLP)):
+        yield from of(MOONLIGHT, 2, alone, {}, FULL, state=lora(8, *targets))
+    on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

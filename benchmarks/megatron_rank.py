@@ -319,7 +319,7 @@ def add_adapters(model: GPTModel, options: dict[str, Any]) -> None:
         matcher.TEColumnParallelLinear, matcher.TERowParallelLinear = layers.TorchColumnLinear, layers.TorchRowLinear
         matcher.TELayerNormColumnParallelLinear = layers.TorchNormLinear
         for module in model.modules():
-            if isinstance(module, utils.TECL + utils.TERL):
+            if isinstance(module, (utils.TELinear, *utils.TECL, *utils.TERL)):
                 weights = [weight for weight in module.parameters() if weight.dim() > 1]
                 module.out_features, module.in_features = weights[0].shape
                 module.config = model.config

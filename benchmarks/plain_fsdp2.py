@@ -70,6 +70,10 @@ class Job:
     reshard_after_forward_ranks: int | None = None
     dp_replicate_size: int = 1
     fsdp_cpu_offload: bool = False
+    fsdp2_forward_prefetch_depth: int = 0
+    fsdp2_backward_prefetch_depth: int = 0
+    lora_rank: int | None = None
+    """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
 
     @property
     def name(self) -> str:
@@ -124,6 +128,14 @@ def jobs() -> list[Job]:
             found += [replace(phi, dp_replicate_size=2), replace(qwen, dp_replicate_size=2, grad_reduce_in_bf16=True)]
         if num_ranks > 2:
             found += [replace(phi, reshard_after_forward_ranks=2), replace(llama, reshard_after_forward_ranks=2)]
+        found += [
+            replace(phi, fsdp2_forward_prefetch_depth=1, fsdp2_backward_prefetch_depth=2),
+            replace(llama, fsdp2_forward_prefetch_depth=3, fsdp2_backward_prefetch_depth=3, checkpointing=True),
+            replace(phi, lora_rank=16),
+            replace(phi, lora_rank=16, checkpointing=True, seq_length=8192),
+            replace(llama, lora_rank=8, seq_length=4096),
+            replace(qwen, lora_rank=64, num_microbatches=2, adam_implementation="fused"),
+        ]
         moe = Job(model="qwen3-30b-a3b", num_layers=4, num_ranks=num_ranks)
         found += [
             moe,
@@ -218,6 +230,8 @@ def build(job: Job, *, on_gpu: bool) -> Any:
     with torch.device("meta"):
         stored = torch.float32 if job.fp32_sharded_params else dtype
         model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation="sdpa").train()
+        if job.lora_rank is not None:
+            adapt(model, job.lora_rank)
     reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size), ("dp_replicate", "dp_shard")
@@ -233,6 +247,10 @@ def build(job: Job, *, on_gpu: bool) -> Any:
             function, *inputs, use_reentrant=False
         )
     fully_shard(model, reshard_after_forward=False, **options)
+    for number, layer in enumerate(layers):
+        after, before = job.fsdp2_forward_prefetch_depth, job.fsdp2_backward_prefetch_depth
+        layer.set_modules_to_forward_prefetch([*layers[number + 1 : number + 1 + after]])
+        layer.set_modules_to_backward_prefetch([*layers[max(0, number - before) : number]][::-1])
     if not on_gpu:
         model.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu" if job.fsdp_cpu_offload else kind)
@@ -240,6 +258,27 @@ def build(job: Job, *, on_gpu: bool) -> Any:
         parameter.to_local().detach().normal_(0, 0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(kind)  # its angles have been on meta
     return model
+
+
+def adapt(model: Any, rank: int) -> None:
+    """Freezes a model, and puts adapters beside the linears of its layers."""
+    import torch
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base_layer: Any) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+            self.lora_A = torch.nn.Linear(base_layer.in_features, rank, bias=False, dtype=torch.float32)
+            self.lora_B = torch.nn.Linear(rank, base_layer.out_features, bias=False, dtype=torch.float32)
+
+        def forward(self, rows: Any) -> Any:
+            return self.base_layer(rows) + self.lora_B(self.lora_A(rows.to(self.lora_A.weight.dtype))) * 2.0
+
+    model.requires_grad_(False)
+    for module in [each for layer in model.model.layers for each in layer.modules()]:
+        for name, linear in list(module.named_children()):
+            if name.endswith("_proj") and isinstance(linear, torch.nn.Linear):
+                setattr(module, name, Adapted(linear))
 
 
 def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
@@ -257,7 +296,8 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
     model = build(job, on_gpu=on_gpu)
     built = memory.memory_allocated()
     how = {"foreach": job.adam_implementation == "foreach", "fused": job.adam_implementation == "fused"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **how)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, **how)
     shape = (job.micro_batch_size, job.seq_length)
     tokens = torch.randint(model.config.vocab_size, shape, device="cuda" if on_gpu else "cpu")
     row: dict[str, Any] = {}
@@ -310,8 +350,8 @@ def predicted_of(job: Job) -> dict[str, int]:
 
     full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     names = [field.name for field in fields(Job)]
-    options = names[names.index("grad_reduce_in_bf16") :]
-    state = TrainingState(**{name: getattr(job, name) for name in options})
+    options = {name: getattr(job, name) for name in names[names.index("grad_reduce_in_bf16") :]}
+    state = TrainingState.of_options({name: value for name, value in options.items() if value is not None})
     sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size")}
     with Lab(
         job.model,

@@ -527,6 +527,12 @@ ARCHITECTURES: dict[str, Architecture] = {
              moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=2816, moe_layer_freq=_after(1, 27),
              **(_NO_AUX | {"family": "deepseek_v3", "moe_router_topk": 6, "moe_router_topk_scaling_factor": 2.446,
                            "vocab_size": 163840, "rotary_base": 50000.0, "layernorm_epsilon": 1e-5})),
+        # https://huggingface.co/zai-org/GLM-4.7-Flash/blob/main/config.json (its glm4_moe_lite has the same layers)
+        _row("glm-4.7-flash", 47, 2048, 10240, 20, num_query_groups=20, num_moe_experts=64, moe_ffn_hidden_size=1536,
+             moe_shared_expert_intermediate_size=1536, moe_layer_freq=_after(1, 47), q_lora_rank=768,
+             **(_NO_AUX | {"family": "deepseek_v3", "qk_head_dim": 192, "v_head_dim": 256, "kv_channels": 192,
+                           "moe_router_topk": 4, "moe_router_topk_scaling_factor": 1.8, "vocab_size": 154880,
+                           "rotary_base": 1e6, "layernorm_epsilon": 1e-5})),
         _row("kimi-k2", 61, 7168, 18432, 64, num_query_groups=64, num_moe_experts=384, moe_ffn_hidden_size=2048,
              moe_shared_expert_intermediate_size=2048, moe_layer_freq=_after(1, 61),
              **(_DEEPSEEK_V3 | _NO_AUX | {"moe_router_topk_scaling_factor": 2.827, "vocab_size": 163840,
@@ -564,6 +570,7 @@ HUGGING_FACE_NAMES = {
     "deepseek-v2": "deepseek-ai/DeepSeek-V2",
     "deepseek-v3": "deepseek-ai/DeepSeek-V3",
     "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
+    "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
     "kimi-k2": "moonshotai/Kimi-K2-Instruct",
     "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
@@ -585,6 +592,7 @@ SAME_SIZES = {
     "deepseek-coder-v2": "deepseek-v2",
     **{f"kimi-k2-instruct{date}": "kimi-k2" for date in ("", "-0905")},
     "moonlight-16b-a3b-instruct": "moonlight-16b-a3b",
+    "moonlight16b": "moonlight-16b-a3b",  # a folder of SkyRL's example
     "llama-3.3-70b": "llama-3.1-70b",
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},

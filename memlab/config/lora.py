@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memlab.config.option import check_options, option
 from memlab.config.parts.part import Part, Weight
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DropoutPosition = Literal["pre", "post"]
 Library = Literal["megatron_bridge", "mcore_bridge"]
+LibraryOfFsdp2 = Literal["peft", "automodel"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears of layers that adapters can be added to."""
 OUTPUT_LAYER = "output_layer"
@@ -29,8 +30,18 @@ PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("lin
 CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
 _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
 _ADAPTABLE = (*LINEARS, OUTPUT_LAYER)
-_ADAPTERS = {"group": "LoRA", "rebuilds": "model"}
+_OF_TRANSFORMERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj"),
+    "linear_fc2": ("down_proj",),
+    OUTPUT_LAYER: ("lm_head",),
+}
+"""The names of transformers for what Megatron calls so."""
+NAMES_OF_TRANSFORMERS = tuple(name for names in _OF_TRANSFORMERS.values() for name in names)
+_ADAPTERS: dict[str, Any] = {"group": "LoRA", "rebuilds": "model", "engines": ("megatron", "fsdp2")}
 _WITHOUT_CONTROL = _ADAPTERS | {"group": ""}
+_OF_MEGATRON = _WITHOUT_CONTROL | {"engines": ("megatron",)}
 """The panel has the rank and the linears: what else adapters have hardly changes bytes, or is rarely asked for."""
 
 
@@ -61,8 +72,8 @@ class LoRA:
     target_modules: tuple[str, ...] = option(
         LINEARS,
         "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, in the canonical "
-        "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, or patterns of whole names with asterisks "
-        "(default: the first four in every layer)",
+        "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with engine fsdp2 q_proj and the other "
+        "names of transformers, or patterns of whole names with asterisks (default: the first four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )
@@ -77,22 +88,29 @@ class LoRA:
         "megatron_bridge",
         "whose adapters they are: Megatron-Bridge's (default megatron_bridge), or ms-swift's, one for each expert "
         "(mcore_bridge)",
-        **_WITHOUT_CONTROL,
+        **_OF_MEGATRON,
     )
     """Those of Megatron-Bridge consist of Megatron-Core's linears, those of ms-swift of Transformer Engine's. Under
     tensor parallelism, the former split the first matrix over the ranks and gather its input and its output; the latter
     have it whole on each rank, and gather its output only (``LoraParallelLinear`` in ``tuners/lora.py`` of
     mcore-bridge 1.6.5)."""
+    fsdp2_library: LibraryOfFsdp2 = option(
+        "peft",
+        "whose adapters they are: PEFT's, in fp32 (default peft), or NeMo Automodel's, in the type of the shards, "
+        "which keep less for backward (automodel)",
+        **(_WITHOUT_CONTROL | {"engines": ("fsdp2",)}),
+    )
+    """`memlab.engines.fsdp2.adapters` has what both compute."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
     """Otherwise it does only under full recompute, whose backward would not run without it."""
     share_expert_adapters: bool = option(
-        True, "share an adapter among all experts of a rank, instead of one for each expert", **_WITHOUT_CONTROL
+        True, "share an adapter among all experts of a rank, instead of one for each expert", **_OF_MEGATRON
     )
     """``GroupedExpertLinearAdapter`` in ``peft/utils.py`` of Megatron-Bridge 0.6.2 is one for each expert."""
     normalize_moe_lora: bool = option(
-        False, "divide the rank of experts' adapters by the experts of a token", **_WITHOUT_CONTROL
+        False, "divide the rank of experts' adapters by the experts of a token", **_OF_MEGATRON
     )
 
     def __post_init__(self) -> None:
@@ -126,11 +144,11 @@ class LoRA:
                 *("lora_exclude_modules", "lora_target_modules"),
             )
         for name in self.target_modules:
-            if not name.endswith(("*", *_ADAPTABLE, *_WHOLE)):
+            if not name.endswith(("*", "*_proj", *_ADAPTABLE, *_WHOLE, *NAMES_OF_TRANSFORMERS)):
                 raise RuleError(
-                    f"lora_target_modules has {shortened(name)}, must have {', '.join((*_ADAPTABLE, *_WHOLE))}, or "
-                    "patterns that end with one of them or with *, since memlab predicts no adapters of others: leave "
-                    "it out",
+                    f"lora_target_modules has {shortened(name)}, must have {', '.join((*_ADAPTABLE, *_WHOLE))}, with "
+                    f"engine fsdp2 {', '.join(NAMES_OF_TRANSFORMERS)}, or patterns that end with one of them or with "
+                    "*, since memlab predicts no adapters of others: leave it out",
                     "lora_target_modules",
                 )
 
@@ -175,6 +193,17 @@ class LoRA:
         if self.target_modules:
             return any(own == linear or _matches(linear, name) for linear in self._parts_by_linear)
         return not (is_grouped or any(own == one or _matches(one, name) for one in self.exclude_modules))
+
+    def adapts_module(self, name: str) -> bool:
+        """Whether a linear of transformers' model has an adapter, by its own name or by Megatron's for it.
+
+        Args:
+            name: In the model.
+        """
+        own = name.rpartition(".")[2]
+        listed = self.target_modules or self.exclude_modules
+        is_listed = any(own == one or own in _OF_TRANSFORMERS.get(one, ()) or _matches(one, name) for one in listed)
+        return is_listed if self.target_modules else not is_listed
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Returns the parts of a linear with an adapter each, in the order in which they run; of a whole linear none.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.config.transformers_linears import adapted_linears
 
 
 class Parameters(NamedTuple):
@@ -60,6 +61,10 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
             if weight.name == "mlp.router.weight" and scenario.state.freeze_moe_router
         )
         return counts._replace(layers=counts.layers - routers)
+    if scenario.engine == "fsdp2":
+        linears = adapted_linears(scenario.architecture, scenario.num_layers, scenario.state.lora)
+        of_adapters = sum(scenario.state.lora.rank * (one.outputs + one.inputs) for one in linears)
+        return Parameters(-(-of_adapters // scenario.ranks_of_shards), 0, 0)
     weights = [*scenario.weights_of_adapters()]
     inside, outside = (
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
@@ -85,8 +90,10 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     if scenario.engine == "fsdp2":
         if scenario.state.fsdp_cpu_offload:
             return KeptBytes(0, 0, 0)
-        shards = bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
-        return KeptBytes(shards, shards, 2 * shards)
+        shards = bytes_of_trained_shard(scenario) * sum(trained_of_rank(scenario))
+        is_whole = scenario.state.lora is None
+        frozen = 0 if is_whole else bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
+        return KeptBytes(frozen + shards, shards, 2 * shards)
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
     in_layers = 1 if state.fp8_param_gather else of_parameter
@@ -111,8 +118,14 @@ def copied(scenario: Scenario) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def bytes_of_shard(scenario: Scenario) -> int:
-    """Returns the bytes of a parameter in a shard of FSDP2, of its gradient, and of each of its moments."""
+    """Returns the bytes of a parameter of the model in a shard of FSDP2."""
     return 2 if scenario.dtype == "bf16" and not scenario.state.fp32_sharded_params else 4
+
+
+def bytes_of_trained_shard(scenario: Scenario) -> int:
+    """Returns the bytes of a trained parameter in a shard of FSDP2, of its gradient, and of each of its moments."""
+    lora = scenario.state.lora
+    return 4 if lora is not None and lora.fsdp2_library == "peft" else bytes_of_shard(scenario)
 
 
 def bytes_of_gradient(scenario: Scenario) -> int:

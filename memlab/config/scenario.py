@@ -14,13 +14,14 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, OUTPUT_LAYER, PARTS, LoRA, linears_without_adapters
+from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OUTPUT_LAYER, PARTS, LoRA, linears_without_adapters
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
 from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
+from memlab.config.transformers_linears import adapted_linears, linears
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
 
@@ -314,6 +315,16 @@ class Scenario:
         lora, layout = self.state.lora, self.layout
         if lora is None:
             return
+        if self.engine == "fsdp2":
+            self._check_adapters_of_fsdp2(lora)
+            return
+        of_transformers = [name for name in lora.target_modules if name.endswith(NAMES_OF_TRANSFORMERS)]
+        if of_transformers:
+            raise RuleError(
+                f"lora_target_modules has {', '.join(of_transformers)}, which engine {self.engine!r} does not have: "
+                f"name {', '.join(LINEARS)}, or choose engine 'fsdp2'",
+                *("lora_target_modules", "engine"),
+            )
         if self.architecture.add_bias_linear:
             raise RuleError(
                 f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
@@ -353,6 +364,34 @@ class Scenario:
                 f"lora_library is 'mcore_bridge' with expert_tensor_parallel_size {layout.expert_tensor_size}, where "
                 "mcore-bridge adds no adapters: choose 1, or leave lora_library out",
                 *("lora_library", "expert_tensor_parallel_size"),
+            )
+
+    def _check_adapters_of_fsdp2(self, lora: LoRA) -> None:
+        if lora.is_canonical:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which are names of Megatron-Bridge's "
+                f"canonical form, must be others with engine {self.engine!r}: name {', '.join(NAMES_OF_TRANSFORMERS)}",
+                *("lora_target_modules", "engine"),
+            )
+        found = [linear.name for linear in adapted_linears(self.architecture, self.num_layers, lora)]
+        if not found:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names no linear of "
+                f"{self.architecture.name}, so that there is nothing to train: name {', '.join(LINEARS)}",
+                "lora_target_modules",
+            )
+        if "lm_head" in found and self.architecture.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names the output layer of "
+                f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
+                "adapters: name other linears, or give lora_exclude_modules output_layer",
+                *("lora_target_modules", "lora_exclude_modules"),
+            )
+        if lora.dropout_position == "post" and lora.fsdp2_library == "peft":
+            raise RuleError(
+                "lora_dropout_position is 'post' with lora_fsdp2_library 'peft', must be 'pre', since PEFT drops "
+                "inputs: choose it, or lora_fsdp2_library 'automodel'",
+                *("lora_dropout_position", "lora_fsdp2_library"),
             )
 
     def _check_linears_with_adapters(self, lora: LoRA) -> None:
@@ -672,6 +711,16 @@ class Scenario:
         if lora.dropout_position != "pre" and not lora.dropout:
             reasons["lora_dropout_position"] = "lora_dropout is 0"
         every = replace(lora, exclude_modules=())
+        if self.engine == "fsdp2":
+            linears_of_model = [*linears(self.architecture, self.num_layers)]
+            unused = [
+                target
+                for target in lora.target_modules
+                if not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
+            ]
+            if unused:
+                reasons["lora_target_modules"] = f"{', '.join(unused)} names no linear of transformers' model"
+            return reasons
         excludes = lora.adapts(OUTPUT_LAYER) != every.adapts(OUTPUT_LAYER) or any(
             [*lora.adapted(number, part.weights())] != [*every.adapted(number, part.weights())]
             for chunk in (self.chunks_of_rank if lora.exclude_modules else ())

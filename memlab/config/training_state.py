@@ -359,6 +359,25 @@ class TrainingState:
         **_FSDP2,
     )
     """A whole number as the ``reshard_after_forward`` of torch's `fully_shard`."""
+    fsdp2_forward_prefetch_depth: int = option(
+        0,
+        "number of layers after a layer whose parameters are gathered when it begins its forward; with 0, torch "
+        "gathers each layer as it begins (default 0)",
+        rebuilds="nothing",
+        at_least=0,
+        at_most=1024,
+        **_FSDP2,
+    )
+    fsdp2_backward_prefetch_depth: int = option(
+        0,
+        "number of layers before a layer whose parameters are gathered when it begins its backward; with 0, torch "
+        "gathers the one that its forward order names (default 0)",
+        rebuilds="nothing",
+        at_least=0,
+        at_most=1024,
+        **_FSDP2,
+    )
+    """With Automodel's ``enable_fsdp2_prefetch``, the depths are 1 in forward and 2 in backward."""
     dp_replicate_size: int = option(
         1,
         "number of groups of data-parallel ranks that each have all shards (HSDP); gradients are reduced in each "
@@ -529,13 +548,12 @@ class TrainingState:
             raise RuleError(
                 f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
             )
-        for name in ("fp8_format", "optimizer_cpu_offload"):
-            if getattr(self, name):
-                raise RuleError(
-                    f"lora_rank is {self.lora.rank} with {name} {getattr(self, name)!r}, which memlab does not predict "
-                    "together yet: leave one of the two out",
-                    *("lora_rank", name),
-                )
+        if self.fp8_format:
+            raise RuleError(
+                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r}, which memlab does not predict "
+                "together yet: leave one of the two out",
+                *("lora_rank", "fp8_format"),
+            )
 
     def _check_extra_layers(self) -> None:
         if self.mtp_num_layers is not None and self.lora is not None:

@@ -36,7 +36,11 @@ def _logits(scenario: Scenario) -> int:
 
 
 def _whole_loss_bytes(scenario: Scenario) -> int:
-    """Returns what the log-probabilities take at most: the logits, four tensors like them in fp32, and one in bf16."""
+    """Returns what the log-probabilities take at most: the logits, four tensors like them in fp32, and one in bf16.
+
+    A loss that computes them in another order takes at least the logits and two tensors in fp32, so that it differs by
+    no more from one that takes a tensor in fp32 more.
+    """
     return _logits(scenario) * (2 + 4 * 4) + _logits(scenario) * 2
 
 
@@ -272,7 +276,8 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
     **dict.fromkeys(
-        ("loss_fn._target_", "loss_fn.fp32_upcast", "actor.policy_loss", "policy_loss_type"), _whole_loss_bytes
+        ("loss_fn._target_", "loss_fn.fp32_upcast", "loss_fn", "actor.policy_loss", "policy_loss_type"),
+        _whole_loss_bytes,
     ),
     **dict.fromkeys(
         (
@@ -300,7 +305,10 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda one: 2 * sum(parameters_of_rank(one))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
-    **dict.fromkeys(("lora_rank", "lora.rank", "peft", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
+    **dict.fromkeys(
+        ("lora_rank", "lora.rank", "lora_cfg.enabled", "peft", "peft.enabled", "tuner_type", "train_type"),
+        _trained_bytes,
+    ),
     "offload_optimizer_states": lambda scenario: kept_bytes(scenario).optimizer,
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
@@ -314,6 +322,7 @@ BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] 
 FREEZES = (
     "lora_rank",
     "lora.rank",
+    "lora_cfg.enabled",
     "peft",
     "peft.enabled",
     "tuner_type",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memlab.config.architectures import Architecture
-from memlab.config.parameters import bytes_of_shard, kept_bytes
+from memlab.config.parameters import bytes_of_trained_shard, kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
@@ -121,17 +121,20 @@ def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
 BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
-    "distributed.activation_checkpointing": _parts_of_layers,
+    **dict.fromkeys(("distributed.activation_checkpointing", "dtensor_cfg.activation_checkpointing"), _parts_of_layers),
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    **dict.fromkeys(("enable_fsdp2_prefetch", "fsdp_config.forward_prefetch"), _prefetch),
+    "fsdp_config.forward_prefetch": _prefetch,
     **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
-    **dict.fromkeys(("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing"), _padded),
+    **dict.fromkeys(
+        ("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing", "sequence_packing.enabled"),
+        _padded,
+    ),
     "distributed.dp_size": _whole_model,
     "output_hidden_states": _hidden_states,
-    "mp_policy.output_dtype": _fp32_outputs,
+    **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
     # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.
@@ -140,6 +143,6 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "neftune.noise_alpha": lambda scenario, _: 2 * 4 * scenario.tokens_of_rank * scenario.architecture.hidden_size,
     "optimizer.amsgrad": lambda scenario, _: 2 * kept_bytes(scenario).gradients,
     # Transformer Engine's has a main parameter and two moments in fp32, and no temporary tensors of the shards' size.
-    "optimizer._target_": lambda scenario, _: 16 * kept_bytes(scenario).gradients // bytes_of_shard(scenario),
+    "optimizer._target_": lambda scenario, _: 16 * kept_bytes(scenario).gradients // bytes_of_trained_shard(scenario),
 }
 """By the end of a key, as in `memlab.jobs.bounds`."""

@@ -17,7 +17,7 @@ _MASK = "create_attention_mask_in_dataloader"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedJob:
-    """A job of Megatron-LM, and the bytes that torch had allocated on a rank of it."""
+    """A job, and the bytes that torch had allocated on a rank of it, or that its GPU showed."""
 
     name: str
     repository: str
@@ -37,16 +37,24 @@ class PublishedJob:
     note: str
     arguments: dict[str, Any]
     """Those of Megatron-LM that decide about memory; empty if they are not published."""
+    script: str = ""
+    """The commands that start a job of another framework."""
+    is_of_gpu: bool = False
+    """Whether the GPU showed the bytes: what torch reserves, and what CUDA and its libraries take outside it."""
     terms: str = ""
     """What is known of the difference between prediction and measurement, in a phrase."""
 
     def read(self) -> Job:
-        """Reads the arguments as ``memlab job`` reads the ``model_config.yaml`` of a test.
+        """Reads the script, or the arguments as ``memlab job`` reads the ``model_config.yaml`` of a test.
 
         Raises:
             ValueError: If memlab cannot understand them.
         """
         with tempfile.TemporaryDirectory() as folder:
+            if self.script:
+                file = Path(folder) / "run.sh"
+                file.write_text(self.script)
+                return Job.read(file)
             file = Path(folder) / "model_config.yaml"
             # A list of modules is a text in brackets there.
             is_plain = {flag: isinstance(value, str) and value[0] != "[" for flag, value in self.arguments.items()}

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memlab.config.scenario import Scenario
+from memlab.fitting.outside_torch import outside_torch_of
 from memlab.jobs.published import PublishedJob, mask_bytes, other_gaps
 from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +43,7 @@ def compare_published(jobs: Iterable[PublishedJob]) -> Iterator[Compared]:
 
 
 def _compared(job: PublishedJob) -> Compared:
-    if not job.arguments:
+    if not (job.arguments or job.script):
         return Compared(job=job, reason="its arguments are not published as values")
     try:
         read = job.read()
@@ -56,8 +59,13 @@ def _compared(job: PublishedJob) -> Compared:
     highest = max(records, key=lambda record: record.peak_allocated_bytes)
     return Compared(
         job=job,
-        peak_bytes=highest.peak_allocated_bytes,
+        peak_bytes=_bytes_of_gpu(highest, read.scenario) if job.is_of_gpu else highest.peak_allocated_bytes,
         between_steps_bytes=highest.static_bytes,
         mask_bytes=mask_bytes(read),
         not_modelled=tuple(other_gaps(read)),
     )
+
+
+def _bytes_of_gpu(record: StepRecord, scenario: Scenario) -> int:
+    assert record.peak_reserved_bytes is not None, "a prediction knows what torch reserves"
+    return record.peak_reserved_bytes + outside_torch_of(scenario).total_bytes

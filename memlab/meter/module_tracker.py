@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 _MODULE_KEY = "memlab_module"
 # A parameter has one, and no module's forward makes it.
-_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined,unused-ignore]  # torch 2.15 declares it
 
 
 def module_of(node: Any) -> int:

@@ -75,7 +75,7 @@ class _Writer:
             "memlab": {"opening_entries": opening_entries},
         }
 
-    def _replay(self, rows: np.ndarray) -> None:
+    def _replay(self, rows: np.ndarray[Any, Any]) -> None:
         names = ("pool", "storage", "delta_bytes")
         pool, storages, delta_bytes = (getattr(self._timeline, name)[rows] for name in names)
         # A free that is followed by the same storage in `pending_free`: another stream still uses it.

@@ -259,6 +259,7 @@ _TORCH = (
             "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
             "_fsdp_param_group",
             "The parameters that are gathered together; torch 2.13 has several groups, as ``_fsdp_param_groups``.",
+            on_instances=True,  # up to torch 2.12, a property since
         ),
         _used(
             "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",

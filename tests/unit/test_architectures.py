@@ -71,6 +71,9 @@ COUNTED_PARAMETERS = {
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
     "moonlight-16b-a3b": 15_960_108_544,
+    # By hand: 2 V h + h + 47 a + 46 m + 3 h 10,240; V 154,880, h 2,048, attention a with both norms
+    # 768 h + 768 + 768 * 20 * 256 + 576 h + 512 + 512 * 20 * 448 + 20 * 256 h + 2 h, m 64 h + 65 * 3 h 1,536.
+    "glm-4.7-flash": 29_943_390_976,
     "kimi-k2": 1_026_408_209_408,
 }
 

@@ -153,6 +153,22 @@ def test_replicas_and_shards_on_the_host_are_read(tmp_path: Path) -> None:
     assert job.scenario.state.fsdp_cpu_offload and not job.lacks
 
 
+@pytest.mark.parametrize(
+    ("changes", "read_as"),
+    [
+        ("{distributed.enable_fsdp2_prefetch: true}", (1, 2)),
+        ("{distributed.enable_fsdp2_prefetch: true, distributed.fsdp2_forward_prefetch_depth: 0}", (0, 2)),
+        ("{distributed.enable_fsdp2_prefetch: true, distributed.reshard_after_forward: false}", (0, 0)),
+        ("{distributed.fsdp2_backward_prefetch_depth: 4}", (0, 0)),
+    ],
+)
+def test_what_is_gathered_ahead_is_read(changes: str, read_as: tuple[int, int], tmp_path: Path) -> None:
+    job = read(tmp_path, changes)
+    assert job.scenario is not None
+    state = job.scenario.state
+    assert (state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth) == read_as
+
+
 LAYER_OF_PHI_4 = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
 OUTSIDE_LAYERS = 2 * 100352 * 5120 + 5120
 OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
@@ -216,7 +232,6 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
         ("{model.attn_implementation: eager}", {"model.attn_implementation": "more"}),
         ("{loss_fn._target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy, model.output_hidden_states: true}",
          {"loss_fn._target_": "less", "model.output_hidden_states": "more"}),
-        ("{distributed.enable_fsdp2_prefetch: true}", {"distributed.enable_fsdp2_prefetch": "more"}),
         ("{distributed.mp_policy.param_dtype: float32}", {"distributed.mp_policy.param_dtype": "less"}),
         ("{distributed.mp_policy.param_dtype: float32, model.torch_dtype: float32}", {}),
         ("{distributed.mp_policy: {param_dtype: bfloat16, output_dtype: float32}}", {"distributed.mp_policy.output_dtype": "more"}),

@@ -62,7 +62,8 @@ class TestLive:
         recomputed = session.take(StepRequest(settings=FULL))
         assert recomputed.loss == plain.loss and recomputed.recomputed_bytes > 0 == plain.recomputed_bytes
         for state, rebuilt in (
-            (TrainingState(reshard_after_forward="none"), "nothing"),
+            (TrainingState(reshard_after_forward="none", fsdp2_forward_prefetch_depth=1), "nothing"),
+            (TrainingState(fsdp2_backward_prefetch_depth=2), "nothing"),
             (TrainingState(adam_implementation="for_loop"), "optimizer"),
             (TrainingState(), "optimizer"),
         ):
@@ -98,7 +99,13 @@ class TestLive:
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
-        ("phi-4-tiny", {"dtype": "bf16", "micro_batch_size": 2}, {"adam_implementation": "fused"}),
+        ("llama-3-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, dropout=0.1)}),
+        ("qwen3-dense-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, fsdp2_library="automodel")}),
+        (
+            "phi-4-tiny",
+            {"dtype": "bf16", "micro_batch_size": 2},
+            {"adam_implementation": "fused", "fsdp2_backward_prefetch_depth": 2},
+        ),
         ("qwen3-moe-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
     ],
 )
@@ -212,7 +219,17 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
         ({"layout": Layout(tensor_model_parallel_size=2)}, "tensor_model_parallel_size is 2, but engine 'fsdp2'"),
         ({"packed_sequences": 2}, "packed_sequences is 2, but engine 'fsdp2' does not have"),
         ({"state": TrainingState(overlap_grad_reduce=True)}, "overlap_grad_reduce is True, but engine 'fsdp2'"),
-        ({"state": TrainingState(lora=LoRA(rank=8))}, "lora_rank is 8, but engine 'fsdp2'"),
+        ({"state": TrainingState(lora=LoRA(library="mcore_bridge"))}, "lora_library is 'mcore_bridge', but engine"),
+        ({"state": TrainingState(lora=LoRA(target_modules=("*.q_proj",)))}, "names no linear of phi-4-tiny"),
+        (
+            {"state": TrainingState(lora=LoRA(target_modules=("linear_q",)))},
+            "names of Megatron-Bridge's canonical form",
+        ),
+        ({"state": TrainingState(lora=LoRA(dropout_position="post"))}, "since PEFT drops inputs"),
+        (
+            {"engine": "megatron", "state": TrainingState(lora=LoRA(target_modules=("o_proj",)))},
+            "lora_target_modules has o_proj, which engine 'megatron' does not have",
+        ),
         ({"state": TrainingState(dp_replicate_size=2)}, "dp_replicate_size is 2, must divide data_parallel_size, 1"),
         ({"state": TrainingState(reshard_after_forward_ranks=2)}, "must divide the 1 ranks that have shards"),
         ({"engine": "megatron", "state": TrainingState(fp32_sharded_params=True)}, "choose engine 'fsdp2'"),

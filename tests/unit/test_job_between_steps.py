@@ -514,11 +514,11 @@ def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str,
     assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+@pytest.mark.parametrize("strategy", ["deepspeed", "megatron"])
 def test_a_job_of_another_engine_stays_named_with_another_architecture(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SKYRL.replace("strategy=megatron", f"strategy={strategy}"))
     job = Job.read(tmp_path / "run.sh", architecture="qwen3-8b")
-    assert any("trainer.strategy fsdp" in line for line in job.warnings) == (strategy == "fsdp")
+    assert any("trainer.strategy deepspeed" in line for line in job.warnings) == (strategy == "deepspeed")
 
 
 def test_a_draft_model_of_an_engine_on_other_gpus_is_no_matter_of_the_training(tmp_path: Path) -> None:

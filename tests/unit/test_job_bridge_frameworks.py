@@ -196,7 +196,7 @@ def test_skyrl_s_sft_trainer_keeps_its_model_in_other_segments(tmp_path: Path) -
 
 def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SKYRL.format(model="Qwen/Qwen3-30B-A3B").replace("trainer.strategy=megatron", ""))
-    assert "trainer.strategy fsdp" in str(Job.read(tmp_path / "run.sh").not_supported)
+    assert Job.read(tmp_path / "run.sh").framework == "skyrl-fsdp"
 
 
 def sft(folder: Path, command: str) -> Job:

@@ -551,7 +551,7 @@ def test_a_second_key_of_a_number_that_is_null_counts_as_not_given(tmp_path: Pat
     [
         "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.rollout.data_parallel_size=",
         "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.rollout.tensor_model_parallel_size=",
-        "main_base.py trainer.policy.model.path=phi-4 generator.inference_engine.tensor_parallel_size=",
+        "main_base.py trainer.policy.model.path=phi-4 trainer.strategy=megatron generator.inference_engine.tensor_parallel_size=",
         "python3 train.py --actor-num-nodes 1 --rollout-num-gpus-per-engine ",
         SWIFT + "--vllm_tensor_parallel_size ",
     ],

@@ -485,7 +485,8 @@ def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_pat
     (warning,) = script.warnings
     assert warning.endswith(f"which is not on this machine, and memlab reads {model}")
     # A path below a folder that this machine has is the script's own mistake, and a name alone may be any file.
-    for path in (f"{tmp_path}/scripts/scripts/models/tiny.sh", "/rooted/checkout/tiny.sh"):
+    too_long = f"/{300 * 'a'}/models/b.sh"
+    for path in (f"{tmp_path}/scripts/scripts/models/tiny.sh", "/rooted/checkout/tiny.sh", too_long):
         assert read_script(f"source {path}\nrun", tmp_path / "scripts/models/run.sh").causes
 
 

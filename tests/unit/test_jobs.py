@@ -24,7 +24,7 @@ from memlab.jobs import yaml_tree
 from memlab.jobs.bounds import BOUNDS
 from memlab.jobs.frameworks.keys import BACKEND
 from memlab.jobs.frameworks.lines import hydra_lines, plain_lines, yaml_lines
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
@@ -602,10 +602,12 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     path.write_text(text.replace("    tensor_model", uneven))
     (router,) = [one for one in Job.read(path).not_modelled if one.key.endswith("freeze_moe_router")]
     assert router.bound_bytes == 40 * 2048 * 128 * 16, "of the stage with the most layers"
-    known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
-    known |= {".".join(name.name.split(".")[-2:]) for framework in FRAMEWORKS.values() for name in framework.missing}
+    known = {name.name.rpartition(".")[2].strip("*") for framework in TABLES.values() for name in framework.missing}
+    known |= {".".join(name.name.split(".")[-2:]) for framework in TABLES.values() for name in framework.missing}
     noted = {
         "actor.policy_loss",
+        "policy_loss_type",
+        "loss_fn",
         "ref_model",
         "freeze_moe_router",
         "ref.megatron.param_offload",
@@ -919,7 +921,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("config.yaml", NEMO + "  sequence_packing: {train_mb_tokens: -4}\n", "line 6: policy.sequence_packing.train_mb_tokens is -4, must be at least 1: correct it"),
         ("config.yaml", "- 1\n", "config.yaml has no keys at its top level"),
         ("run.sh", "echo hello\n", "run.sh is of no format that memlab reads"),
-        ("run.sh", "python3 main_base.py trainer.policy.model.path=phi-4 generator.gpu_memory_utilization=1e999", "line 1: generator.gpu_memory_utilization is inf, must be a number of at most 1e+18: correct it"),
+        ("run.sh", "python3 main_base.py trainer.policy.model.path=phi-4 trainer.strategy=megatron generator.gpu_memory_utilization=1e999", "line 1: generator.gpu_memory_utilization is inf, must be a number of at most 1e+18: correct it"),
         ("run.sh", "A='open", "run.sh, line 1: the quote ' is not closed"),
         ("run.py", "print(1)", "run.py is a program, which memlab never runs"),
         ("args.json", "{", "args.json is not valid JSON"),

@@ -11,7 +11,7 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from tests.unit.inside import inside
-from tests.unit.live import FULL, gradients_of_step, offload, recompute, settings_with_all_pairs
+from tests.unit.live import FULL, gradients_of_step, offload, random_settings, recompute, settings_with_all_pairs
 
 NONE = MemorySettings()
 FAMILIES = ["qwen3-moe-tiny", "phi-4-tiny"]
@@ -80,6 +80,28 @@ def test_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
     last = lab.step(NONE)
     assert last.peak_allocated_bytes == first.peak_allocated_bytes
     assert (last.static_bytes, last.residual_bytes, last.host_bytes) == (first.static_bytes, 0, first.host_bytes)
+
+
+@pytest.mark.slow  # a minute for each model
+@pytest.mark.parametrize("family", [*FAMILIES, "llama-3-tiny", "qwen3-dense-tiny", "qwen2.5-tiny"])
+def test_200_random_settings_change_no_number_and_each_leads_back_to_the_first_peak(
+    family: str, open_lab: Callable[..., Any]
+) -> None:
+    lab = open_lab(family, num_layers=2, seq_length=16)
+    loss, gradients = gradients_of_step(lab, NONE)
+    first = lab.step(NONE)  # beside the copies of the gradients, which are its residual
+    dice = random.Random(20261128)
+    for _ in range(200):
+        settings = random_settings(lab, dice)
+        other_loss, other_gradients = gradients_of_step(lab, settings, warm_up=settings.offload_modules is not None)
+        assert other_loss == loss, settings
+        for mine, others in zip(gradients, other_gradients, strict=True):
+            assert torch.equal(mine, others), settings
+        del other_gradients, others
+        last = lab.step(NONE)  # after a warm-up, which brings back what is on the host between steps
+        assert last.peak_allocated_bytes == first.peak_allocated_bytes, settings
+        for figure in ("static_bytes", "residual_bytes", "host_bytes"):
+            assert getattr(last, figure) == getattr(first, figure), (figure, settings)
 
 
 def flags(model: torch.nn.Module) -> dict[str, object]:

@@ -41,7 +41,7 @@ def has(row: Internal, name: str) -> bool:
         return False
     if row.is_builtin:
         return re.search(rf"\b{name}\(", inspect.getsource(owner)) is not None
-    if row.on_instances:
+    if row.on_instances and not hasattr(owner, name):
         classes = [each for each in getattr(owner, "__mro__", ()) if each.__module__.startswith(row.package)]
         if classes:
             return any(re.search(rf"self\.{name}\b", inspect.getsource(each)) for each in classes)

@@ -128,7 +128,7 @@ class Fsdp2Engine:
 
     def set_state(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.live.set_resharding(scenario.state.reshard_after_forward)
+        self.live.set_gathering(scenario.state)
         self.live.set_gradient_sync(is_last=True)
 
     def train_step(

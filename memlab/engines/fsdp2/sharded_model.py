@@ -11,7 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
-from memlab.config.training_state import ReshardAfterForward, TrainingState
+from memlab.config.training_state import TrainingState
+from memlab.engines.fsdp2.adapters import add_adapters
 from memlab.engines.fsdp2.hugging_face import ATTENTION, UNFUSED_ATTENTION, build_model
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
@@ -37,6 +38,8 @@ class ShardedModel:
         with on_host(), unobserved():
             with torch.device("meta" if place.is_prediction else "cpu"):
                 self.module = build_model(scenario, sharded, attention=_attention_of(scenario, place))
+                if scenario.state.lora is not None:
+                    add_adapters(self.module, scenario)
             self._shard(mesh_device, scenario)
             if mesh_device == "cpu":  # gloo has no average
                 self.module.set_force_sum_reduction_for_comms(True)
@@ -44,7 +47,7 @@ class ShardedModel:
         self.parameters: list[Any] = list(self.module.parameters())
         self.is_on_host = scenario.state.fsdp_cpu_offload
         self._to_device()
-        self.set_resharding(scenario.state.reshard_after_forward)
+        self.set_gathering(scenario.state)
         self.optimizer: torch.optim.Optimizer | None = None
         self.build_optimizer(scenario.state)
 
@@ -52,16 +55,23 @@ class ShardedModel:
         """Gives the model an optimizer, which makes its moments in its first step."""
         kind = state.adam_implementation
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=LEARNING_RATE, foreach=kind == "foreach", fused=kind == "fused"
+            [each for each in self.parameters if each.requires_grad],
+            lr=LEARNING_RATE,
+            foreach=kind == "foreach",
+            fused=kind == "fused",
         )
 
-    def set_resharding(self, which: ReshardAfterForward) -> None:
-        """Says which layers free their gathered parameters after forward."""
-        for layer in self.layers:
-            resharded = which == "all" or (which == "all_but_last" and layer is not self.layers[-1])
+    def set_gathering(self, state: TrainingState) -> None:
+        """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
+        which, layers = state.reshard_after_forward, self.layers
+        for number, layer in enumerate(layers):
+            resharded = which == "all" or (which == "all_but_last" and layer is not layers[-1])
             layer.set_reshard_after_forward(resharded, recurse=False)
             for group in _groups(layer) if resharded else ():
                 group.post_forward_mesh_info = self._meshes_after_forward[group]
+            after, before = state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth
+            layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + after])
+            layer.set_modules_to_backward_prefetch(layers[max(0, number - before) : number][::-1])
 
     def set_gradient_sync(self, is_last: bool) -> None:
         """Says whether the next backward reduces gradients."""

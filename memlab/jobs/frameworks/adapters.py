@@ -98,9 +98,8 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
     known = ("*", *LINEARS, *CANONICAL, OUTPUT_LAYER)
     if targets is not None and not all(str(name).endswith(known) for name in targets):
         reasons.append("adapters of other linears")
-    for name, what in (("fp8_format", "FP8"), ("optimizer_cpu_offload", "the optimizer on the host")):
-        if values.get(name):
-            reasons.append(f"adapters beside {what}")
+    if values.get("fp8_format"):
+        reasons.append("adapters beside FP8")
     if reasons:
         reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} here)")
         values["lora_rank"] = None

@@ -113,6 +113,9 @@ KEYS = (
     Key(_CHECKPOINTING, "checkpointing", _MODE, None),
     Key("distributed.reshard_after_forward", "reshard_after_forward", _RESHARD, "all_but_last"),
     Key("distributed.defer_fsdp_grad_sync", "defer_fsdp_grad_sync", SWITCH, True),
+    Key("distributed.enable_fsdp2_prefetch", "gathers_ahead", SWITCH, False),
+    Key("distributed.fsdp2_forward_prefetch_depth", "fsdp2_forward_prefetch_depth", WHOLE, 1),
+    Key("distributed.fsdp2_backward_prefetch_depth", "fsdp2_backward_prefetch_depth", WHOLE, 2),
     Key(f"{_POLICY}.param_dtype", "compute", LONG_DTYPE, "bf16"),
     Key(f"{_POLICY}.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
     Key("step_scheduler.local_batch_size", "micro_batch_size", COUNT, 1),
@@ -144,7 +147,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_POLICY}.output_dtype", "more", "each layer returns its hidden states in fp32",
             lambda value: "32" in str(value)),
     Missing("distributed.autocast_dtype", "either", "autocast chooses types operation by operation", is_given),
-    Missing("distributed.enable_fsdp2_prefetch", "more", "parameters of more layers are gathered ahead"),
     Missing("distributed.enable_compile", "either", "compiled layers keep other tensors"),
     Missing("compile.enabled", "either", "compiled layers keep other tensors"),
     Missing("fp8.enabled", "either", "matrices are multiplied in FP8"),
@@ -178,6 +180,7 @@ def complete(reading: Reading) -> None:
         key, effect = ("distributed", "either") if values["fp32_sharded_params"] else ("distributed.dp_size", "less")
         reading.miss(key, effect, "Automodel does not shard a model on a single rank")  # type: ignore[arg-type]
     _take_rows(reading)
+    _take_prefetch(reading)
     _take_optimizer(reading)
     checkpointing = values.pop("checkpointing")
     if checkpointing == "full":
@@ -193,6 +196,13 @@ def complete(reading: Reading) -> None:
     if _trains_adapters(reading):
         reading.known |= {key for key in reading.entries.by_key if key.startswith("peft.")}
         reading.miss("peft", "less", f"{LORA} (memlab has none under FSDP2)")
+
+
+def _take_prefetch(reading: Reading) -> None:
+    """Takes what is gathered ahead, which needs the switch and layers that are sharded again."""
+    values = reading.values
+    if not values.pop("gathers_ahead") or values["reshard_after_forward"] == "none":
+        values |= {"fsdp2_forward_prefetch_depth": 0, "fsdp2_backward_prefetch_depth": 0}
 
 
 def _trains_adapters(reading: Reading) -> bool:
@@ -370,6 +380,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "storage": "fp32" if is_fp32 or state.fp32_sharded_params else "bf16",
             "compute": scenario.dtype,
             "reduced": "bf16" if state.grad_reduce_in_bf16 else "fp32",
+            "gathers_ahead": bool(state.fsdp2_forward_prefetch_depth or state.fsdp2_backward_prefetch_depth),
             "data_ranks": scenario.layout.data_parallel_size,
             "checkpointing": settings.recompute_granularity,
             "longest": scenario.seq_length,

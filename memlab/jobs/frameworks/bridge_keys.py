@@ -32,7 +32,7 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
 ``models/deepseek/deepseek_v3_bridge.py``, ``models/glm/glm45_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``);
 those of other families set none of it."""
 _OVERLAPS_SHARED_EXPERTS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe")
-_EXTRA_LAYERS = {"deepseek-v3": 1, "glm-4.5": 1, "glm-4.5-air": 1}
+_EXTRA_LAYERS = {"deepseek-v3": 1, "glm-4.5": 1, "glm-4.5-air": 1, "glm-4.7-flash": 1}
 """Layers of multi-token prediction of published models (``num_nextn_predict_layers`` of their config.json), which
 Megatron-Bridge itself trains by default (``CONFIG_MAPPING`` in ``models/conversion/model_bridge.py``); verl and SkyRL
 switch them off."""

@@ -198,10 +198,6 @@ FRAMEWORK_MISSING = (
         Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
         for name in ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
     ),
-    *(
-        Missing(name, "less", "quantized weights: 1 byte per parameter or less", is_given)
-        for name in ("quant_method", "quant_bits")
-    ),
     Missing(
         "vllm_engine_kwargs",
         "either",

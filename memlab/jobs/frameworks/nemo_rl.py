@@ -85,10 +85,10 @@ _REFIT_SHARE = 0.3
 
 _GUIDES = {"docs/guides/deepseek.md": "deepseek-ai/DeepSeek-V3"}
 """In place of a model, some of NeMo-RL's own configurations name the guide that makes its checkpoint in bf16."""
-_PAIRS = {"dpo", "rm"}
+PAIRS = {"dpo", "rm"}
 """Methods whose sequences come in pairs, a chosen and a rejected one, always in the same micro-batch (``policy.train``
 in nemo_rl/algorithms/{dpo,rm}.py)."""
-_WITHOUT_GENERATION = {"sft", *_PAIRS}
+WITHOUT_GENERATION = {"sft", *PAIRS}
 """Methods that have no inference engine, so nothing leaves the device for one."""
 
 
@@ -220,8 +220,8 @@ def complete(reading: Reading) -> None:
     _take_model_of_guide(reading)
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
-    generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
-    per_node = _complete_ranks(reading)
+    generates = "grpo" in sections or not sections & WITHOUT_GENERATION
+    per_node = complete_ranks(reading)
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
     elif values.get("recompute_granularity") == "full":
@@ -235,7 +235,7 @@ def complete(reading: Reading) -> None:
     take_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = values.pop("longest"), values.pop("sequences")
-    if not generates and sections & _PAIRS:
+    if not generates and sections & PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
@@ -473,7 +473,8 @@ def _take_megatron_engine(reading: Reading) -> None:
     values["engine_data_ranks"] = max(1, experts * expert_tensor // tensor)
 
 
-def _complete_ranks(reading: Reading) -> int:
+def complete_ranks(reading: Reading) -> int:
+    """Takes the ranks of the training, and returns those of a node."""
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")

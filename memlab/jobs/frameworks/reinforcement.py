@@ -90,7 +90,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     if longest and longest > row:
         reading.warnings.append(
             f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
-            "longest sequence alone, as slime and SkyRL make them; verl stops at such a sequence"
+            "longest sequence alone, as slime and SkyRL make them; verl and NeMo-RL's packing stop at such a sequence"
         )
         row = -(-longest // unit) * unit
     if not longest:

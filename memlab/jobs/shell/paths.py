@@ -6,7 +6,7 @@ Nothing is executed: these commands only calculate with paths. What any other co
 from __future__ import annotations
 
 from collections.abc import Callable
-from os.path import normpath
+from os.path import exists, isfile, normpath
 from pathlib import Path, PurePosixPath
 
 from memlab.jobs.entries import UNKNOWN
@@ -29,11 +29,12 @@ def path_here(path: Path, script: Path) -> Path:
     Returns:
         The same path if there is no such file.
     """
-    if Path(*path.parts[:3]).exists():
+    if exists(Path(*path.parts[:3])):  # noqa: PTH110  # Path.exists raises if a folder, such as /root, cannot be entered
         return path
     names = (path.parts[start:] for start in range(2, len(path.parts) - 1))
     folders = script.absolute().parents
-    return next((file for name in names for folder in folders if (file := folder.joinpath(*name)).is_file()), path)
+    files = (folder.joinpath(*name) for name in names for folder in folders)
+    return next((file for file in files if isfile(file)), path)  # noqa: PTH113  # as above
 
 
 def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str]) -> str:

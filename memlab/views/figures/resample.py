@@ -271,7 +271,8 @@ def _outline(totals: IntArray, ticks: IntArray, num_bins: int) -> IntArray:
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     lasts = np.append(starts[1:], len(totals)) - 1
     extremes = [_first_match(totals, starts, pick.reduceat(totals, starts)) for pick in (np.minimum, np.maximum)]
-    return np.unique(np.concatenate([starts, lasts, *extremes]))
+    picked: IntArray = np.unique(np.concatenate([starts, lasts, *extremes]))
+    return picked
 
 
 def _first_match(totals: IntArray, starts: IntArray, requested: IntArray) -> IntArray:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memlab.units import MIB
+from memlab.units import GIB, MIB
 
 if TYPE_CHECKING:
     from memlab.lab.published import Compared
@@ -28,24 +28,35 @@ and cuDNN than memlab's, named in `labs/results/published_jobs.json` with reposi
 What is known of a difference is below the table. Another large one, in a row that names nothing as not modelled, is not
 explained yet.
 """
+_OF_GPUS = """
+## What GPUs showed
+
+Scripts of ms-swift state in a comment, as whole GiB, what their authors' GPUs showed. Beside it is what memlab predicts
+of torch's reserved bytes, with what CUDA and its libraries take outside torch. Their rows are as long as their data,
+and memlab takes the longest row that the script allows.
+"""
+_HEADS_OF_GPUS = ("job", "ranks", "shown GiB", "predicted GiB", "difference GiB", "what is known of it")
 
 
 def published_page(rows: Sequence[Compared]) -> str:
     """Returns the page as Markdown."""
-    predicted = [row for row in rows if not row.reason]
+    predicted = [row for row in rows if not row.reason and not row.job.is_of_gpu]
     lines = [_INTRODUCTION, f"| {' | '.join(_HEADS)} |"]
     lines.append(f"| --- | --- |{' ---: |' * (len(_HEADS) - 3)} --- |")
     lines += [f"| {' | '.join(_cells(row))} |" for row in predicted]
     if predicted:
         errors = [abs(row.error) for row in predicted]
-        summary = (
-            f"{len(predicted)} of {len(rows)} jobs are predicted: the difference is {statistics.median(errors):.3%}"
-        )
+        count = sum(not row.job.is_of_gpu for row in rows)
+        summary = f"{len(predicted)} of {count} jobs are predicted: the difference is {statistics.median(errors):.3%}"
         lines += ["", f"{summary} in the median, and at most {max(errors):.3%}."]
     known = [f"- {row.job.name}: {row.job.terms}" for row in predicted if row.job.terms]
     lines += ["", *known] if known else []
     refused = (row for row in rows if row.reason)
     lines += ["", *(f"- {row.job.name}, {row.job.peak_bytes / MIB:,.1f} MiB: {row.reason}" for row in refused)]
+    of_gpus = [row for row in rows if not row.reason and row.job.is_of_gpu]
+    if of_gpus:
+        lines += [_OF_GPUS, f"| {' | '.join(_HEADS_OF_GPUS)} |", "| --- | ---: | ---: | ---: | ---: | --- |"]
+        lines += [f"| {' | '.join(_cells_of_gpu(row))} |" for row in of_gpus]
     return "\n".join(lines).rstrip()
 
 
@@ -67,3 +78,9 @@ def _cells(row: Compared) -> list[str]:
         "" if between is None else f"{(row.between_steps_bytes - between) / MIB:+,.1f}",
         ", ".join(row.not_modelled),
     ]
+
+
+def _cells_of_gpu(row: Compared) -> list[str]:
+    shown, predicted = row.job.peak_bytes / GIB, row.peak_bytes / GIB
+    cells = [row.job.name, str(row.job.num_ranks), f"{shown:.0f}", f"{predicted:.1f}", f"{predicted - shown:+.1f}"]
+    return [*cells, row.job.terms]

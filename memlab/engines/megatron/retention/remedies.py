@@ -179,7 +179,7 @@ class _Owners(NamedTuple):
 def _owners(saved: torch.Tensor, leaf: torch.Tensor) -> _Owners:
     return _Owners(
         names=sys.getrefcount(saved),
-        tensors=saved._use_count(),  # type: ignore[attr-defined]
+        tensors=saved._use_count(),  # type: ignore[attr-defined,unused-ignore]  # torch 2.15 declares it
         storages=torch._C._storage_Use_Count(leaf.untyped_storage()._cdata),
     )
 

@@ -1,0 +1,49 @@
+"""The linears of Hugging Face's models that adapters can be added to: their names and sizes, without torch.
+
+Names are those of transformers' modules (``models/llama/modeling_llama.py``, ``models/phi3/modeling_phi3.py``, 5.24).
+Its experts are parameters and no linears, so that adapters of this kind leave them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from memlab.config.architectures import Architecture
+from memlab.config.lora import LoRA
+
+
+class Linear(NamedTuple):
+    """A linear of the model."""
+
+    name: str
+    """In the model, such as ``model.layers.0.self_attn.q_proj``."""
+    outputs: int
+    inputs: int
+
+
+def adapted_linears(architecture: Architecture, num_layers: int, lora: LoRA) -> Iterator[Linear]:
+    """Yields the linears that have adapters."""
+    for linear in linears(architecture, num_layers):
+        if lora.adapts_module(linear.name):
+            yield linear
+
+
+def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:
+    """Yields the linears of a model's first layers, and its output layer."""
+    sizes = architecture
+    queries, groups = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
+    hidden, inner = sizes.hidden_size, sizes.ffn_hidden_size
+    if sizes.family == "phi3":
+        attention = {"qkv_proj": (queries + 2 * groups, hidden)}
+        of_mlp = {"gate_up_proj": (2 * inner, hidden)}
+    else:
+        attention = {"q_proj": (queries, hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden)}
+        of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    of_layer = {f"self_attn.{name}": shape for name, shape in (attention | {"o_proj": (hidden, queries)}).items()}
+    if not sizes.routes:
+        of_layer |= {f"mlp.{name}": shape for name, shape in (of_mlp | {"down_proj": (hidden, inner)}).items()}
+    for number in range(num_layers):
+        for name, (outputs, inputs) in of_layer.items():
+            yield Linear(f"model.layers.{number}.{name}", outputs, inputs)
+    yield Linear("lm_head", sizes.vocab_size, hidden)

@@ -1,0 +1,195 @@
+"""NeMo-RL with its DTensor policy, which is FSDP2: the keys of its methods are those of `nemo_rl`.
+
+Names and defaults: ``examples/configs/grpo_math_1B.yaml`` (7ea279ab, main of August 2026), and what they do
+``nemo_rl/models/automodel/setup.py`` (version 2) and ``nemo_rl/models/dtensor/parallelize.py`` (version 1). Version 2
+builds Automodel's models; of the dense families that memlab has, it takes those of transformers
+(``_maybe_set_force_hf``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.jobs.frameworks.adapters import LORA
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.fsdp2 import (
+    block,
+    lacks_family,
+    note_packing,
+    take_checkpointed_layers,
+    take_kept,
+    take_types,
+)
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, Key, Missing, is_given
+from memlab.jobs.frameworks.nemo_rl import NEMO_RL, PAIRS, WITHOUT_GENERATION, complete_ranks
+from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+_DTENSOR = "policy.dtensor_cfg"
+_MEGATRON = "policy.megatron_cfg."
+_PACKING = "policy.sequence_packing.enabled"
+_OF_METHODS = (
+    "architecture",
+    "nodes",
+    "ranks_per_node",
+    "longest",
+    "micro_batch_size",
+    "sequences",
+    "is_packed",
+    "packed_tokens",
+    "is_dynamic",
+    "dynamic_tokens",
+    "is_colocated",
+    "generation_nodes",
+    "generation_ranks",
+)
+_MISSING_OF_METHODS = (
+    *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation", "teacher"),
+    *("value", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
+)
+
+KEYS = (
+    *(key for key in NEMO_RL.keys if key.field in _OF_METHODS and not key.name.startswith(_MEGATRON)),
+    Key("policy.precision", "compute", LONG_DTYPE, "bf16"),
+    Key(f"{_DTENSOR}._v2", "is_version_2", SWITCH, False),
+    Key(f"{_DTENSOR}.cpu_offload", "fsdp_cpu_offload", SWITCH, False),
+    Key(f"{_DTENSOR}.activation_checkpointing", "is_checkpointing", SWITCH, False),
+    Key(f"{_DTENSOR}.tensor_parallel_size", "tensor_model_parallel_size", COUNT, 1),
+    Key(f"{_DTENSOR}.context_parallel_size", "context_parallel_size", COUNT, 1),
+    Key(f"{_DTENSOR}.expert_parallel_size", "expert_model_parallel_size", COUNT, 1),
+    Key(f"{_DTENSOR}.sequence_parallel", "sequence_parallel", SWITCH, False),
+    Key(f"{_DTENSOR}.dp_replicate_size", "dp_replicate_size", COUNT, 1),
+    Key(f"{_DTENSOR}.defer_fsdp_grad_sync", "defer_fsdp_grad_sync", SWITCH, True),
+    Key(f"{_DTENSOR}.lora_cfg.enabled", "has_adapters", SWITCH, False),
+    Key("policy.optimizer.name", "optimizer", TEXT, "torch.optim.AdamW"),
+    Key("policy.optimizer.kwargs.foreach", "is_foreach", SWITCH),
+    Key("policy.optimizer.kwargs.fused", "is_fused", SWITCH),
+)
+FRAMEWORK_MISSING = (
+    *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
+    Missing(f"{_DTENSOR}.lora_cfg.enabled", "less", f"{LORA} (memlab has none of Automodel's here)"),
+    Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
+    Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
+)
+_READ_WITH_OTHERS = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
+
+
+def chooses_dtensor(values: dict[str, Any]) -> bool:
+    """Whether a job trains with the DTensor policy: it names no Megatron (``Policy`` in models/policy/lm_policy.py)."""
+    dtensor, megatron = (str(values.get(f"policy.{name}.enabled")).lower() for name in ("dtensor_cfg", "megatron_cfg"))
+    return dtensor == "true" and megatron != "true"
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, types, shards, what leaves the device, and rows."""
+    values = reading.values
+    note_replaced_values(reading, "policy.hf_config_overrides")
+    sections = {key.partition(".")[0] for key in reading.entries.by_key}
+    generates = "grpo" in sections or not sections & WITHOUT_GENERATION
+    reading.known.add(f"{_DTENSOR}.enabled")
+    complete_ranks(reading)
+    _refuse_ranks(reading)
+    # ``from_pretrained`` makes fp32 parameters in both versions.
+    take_types(reading, shards="fp32", compute=values.pop("compute"), reduced="fp32")
+    if values["dtype"] != "fp32":
+        reading.miss("policy.precision", "more", "each layer returns its hidden states in fp32")
+    _take_optimizer(reading)
+    moves = values.pop("is_colocated") and generates and not values["fsdp_cpu_offload"]
+    values |= dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), moves)
+    is_version_2 = values.pop("is_version_2")
+    if is_version_2 and values["world_size"] == 1:
+        # ``FSDP2Manager.parallelize`` in distributed/fsdp2.py of Automodel
+        reading.miss(f"{_DTENSOR}._v2", "either", "Automodel does not shard a model on a single rank")
+    values["defer_fsdp_grad_sync"] &= is_version_2
+    values["reshard_after_forward"] = "all_but_last" if is_version_2 else "all"
+    if values.pop("is_checkpointing"):
+        take_checkpointed_layers(reading)
+        if not is_version_2:
+            key = f"{_DTENSOR}.activation_checkpointing"
+            reading.miss(key, "either", "NeMo-RL checkpoints the parts of a layer, each")
+    reading.miss("loss_fn", "either", "the log-probabilities of NeMo-RL's loss are computed in fp32, in another order")
+    _take_rows(reading, pairs=bool(sections & PAIRS) and not generates)
+    if generates:
+        reading.warnings.append(
+            "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
+        )
+
+
+def _refuse_ranks(reading: Reading) -> None:
+    values = reading.values
+    rows = {
+        "tensor_model_parallel_size": "tensor parallelism by DTensor",
+        "context_parallel_size": "context parallelism of FSDP2",
+        "expert_model_parallel_size": "Automodel's own experts",
+    }
+    for field, what in rows.items():
+        given = [one for one in reading.taken if one.field == field and one.memlab_value not in (None, 1)]
+        if given:
+            block(reading, given[-1].key, what)
+    del values["sequence_parallel"]
+    values["dp_replicate_size"] = values["dp_replicate_size"] or 1
+
+
+def _take_optimizer(reading: Reading) -> None:
+    values, key = reading.values, "policy.optimizer.name"
+    kind, is_foreach = str(values.pop("optimizer")), values.pop("is_foreach", None)
+    is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
+    if not is_adam:
+        reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
+    values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
+    if values.pop("is_fused", None):
+        values["adam_implementation"] = "fused"
+    trains_all = not values.pop("has_adapters")
+    if not values["fsdp_cpu_offload"]:
+        take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
+
+
+def _take_rows(reading: Reading, *, pairs: bool) -> None:
+    values = reading.values
+    longest, sequences = values.pop("longest"), values.pop("sequences")
+    if pairs:
+        reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
+        sequences *= 2
+    is_packed, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
+    packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
+    if is_packed or is_dynamic:
+        key = f"policy.{'sequence_packing' if is_packed else 'dynamic_batching'}.train_mb_tokens"
+        tokens = (packed if is_packed else dynamic) or longest * values["micro_batch_size"]
+        take_rows(reading, key, tokens, longest, sequences)
+    else:
+        take_sequences(reading, longest, sequences)
+        if values["micro_batch_size"] > 1:
+            reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
+    note_packing(reading, _PACKING)
+
+
+def complete_of_model(reading: Reading, architecture: Architecture) -> None:
+    """Notes a family that the engine does not build, and experts of Automodel's own."""
+    if lacks_family(reading, architecture) or not architecture.routes:
+        return
+    if reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is not True and reading.get(f"{_DTENSOR}._v2"):
+        reading.lacks.append("Automodel's own experts")
+        raise ValueError(
+            f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "
+            f"transformers: set {_DTENSOR}.automodel_kwargs.force_hf to true, or leave the job out"
+        )
+
+
+NEMO_RL_DTENSOR = Framework(
+    name="nemo-rl-dtensor",
+    title="NeMo-RL's DTensor policy",
+    source="main of August 2026",
+    signs=Signs(looked_for="policy.dtensor_cfg.enabled=true"),
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=(NEMO_RL.without_effect - {*_READ_WITH_OTHERS})
+    | keys_without_effect("nemo_rl_dtensor")
+    | {key.name for key in NEMO_RL.keys if not key.name.startswith(_MEGATRON)}
+    | {row.name for row in NEMO_RL.missing if not row.name.startswith(_MEGATRON)},
+    complete=complete,
+    complete_of_model=complete_of_model,
+    fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+)
+"""Read only: `memlab.jobs.frameworks.registry` says when."""

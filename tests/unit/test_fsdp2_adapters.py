@@ -1,0 +1,72 @@
+"""Adapters of PEFT and of NeMo Automodel beside transformers' linears: their places, sizes, gradients and kept bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.config.architectures import find_architecture
+from memlab.config.lora import LibraryOfFsdp2, LoRA
+from memlab.config.parameters import kept_bytes
+from memlab.config.scenario import Scenario
+from memlab.config.training_state import TrainingState
+from memlab.config.transformers_linears import adapted_linears
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+
+
+def model_of(name: str, lora: LoRA, **options: Any) -> Any:
+    from memlab.engines.fsdp2.adapters import add_adapters
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    state = TrainingState(lora=lora)
+    scenario = Scenario.of(name, num_layers=2, seq_length=16, engine="fsdp2", state=state, **options)
+    torch.manual_seed(0)
+    model = build_model(scenario, torch.float32, attention="sdpa")
+    add_adapters(model, scenario)
+    return model, scenario
+
+
+@pytest.mark.parametrize("name", ["phi-4-tiny", "llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny"])
+@pytest.mark.parametrize("targets", [("linear_qkv", "down_proj"), ("*.layers.1.*_proj",), ()])
+def test_the_adapters_are_those_that_are_counted(name: str, targets: tuple[str, ...]) -> None:
+    excluded = () if targets else ("output_layer", "*.o_proj")
+    lora = LoRA(rank=4, target_modules=targets, exclude_modules=excluded)
+    model, scenario = model_of(name, lora)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    linears = [*adapted_linears(scenario.architecture, 2, lora)]
+    assert {tuple(each.shape) for each in trained} == {
+        shape for one in linears for shape in ((4, one.inputs), (one.outputs, 4))
+    }
+    count = sum(4 * (one.inputs + one.outputs) for one in linears)
+    assert sum(each.numel() for each in trained) == count
+    frozen = 2 * find_architecture(name).with_layers(2).num_parameters
+    assert kept_bytes(scenario) == (frozen + 4 * count, 4 * count, 8 * count), "the adapters are in fp32"
+
+
+@pytest.mark.parametrize("target", ["linear_fc1", "*_proj"])
+def test_what_recomputes_in_backward_has_the_gradients_of_what_keeps_all(target: str) -> None:
+    gradients = []
+    libraries: tuple[LibraryOfFsdp2, ...] = ("peft", "automodel")
+    for library in libraries:
+        targets = (target,) if target.startswith("*") else (target, "linear_proj")
+        model, _ = model_of("llama-3-tiny", LoRA(rank=4, fsdp2_library=library, target_modules=targets), dtype="fp32")
+        for number, each in enumerate(model.parameters()):
+            if each.requires_grad:  # the second matrix is zero at first, so that the first would have no gradient
+                torch.nn.init.normal_(each, 0, 0.1, generator=torch.Generator().manual_seed(number))
+        tokens = torch.arange(32).view(2, 16)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        gradients.append([each.grad for each in model.parameters() if each.requires_grad])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for one, other in zip(*gradients, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_names_of_experts_are_without_effect() -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=LoRA(rank=4)))
+    said = scenario.without_effect()
+    assert said["lora_target_modules"] == "linear_fc1, linear_fc2 names no linear of transformers' model"

@@ -1,0 +1,121 @@
+"""NeMo-RL's jobs with the DTensor policy: their fields and defaults, and what the engine does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.job import Job
+
+DTENSOR = "policy.dtensor_cfg"
+CONFIG = """
+grpo: {num_prompts_per_step: 32}
+policy:
+  model_name: Qwen/Qwen3-8B
+  train_global_batch_size: 64
+  train_micro_batch_size: 1
+  max_total_sequence_length: 4096
+  precision: bfloat16
+  dtensor_cfg: {enabled: true, _v2: true, activation_checkpointing: true}
+  megatron_cfg: {enabled: false}
+  sequence_packing: {enabled: false}
+  optimizer: {name: torch.optim.AdamW, kwargs: {foreach: false, fused: false}}
+cluster: {num_nodes: 1, gpus_per_node: 8}
+"""
+WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+STATE = {"fp32_sharded_params": True, "defer_fsdp_grad_sync": True, "adam_implementation": "for_loop"}
+ON_HOST = {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True}
+
+
+def read(folder: Path, **changes: Any) -> Job:
+    """Reads the job with other values, by dotted keys with ``__`` for each dot."""
+    tree = yaml.safe_load(CONFIG)
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return Job.read(folder / "config.yaml")
+
+
+def test_a_job_is_read_with_the_defaults_of_nemo_rl(tmp_path: Path) -> None:
+    job = read(tmp_path)
+    assert job.required() == (
+        Scenario.of(
+            "qwen3-8b",
+            seq_length=4096,
+            num_microbatches=8,
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=8),
+            state=TrainingState(**STATE),  # type: ignore[arg-type]
+        ),
+        MemorySettings(**WHOLE_LAYERS, **ON_HOST),  # type: ignore[arg-type]
+    )
+    assert job.framework == "nemo-rl-dtensor" and not job.guesses
+    found = {one.key: (one.effect, bool(one.bound_bytes)) for one in job.not_modelled}
+    assert found == {"policy.precision": ("more", True), "loss_fn": ("either", True)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "settings"),
+    [
+        ({"policy__dtensor_cfg__cpu_offload": True}, {"fsdp_cpu_offload": True}, dict.fromkeys(ON_HOST, False)),
+        ({"policy__dtensor_cfg__dp_replicate_size": 2}, {"dp_replicate_size": 2}, {}),
+        ({"policy__dtensor_cfg___v2": False}, {"reshard_after_forward": "all", "defer_fsdp_grad_sync": False}, {}),
+        ({"policy__dtensor_cfg__activation_checkpointing": False}, {}, dict.fromkeys(WHOLE_LAYERS)),
+        ({"policy__generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 0}}}}, {},
+         dict.fromkeys(ON_HOST, False)),
+        ({"policy__optimizer__kwargs": {"fused": True}}, {"adam_implementation": "fused"}, {}),
+        ({"policy__optimizer__kwargs": {}}, {"adam_implementation": "foreach"}, {}),
+    ],
+)  # fmt: skip
+def test_shards_and_what_leaves_the_device(
+    changes: dict[str, Any], state: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    scenario, found = read(tmp_path, **changes).required()
+    assert scenario.state == TrainingState(**(STATE | state))
+    assert found == MemorySettings(**(WHOLE_LAYERS | ON_HOST | settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"policy__sequence_packing__enabled": True, "policy__train_micro_batch_size": 2},
+         {"policy.sequence_packing.enabled": "more"}),
+        ({"policy__train_micro_batch_size": 2}, {"policy.sequence_packing.enabled": "more"}),
+        ({"policy__dtensor_cfg___v2": False}, {f"{DTENSOR}.activation_checkpointing": "either"}),
+        ({"policy__dtensor_cfg__automodel_kwargs": {"use_liger_kernel": True}},
+         {f"{DTENSOR}.automodel_kwargs.use_liger_kernel": "less"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_modelled_has_a_bound(changes: dict[str, Any], missing: dict[str, str], tmp_path: Path) -> None:
+    job = read(tmp_path, **changes)
+    found = {one.key: one.effect for one in job.not_modelled if one.key not in ("policy.precision", "loss_fn")}
+    assert found == missing and all(one.bound_bytes for one in job.not_modelled)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"policy__dtensor_cfg__tensor_parallel_size": 2}, "tensor parallelism by DTensor"),
+        ({"policy__dtensor_cfg__context_parallel_size": 2}, "context parallelism of FSDP2"),
+        ({"policy__model_name": "Qwen/Qwen3-30B-A3B"}, "Automodel's own experts"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused_by_name(changes: dict[str, Any], lacks: str, tmp_path: Path) -> None:
+    job = read(tmp_path, **changes)
+    assert job.scenario is None and job.lacks == (lacks,) and job.at_least
+    assert all(one.effect != "unknown" for one in job.not_modelled)
+
+
+def test_a_job_that_names_megatron_is_megatron_s(tmp_path: Path) -> None:
+    assert read(tmp_path, policy__megatron_cfg={"enabled": True}).framework == "nemo-rl"
