@@ -474,7 +474,9 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     )
 
 
-def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_path: Path) -> None:
+def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "scripts/models").mkdir(parents=True)
     model = tmp_path / "scripts/models/tiny.sh"
     model.write_text("MODEL_ARGS=(--num-layers 4)\n")
@@ -488,6 +490,8 @@ def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_pat
     too_long = f"/{300 * 'a'}/models/b.sh"
     for path in (f"{tmp_path}/scripts/scripts/models/tiny.sh", "/rooted/checkout/tiny.sh", too_long):
         assert read_script(f"source {path}\nrun", tmp_path / "scripts/models/run.sh").causes
+    monkeypatch.chdir(tmp_path)
+    assert read_script("source x/scripts/models/tiny.sh\nrun", Path("examples/a/run.sh")).causes
 
 
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:

@@ -758,7 +758,7 @@ class _Reader(Builtins):
         if not arguments:
             return None
         name = arguments[0]
-        path = Path(name) if Path(name).is_absolute() else self.path.parent / name
+        path = self.path.parent / name  # the name alone if it is absolute
         self.sources += 1
         if self.sources > _MOST_SOURCES:
             raise ValueError(
@@ -778,7 +778,7 @@ class _Reader(Builtins):
                 "it with --set NAME=VALUE",
             )
             return True
-        if (here := path_here(path, self.script)) != path:
+        if Path(name).is_absolute() and (here := path_here(path, self.script)) != path:
             self.warn(f"the script sources {path}, which is not on this machine, and memlab reads {here}")
             path = here
         try:
