@@ -86,6 +86,14 @@ _TORCH = (
         ),
     ),
     *_in(
+        "replay/recorder.py",
+        _used(
+            "torch.autograd:Variable",
+            "_execution_engine",
+            "Its queue_callback says when a whole backward pass has ended, that of the parameters' gradients too.",
+        ),
+    ),
+    *_in(
         "engines/megatron/__init__.py",
         _replaced(
             "torch",

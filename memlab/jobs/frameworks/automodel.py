@@ -12,17 +12,23 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import LORA, no_adapters
+from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
-from memlab.jobs.frameworks.fsdp2 import block, lacks_family, take_checkpointed_layers, take_kept, take_types
+from memlab.jobs.frameworks.fsdp2 import (
+    automodel_keys,
+    block,
+    check_family,
+    take_automodel_adapters,
+    take_checkpointed_layers,
+    take_kept,
+    take_types,
+)
 from memlab.jobs.frameworks.keys import (
     COUNT,
     LONG_DTYPE,
-    NUMBER,
     SWITCH,
     TEXT,
     WHOLE,
-    WORDS,
     Conversion,
     Key,
     Missing,
@@ -128,11 +134,7 @@ KEYS = (
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
     Key("distributed.pipeline.layers_per_stage", "layers_of_chunk", COUNT),
     Key("distributed.pipeline.pp_microbatch_size", "rows_of_stage", COUNT),
-    Key("peft.dim", "lora_rank", WHOLE),
-    Key("peft.alpha", "lora_alpha", NUMBER),
-    Key("peft.dropout", "lora_dropout", NUMBER),
-    Key("peft.target_modules", "lora_target_modules", WORDS),
-    Key("peft.exclude_modules", "lora_exclude_modules", WORDS),
+    *automodel_keys("peft"),
     Key("optimizer._target_", "optimizer", TEXT, "torch.optim.AdamW"),
     Key("optimizer.master_weights", "master_weights", SWITCH, False),
     Key("optimizer.store_param_remainders", "store_param_remainders", SWITCH, False),
@@ -194,11 +196,7 @@ def complete(reading: Reading) -> None:
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
-    for name in [name for name in values if name.startswith("lora_")]:
-        del values[name]
-    if _trains_adapters(reading):
-        reading.known |= {key for key in reading.entries.by_key if key.startswith("peft.")}
-        reading.miss("peft", "less", f"{LORA} (memlab has none under FSDP2)")
+    take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
 
 
 def _take_prefetch(reading: Reading) -> None:
@@ -357,8 +355,7 @@ def _take_optimizer(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family = architecture.family
-    if lacks_family(reading, architecture):
-        return
+    check_family(reading, architecture)
     if architecture.routes and not reading.get("model.force_hf", default=False):
         reading.lacks.append("Automodel's own experts")
         raise ValueError(
@@ -425,7 +422,7 @@ AUTOMODEL = Framework(
     complete_of_model=complete_of_model,
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
-    cannot_write=no_adapters("memlab's engine fsdp2")
+    cannot_write=no_adapters("memlab's writer of Automodel's recipes")
     | {"reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null"}
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
