@@ -34,7 +34,7 @@ from memlab.config.parameters import (
     trained_of_rank,
 )
 from memlab.config.scenario import Scenario
-from memlab.engines.megatron.layers import torch_moe, unfused_permutation
+from memlab.engines.megatron.layers import fused_router, torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.engines.megatron.layers.quick_gelu import quick_gelu
@@ -194,6 +194,9 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_permute": torch_moe.permute,
         f"{moe}.fused_permute_with_probs": torch_moe.permute_with_probs,
         f"{moe}.fused_unpermute": torch_moe.unpermute,
+        f"{moe}.fused_topk_with_score_function": fused_router.fused_topk_with_score_function,
+        f"{moe}.fused_compute_score_for_moe_aux_loss": fused_router.fused_compute_score_for_moe_aux_loss,
+        f"{moe}.fused_moe_aux_loss": fused_router.fused_moe_aux_loss,
         f"{moe}.fused_sort_chunks_by_index": torch_moe.sort_chunks_by_index,
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
         # The config has the object with which experts compare their activation.

@@ -52,6 +52,7 @@ _DROP = {
     "advice": "give a share from 0 to 0.99",
 }
 _ROUTER = {"group": "Router of experts"}
+_ROUTER_FORWARD = {"group": "", "rebuilds": "nothing", "megatron": "model"}
 _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
@@ -295,6 +296,15 @@ class TrainingState:
     )
     """Of a model whose ``moe_aux_loss_coeff`` is 0, no type has one. Megatron's further type, ``sinkhorn``, is not
     modelled."""
+    moe_router_fusion: bool = option(
+        False, "choose experts and compute the loss that balances them in fewer kernels", **_ROUTER_FORWARD
+    )
+    """Backward then needs the scores and the map of the chosen experts, each once for the choice, and the scores once
+    more for the loss. Transformer Engine's kernels take no fp64."""
+    moe_router_force_load_balancing: bool = option(
+        False, "route by random logits, as benchmarks do, so that experts get about equal shares", **_ROUTER_FORWARD
+    )
+    """Each step draws the same ones."""
     moe_z_loss_coeff: float | None = option(
         None,
         "coefficient of a loss that keeps the logits of the router small (default: no such loss)",
@@ -450,6 +460,12 @@ class TrainingState:
         self._check_fp8()
         self._check_lora()
         self._check_extra_layers()
+        if self.moe_router_fusion and self.moe_router_dtype == "fp64":
+            raise RuleError(
+                "moe_router_fusion is True with moe_router_dtype 'fp64', must have another type by a rule of "
+                "Transformer Engine: choose fp32, or leave moe_router_fusion out",
+                *("moe_router_fusion", "moe_router_dtype"),
+            )
         if self.moe_expert_capacity_factor == 0:
             raise RuleError(
                 "moe_expert_capacity_factor is 0, must be above 0, since every token would be dropped: give another "
