@@ -565,6 +565,9 @@ def dispatch_of_tokens(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, alone, {}, FULL, state=gather | {"moe_permute_fusion": False})
     yield from of(QWEN, 2, alone, num_microbatches=3, state=gather)
     yield from of(MOONLIGHT, 3, alone, {}, recompute("moe"), config=FEW_EXPERTS, state=gather)
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("moe_act"), state={"moe_router_fusion": True})
+    yield from of(QWEN, 2, alone, state={"moe_router_fusion": True, "moe_router_force_load_balancing": True})
+    yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS, state={"moe_router_fusion": True})
     for factor in (1.0, 2.0):
         capacity = {"moe_expert_capacity_factor": factor}
         yield from of(QWEN, 2, alone, {}, FULL, state=capacity)

@@ -31,6 +31,10 @@ EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUD
 the host with the activations unless ``NVTE_CPU_OFFLOAD_V1`` is set (NVIDIA/TransformerEngine#1762); tensor parallelism
 overlaps in order on one connection (Megatron-LM, ``arguments.py``); TE imports JAX where it finds it."""
 
+_OF_A_NEWER_CUBLAS = "cublasLtGroupedMatrixLayoutInit_internal"
+"""What TE 2.13 and later ask for, and the cuBLAS that pip installs with torch 2.11 to 2.14 lacks
+(labs/book/versions.md)."""
+
 _APEX_EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 _MOST_RECOMPILES = 512
@@ -72,8 +76,10 @@ def check_available() -> Unavailable | None:
         import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        built = f"for CUDA {torch.version.cuda} take the version that memlab pins"
-        return Unavailable(f"transformer-engine does not load ({reason})", f"{built}: {install}")
+        remedy = f"for CUDA {torch.version.cuda} take the version that memlab pins: {install}"
+        if _OF_A_NEWER_CUBLAS in reason:
+            remedy = f"pip install --no-deps nvidia-cublas==13.4.0.1, which has that function, or {remedy}"
+        return Unavailable(f"transformer-engine does not load ({reason})", remedy)
     return None
 
 

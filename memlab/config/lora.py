@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memlab.config.option import check_options, option
-from memlab.config.parts.part import Part, Weight
+from memlab.config.parts.part import Weight
 from memlab.config.validation import RuleError, shortened
 
 if TYPE_CHECKING:
@@ -24,12 +24,16 @@ Library = Literal["megatron_bridge", "mcore_bridge"]
 LibraryOfFsdp2 = Literal["peft", "automodel"]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears of layers that adapters can be added to."""
+OF_LATENT_ATTENTION = (
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+)  # fmt: skip
+"""Those of latent attention, which has no ``linear_qkv``."""
 OUTPUT_LAYER = "output_layer"
 PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
 """The parts of fused linears: each has an adapter in the canonical form (``CanonicalLoRA`` of Megatron-Bridge)."""
 CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
 _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
-_ADAPTABLE = (*LINEARS, OUTPUT_LAYER)
+_ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, OUTPUT_LAYER)
 _OF_TRANSFORMERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "linear_proj": ("o_proj",),
@@ -71,7 +75,8 @@ class LoRA:
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
-        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, in the canonical "
+        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, those of latent "
+        "attention such as linear_kv_down_proj, in the canonical "
         "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with engine fsdp2 q_proj and the other "
         "names of transformers, or patterns of whole names with asterisks (default: the first four in every layer)",
         choices=LINEARS,
@@ -79,8 +84,8 @@ class LoRA:
     )
     """A pattern, such as ``*.layers.0.*.linear_qkv``, is compared with the whole name, such as
     ``decoder.layers.0.self_attention.linear_qkv``. Megatron numbers the layers of each model chunk from 0. An empty
-    list is all linears, the output layer too, but not those of experts, which are grouped (``match`` in
-    ``peft/module_matcher.py``)."""
+    list is all linears, the output layer too, but not those of experts, which are grouped, nor those down to latent
+    vectors, which are whole on each rank (``match`` in ``peft/module_matcher.py``)."""
     exclude_modules: tuple[str, ...] = option(
         (), "of an empty list of target modules: linears without adapters, or patterns", **_WITHOUT_CONTROL
     )
@@ -192,7 +197,8 @@ class LoRA:
             return False
         if self.target_modules:
             return any(own == linear or _matches(linear, name) for linear in self._parts_by_linear)
-        return not (is_grouped or any(own == one or _matches(one, name) for one in self.exclude_modules))
+        is_of_other_class = is_grouped or own.endswith("_down_proj")
+        return not (is_of_other_class or any(own == one or _matches(one, name) for one in self.exclude_modules))
 
     def adapts_module(self, name: str) -> bool:
         """Whether a linear of transformers' model has an adapter, by its own name or by Megatron's for it.
@@ -239,16 +245,6 @@ class LoRA:
             name = f"decoder.layers.{number}.{weight.name.removesuffix('.weight')}"
             if weight.is_matrix and self.adapts(name, is_grouped=bool(weight.num_experts)):
                 yield weight, name
-
-    def names(self, number: int, linear: str) -> bool:
-        """Whether an empty list or a pattern names a linear, which may be one of `linears_without_adapters`.
-
-        Args:
-            number: Of the layer in its model chunk.
-            linear: Its name in the layer.
-        """
-        targets = self.target_modules
-        return not targets or any(_matches(target, f"decoder.layers.{number}.{linear}") for target in targets)
 
     def rank_of(self, linear: Weight, model: Architecture, layout: Layout) -> int:
         """Returns the rank of a linear's adapter.
@@ -300,13 +296,6 @@ def rows_of_part(part: str, model: Architecture, rows: int) -> int:
         return rows // 2
     heads = model.num_attention_heads if part == "linear_q" else model.num_query_groups
     return heads * model.kv_channels
-
-
-def linears_without_adapters(parts: Iterable[Part]) -> list[str]:
-    """Returns the linears in layers of which memlab predicts no adapters, such as those of latent attention."""
-    names = {weight.name.removesuffix(".weight") for part in parts for weight in part.weights() if weight.is_matrix}
-    own = {name: name.rpartition(".")[2] for name in names}
-    return sorted(name for name in names if own[name].startswith("linear_") and own[name] not in LINEARS)
 
 
 def _matches(pattern: str, name: str) -> bool:

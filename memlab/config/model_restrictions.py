@@ -13,6 +13,7 @@ from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
+from memlab.config.lora import OF_LATENT_ATTENTION
 from memlab.config.option import Option, check_engine, options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
@@ -169,6 +170,14 @@ def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
                 "requires no gradient, on which Megatron-Core's step fails: leave it out, or set "
                 "lora_enable_input_require_grads",
                 *("recompute_modules", "lora_enable_input_require_grads"),
+            )
+        latent = [name for _, name in lora.adapted(number, attention.weights()) if name.endswith(OF_LATENT_ATTENTION)]
+        if "mla_up_proj" in modules and latent and not any(name.endswith("_down_proj") for name in latent):
+            raise RuleError(
+                "recompute_modules has 'mla_up_proj', but no linear before it in the first layers has an adapter: its "
+                "input requires no gradient, and Megatron-Core's checkpoint then gives none to the adapters inside it: "
+                "leave it out, or add linear_kv_down_proj to lora_target_modules",
+                *("recompute_modules", "lora_target_modules"),
             )
         if feed_forward.routes:
             before_activation = precedes or lora.adapts(f"decoder.layers.{number}.mlp.experts.linear_fc1")

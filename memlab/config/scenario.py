@@ -14,7 +14,7 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OUTPUT_LAYER, PARTS, LoRA, linears_without_adapters
+from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS, LoRA
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -231,6 +231,12 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
+            raise RuleError(
+                "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
+                "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
+                *("adam_implementation", "fsdp_cpu_offload"),
+            )
         replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
         if ranks % replicas:
             raise RuleError(
@@ -318,7 +324,8 @@ class Scenario:
         if self.engine == "fsdp2":
             self._check_adapters_of_fsdp2(lora)
             return
-        of_transformers = [name for name in lora.target_modules if name.endswith(NAMES_OF_TRANSFORMERS)]
+        others = [name for name in lora.target_modules if not name.endswith(OF_LATENT_ATTENTION)]
+        of_transformers = [name for name in others if name.endswith(NAMES_OF_TRANSFORMERS)]
         if of_transformers:
             raise RuleError(
                 f"lora_target_modules has {', '.join(of_transformers)}, which engine {self.engine!r} does not have: "
@@ -344,19 +351,6 @@ class Scenario:
                 f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
                 "adapters: name other linears, or give lora_exclude_modules output_layer",
                 *("lora_target_modules", "lora_exclude_modules"),
-            )
-        numbers = range(max(map(len, self.chunks_of_rank)))
-        others = [
-            name.rpartition(".")[2]
-            for name in linears_without_adapters(self.architecture.parts)
-            if any(lora.names(number, name) for number in numbers)
-        ]
-        if others:
-            raise RuleError(
-                f"lora_target_modules is {shortened(list(lora.target_modules)) if lora.target_modules else 'empty'}, "
-                f"which names {', '.join(others)} of {self.architecture.name} too, of which memlab predicts no "
-                f"adapters: name {', '.join(LINEARS)}",
-                "lora_target_modules",
             )
         self._check_linears_with_adapters(lora)
         if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
@@ -404,6 +398,12 @@ class Scenario:
                     f"lora_target_modules has {', '.join(parts)} alone of {own}, must have {', '.join(PARTS[own])}, "
                     "since the step of Megatron-Bridge 0.6.2 fails otherwise: name all of them, or none",
                     "lora_target_modules",
+                )
+            if own in OF_LATENT_ATTENTION and layout.tensor_model_parallel_size > 1:
+                raise RuleError(
+                    f"tensor_model_parallel_size is {layout.tensor_model_parallel_size}, must be 1 with adapters of "
+                    f"{own}, which memlab does not predict across ranks yet: choose 1, or name other linears",
+                    *("tensor_model_parallel_size", "lora_target_modules"),
                 )
             if linear.num_experts and lora.normalize_moe_lora and lora.rank % model.moe_router_topk:
                 raise RuleError(
@@ -752,6 +752,12 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        state = self.state
+        if state.store_param_remainders and state.adam_implementation == "te_fused":
+            if not state.master_weights:
+                reasons["store_param_remainders"] = "only master_weights reads it"
+            elif self.dtype == "fp32" or state.fp32_sharded_params:
+                reasons["store_param_remainders"] = "the shards are fp32"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         return reasons

@@ -306,7 +306,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(
-        ("lora_rank", "lora.rank", "lora_cfg.enabled", "peft", "peft.enabled", "tuner_type", "train_type"),
+        ("lora_rank", "lora.rank", "lora_cfg", "peft", "peft.enabled", "tuner_type", "train_type"),
         _trained_bytes,
     ),
     "offload_optimizer_states": lambda scenario: kept_bytes(scenario).optimizer,
@@ -322,7 +322,7 @@ BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int | None]] 
 FREEZES = (
     "lora_rank",
     "lora.rank",
-    "lora_cfg.enabled",
+    "lora_cfg",
     "peft",
     "peft.enabled",
     "tuner_type",

@@ -12,6 +12,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.parameters import bytes_of_trained_shard, kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.transformers_linears import adapted_linears
 
 
 def _width(scenario: Scenario) -> int:
@@ -81,15 +82,18 @@ def _packing(scenario: Scenario, settings: MemorySettings) -> int:
     return scenario.tokens_of_rank * (2 * _width(scenario) * row + 4 * 8)
 
 
+def _low_rank(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns two tensors in fp32 of each adapter's rank, for each token."""
+    lora = scenario.state.lora
+    if lora is None:
+        return 0
+    count = sum(1 for _ in adapted_linears(scenario.architecture, scenario.num_layers, lora))
+    return 2 * 4 * scenario.tokens_of_rank * lora.rank * count
+
+
 def _padded(scenario: Scenario, settings: MemorySettings) -> int:
     """Returns what attention needs for rows with padding: a mask, or copies of what it has without the padding."""
     return _mask(scenario, settings) + _packing(scenario, settings)
-
-
-def _prefetch(scenario: Scenario, _: MemorySettings) -> int:
-    """Returns the gathered parameters of four layers: depths are at most 3 in public recipes, and 1 or 2 by default."""
-    two, one = (scenario.architecture.with_layers(count).num_parameters for count in (2, 1))
-    return 4 * _width(scenario) * (two - one)
 
 
 def _whole_model(scenario: Scenario, _: MemorySettings) -> int:
@@ -125,9 +129,9 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    "fsdp_config.forward_prefetch": _prefetch,
     **dict.fromkeys(("actor.use_remove_padding", "micro_train_batch_size_per_gpu"), _packing),
     "model.use_liger": _liger,
+    **dict.fromkeys(("peft.use_triton", "lora_cfg.use_triton"), _low_rank),
     **dict.fromkeys(
         ("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing", "sequence_packing.enabled"),
         _padded,

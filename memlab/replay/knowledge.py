@@ -120,9 +120,13 @@ class Knowledge:
             return True
         # Backward begins at the last unit, with the earliest micro-batch. Until it has ended there, a pass of the first
         # or last unit may still turn out to free what has no role.
-        of_unit = (each for each in self.step.in_flight if each.unit is unit and each.replay is None)
-        waiting = [each for each in of_unit if each.output >= 0 and self.step.may_be_latest(each) == (is_latest,)]
-        if backward is not None and any(self.backward(each, is_latest=is_latest) == key for each in waiting):
+        earlier = (each for each in self.step.in_flight if each.replay is None and each.output >= 0)
+        waiting = [each for each in earlier if self.step.may_be_latest(each) == (is_latest,)]
+        same = [each for each in waiting if self.backward(each, is_latest=is_latest) == key]
+        if backward is not None and any(each.unit is unit for each in same):
+            return True
+        is_between = not (unit.is_first or unit.ends_chunk)
+        if is_between and len([each for each in same if each.number < one.number]) >= 2:
             return True
         return unit.num_equal_after >= 2
 

@@ -84,6 +84,9 @@ class Pass:
     input: StorageAllocation | None
     groups: tuple[Any, ...] = ()
     """`RepeatedCalls.next_groups` at its start."""
+    is_leaf: bool = False
+    """Whether its input is a leaf, which keeps its storage and its gradient: a stage has received it, or a checkpoint
+    has detached it."""
     output: int = -1
     """The role of its output; -1 if it cannot be recorded."""
     roles: list[StorageAllocation] = field(default_factory=list)
@@ -129,6 +132,8 @@ class Known:
     """To Megatron's offload manager."""
     sent: Counter[str]
     """What the rank has sent, by kind of collective."""
+    last_module: int
+    """The module that is current at its end, as a place in the unit; -1 for one outside."""
     keeps_states: bool = False
     """As in `Unit`, at the end of a forward pass."""
     has_checkpoint: bool = False

@@ -82,6 +82,9 @@ class Recorder:
         recorded = self._record(one, mark, known)
         if recorded is None:
             knowledge.not_recorded(key, one)
+            # The next pass through the unit may free what this one has allocated: it needs the roles.
+            if (seen := self._record(one, mark, known, ignores_unknown=True)) is not None:
+                one.roles = seen[1]
         else:
             recording, one.roles = recorded
             calls, one.saved = self.calls.forward_since(mark.calls, _places_of(one.roles))
@@ -94,7 +97,8 @@ class Recorder:
         node = result.grad_fn
         if node is not None:
             self.step.in_flight.append(one)
-            node.register_prehook(lambda gradients: self._begin_backward(one, gradients[0]))
+            leaf = given if one.is_leaf else None
+            node.register_prehook(lambda gradients: self._begin_backward(one, gradients[0], leaf))
         return result
 
     def forward_without_graph(self, one: Pass, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -122,17 +126,22 @@ class Recorder:
         return Mark(position, self.labels.span, collectives.sent_bytes.copy(), calls)
 
     def _record(
-        self, one: Pass, mark: Mark, known: Mapping[int, Role]
+        self, one: Pass, mark: Mark, known: Mapping[int, Role], *, ignores_unknown: bool = False
     ) -> tuple[Recording, list[StorageAllocation]] | None:
-        """Records the events since a mark; without replay, only to know what the pass leaves allocated."""
+        """Records the events since a mark.
+
+        Without replay, and if `ignores_unknown`, only to know what the pass leaves allocated.
+        """
         buffers = one.buffers | self.calls.copied_since(mark.calls) if self.calls.is_noting else None
         until, places, spans = self.meter.position(), one.unit.places, (mark.span, self.labels.span)
-        learns = self.step.replays
-        return self.meter.record(mark.position, until, known, spans, places, buffers, ignores_unknown=not learns)
+        ignores_unknown |= not self.step.replays
+        return self.meter.record(mark.position, until, known, spans, places, buffers, ignores_unknown=ignores_unknown)
 
-    @staticmethod
-    def _known(one: Pass, mark: Mark, recording: Recording, role: int, result: torch.Tensor, calls: Calls) -> Known:
-        return Known(recording, role, spec_of(result), one, calls, collectives.sent_since(mark.sent))
+    def _known(
+        self, one: Pass, mark: Mark, recording: Recording, role: int, result: torch.Tensor, calls: Calls
+    ) -> Known:
+        last = one.unit.places.get(self.labels.module, -1)
+        return Known(recording, role, spec_of(result), one, calls, collectives.sent_since(mark.sent), last)
 
     def _roles_of_others(self, one: Pass) -> dict[int, Role]:
         retained = enumerate(self.retention.of(one.unit))
@@ -155,12 +164,19 @@ class Recorder:
         totals = replay.recording.totals
         return {role: self.meter.separate(replay, role.number, totals[Role(OWN, role.number)]) for role in roles}
 
-    def _begin_backward(self, one: Pass, gradient: torch.Tensor) -> None:
+    def _begin_backward(self, one: Pass, gradient: torch.Tensor, leaf: torch.Tensor | None) -> None:
         self.retention.take_result(one.unit)
         one.backward = self._mark()
         one.gradient = self.meter.storages.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.reloaded, one.host_copies = one.saved.reloaded(self.meter), one.saved.host_copies(self.meter)
+        if leaf is not None:
+            # No node follows, and autograd may add up the gradients of parameters after that of a leaf.
+            def end() -> None:
+                assert leaf.grad is not None, "backward has reached it"
+                self._end_backward(one, leaf.grad)
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self, one: Pass, gradient: torch.Tensor) -> None:
         mark = one.backward
@@ -197,7 +213,7 @@ class Recorder:
         others = [each for role, each in enumerate(one.roles) if role != one.output and each.num_bytes]
         others += [each for role, each in enumerate(own) if role != result and each.num_bytes]
         others = [each for each in others if id(each) not in of_manager]
-        if one.input is not None and one.input.num_bytes:
+        if one.input is not None and one.input.num_bytes and not one.is_leaf:
             others.append(one.input)
         left = one.left = Left(own[result] if result >= 0 else None, others)
         self.dispatchers.read_what_refers(one)

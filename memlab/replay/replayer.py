@@ -61,8 +61,7 @@ class Replayer:
         unit, step = one.unit, self.step
         if not step.replays or step.communicates_in(one) or not known.is_proven or one.input is None:
             return False
-        # What a stage has received from another one is the result of no node, which would report its gradient.
-        if given.grad_fn is None or not torch.is_grad_enabled():
+        if not (given.requires_grad and torch.is_grad_enabled()):
             return False
         if step.frees_masks and unit.is_first:  # its checkpoint keeps the mask, which the stand-ins of others do not
             return False
@@ -139,11 +138,13 @@ class Replayer:
         if self.calls.is_noting:
             self._copied(done, known.calls, self.calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
+        if one.is_leaf and known.last_module >= 0:  # what follows, such as what a stage sends, is in it
+            self.labels.module = int(unit.modules[known.last_module])
         left = _left_by(forward, done)
         forward.is_over = done.is_over = True
         self.step.end(one)
         others = [meter.separate(replay, role, size) for replay, role, size in left]
-        if Role(INPUT, 0) not in known.recording.freed:
+        if Role(INPUT, 0) not in known.recording.freed and not one.is_leaf:
             assert one.input is not None, "a pass without a known input is stepped"
             others += [one.input] if one.input.num_bytes else []
         of_source = known.source.left

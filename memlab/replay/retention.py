@@ -79,7 +79,7 @@ class Retention:
         """Counts what a unit's last pass returned as retained, if it is still allocated: a checkpoint's leaf has it."""
         self.drop_freed(unit)
         one = unit.last_backward
-        if one is None or not (one is unit.last_pass or self.step.refills):
+        if one is None or one.is_leaf or not (one is unit.last_pass or self.step.refills):
             return
         retained, result = self.of(unit), one.left.result
         if result is not None and result.num_bytes and not any(result is known for known in retained):

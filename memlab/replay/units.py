@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 _NONE = -1
 """The kind of what is before the first unit, or behind the last one."""
 _MOST_UNOPENED = 2
-"""The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit. Recompute
-always steps the first layer of a checkpoint, because that layer's input is the result of no node. Of the other layers,
-it steps only some in the checkpoints that backward reaches first."""
+"""The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit, of which
+recompute steps only some in the checkpoints that backward reaches first."""
 
 
 @dataclass(slots=True, eq=False)

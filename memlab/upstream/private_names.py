@@ -86,6 +86,14 @@ _TORCH = (
         ),
     ),
     *_in(
+        "replay/recorder.py",
+        _used(
+            "torch.autograd:Variable",
+            "_execution_engine",
+            "Its queue_callback says when a whole backward pass has ended, that of the parameters' gradients too.",
+        ),
+    ),
+    *_in(
         "engines/megatron/__init__.py",
         _replaced(
             "torch",
@@ -507,8 +515,10 @@ _WITHOUT_TE = (
         _replaced(
             _MOE_UTILS,
             "te_general_gemm fused_permute fused_permute_with_probs fused_unpermute "
-            "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs",
-            "TE's fused permutations in torch (`torch_moe`); te_general_gemm as None selects torch.mm.",
+            "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_topk_with_score_function "
+            "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss",
+            "TE's fused permutations and router in torch (`torch_moe`, `fused_router`); te_general_gemm as None "
+            "selects torch.mm.",
             absent_without_te=True,
         ),
         _replaced(

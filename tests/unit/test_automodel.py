@@ -12,6 +12,7 @@ import yaml
 
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -169,6 +170,15 @@ def test_what_is_gathered_ahead_is_read(changes: str, read_as: tuple[int, int], 
     assert (state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth) == read_as
 
 
+def test_fused_adam_is_read_with_its_main_parameters(tmp_path: Path) -> None:
+    target = "optimizer._target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    job = read(tmp_path, f"{{{target}, optimizer.master_weights: true, optimizer.store_param_remainders: true}}")
+    assert job.scenario is not None
+    state = job.scenario.state
+    assert (state.adam_implementation, state.master_weights, state.store_param_remainders) == ("te_fused", True, True)
+    assert "optimizer._target_" not in {one.key for one in job.not_modelled}
+
+
 LAYER_OF_PHI_4 = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
 OUTSIDE_LAYERS = 2 * 100352 * 5120 + 5120
 OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
@@ -202,6 +212,20 @@ def test_a_model_of_more_ranks_than_a_node_has_takes_as_many_as_it_needs(tmp_pat
     assert job.at_least["parameters"] == whole
 
 
+@pytest.mark.parametrize(
+    ("changes", "adapters"),
+    [
+        ("{peft.dim: 16, peft.alpha: 32}", {"rank": 16, "target_modules": ("*_proj",)}),
+        ("{peft.match_all_linear: true}", {"rank": 8, "target_modules": ()}),
+        ("{peft.target_modules: [qkv_proj, o_proj]}", {"rank": 8, "target_modules": ("qkv_proj", "o_proj")}),
+        ("{peft.exclude_modules: ['*o_proj']}", {"rank": 8, "target_modules": (), "exclude_modules": ("*o_proj",)}),
+    ],
+)
+def test_adapters_are_those_of_automodel(changes: str, adapters: dict[str, Any], tmp_path: Path) -> None:
+    state = read(tmp_path, changes).required()[0].state
+    assert state.lora == LoRA(alpha=32, dropout_position="post", fsdp2_library="automodel", **adapters)
+
+
 def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -> None:
     keys = "distributed.sequence_parallel: true, distributed.pipeline.pp_schedule: 1f1b"
     assert {"distributed.sequence_parallel", "distributed.pipeline.pp_schedule"} <= read(
@@ -223,10 +247,12 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
          {"model.backend.rms_norm": "less", "model.backend.rope": "more", "distributed.activation_checkpointing": "either"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.force_hf: true}", {}),
         ("{distributed.activation_checkpointing: selective}", {"distributed.activation_checkpointing": "less"}),
-        ("{peft.dim: 8, peft.alpha: 32}", {"peft": "less"}),
+        ("{peft.use_dora: true}", {"peft": "less"}),
+        ("{peft.dim: 8, peft.use_triton: true}", {"peft.use_triton": "either"}),
         ("{optimizer.weight_decay: 0.1}", {"optimizer.weight_decay": "more"}),
         ("{optimizer.weight_decay: 0.1, optimizer._target_: torch.optim.AdamW}", {}),
-        ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam}", {"optimizer._target_": "either"}),
+        ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam, optimizer.exp_avg_dtype: torch.bfloat16}",
+         {"optimizer._target_": "either"}),
         ("{dataset._target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset}", {"step_scheduler.local_batch_size": "more"}),
         ("{packed_sequence.packed_sequence_size: 1024}", {"packed_sequence.packed_sequence_size": "more"}),
         ("{model.attn_implementation: eager}", {"model.attn_implementation": "more"}),

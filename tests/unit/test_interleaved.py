@@ -69,7 +69,7 @@ def test_layers_are_numbered_through_and_all_of_them_step() -> None:
     assert all(f"decoder.layers.{number}.mlp.linear_fc1" in record.peak_by_module for number in range(4))
 
 
-@pytest.mark.parametrize("architecture", ["phi-4-tiny", "qwen3-moe-tiny"])
+@pytest.mark.parametrize("architecture", ["phi-4-tiny", pytest.param("qwen3-moe-tiny", marks=pytest.mark.slow)])
 def test_settings_reach_every_chunk(architecture: str) -> None:
     with open_lab(0, 2, architecture) as lab:
         plain = lab.step()

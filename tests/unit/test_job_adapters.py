@@ -28,6 +28,9 @@ CANONICAL_OF_BRIDGE = (
     "peft._target_=megatron.bridge.peft.canonical_lora.CanonicalLoRA "
     "peft.target_modules='[linear_proj,linear_fc1_gate,linear_fc1_up]'"
 )
+LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+SPLIT = "--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 1"
+OF_SWIFT: Any = {"library": "mcore_bridge", "enable_input_require_grads": True}
 PEFT, LORA = "policy.megatron_cfg.peft", "trainer.policy.model.lora"
 
 
@@ -82,6 +85,10 @@ def read(tmp_path: Path, command: str) -> Job:
             f"{SWIFT}--lora_rank 16 --lora_dropout 0 --target_modules linear_qkv linear_proj",
             LoRA(rank=16, target_modules=LINEARS[:2], library="mcore_bridge", enable_input_require_grads=True),
         ),
+        (
+            SWIFT.replace("Qwen/Qwen3-8B", "moonshotai/Moonlight-16B-A3B-Instruct"),
+            LoRA(rank=8, dropout=0.05, target_modules=(*LINEARS, *LATENT), **OF_SWIFT),
+        ),
         (SWIFT.replace("lora", "full"), None),
         (f"{RECIPE.replace('peft_1gpu', 'sft_4gpu').replace('node=1', 'node=4')}peft_scheme=lora", None),
     ],
@@ -112,6 +119,11 @@ def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoR
             "no adapters of parts of linears, which only the canonical form of Megatron-Bridge has",
         ),
         (f"{RECIPE}peft.experts_shared_outer_loras=true", "peft", "no half of an adapter that experts share"),
+        (
+            f"{SWIFT.replace('Qwen/Qwen3-8B', 'moonshotai/Moonlight-16B-A3B')}{SPLIT}",
+            "tuner_type",
+            "no adapters of latent attention across ranks",
+        ),
         (f"{SWIFT}--expert_tensor_parallel_size 2", "tuner_type", "of ms-swift under expert tensor parallelism"),
         (f"{SWIFT}--target_modules all-linear all-router", "tuner_type", "no adapters of other linears"),
         (SWIFT.replace("lora", "longlora"), "tuner_type", "no adapters of the kind longlora"),

@@ -353,7 +353,7 @@ def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) 
     "read",
     [
         "$A", '"${A}"', "${A%x}", "${A:1:2}", "${#A}", "${A[0]}", "${A:-}", "${A-}", "${A:+x}", "${A[@]:-}", "$@", "$#",
-        "${B:-$A}", "${IFS:-$A}",
+        "${B:-$A}", "${IFS:-$A}", "$((A + 1))", "$((A = 1)) $A",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("switch", ["set -eu", "set -o nounset", "set -u; set +u"])
@@ -364,9 +364,15 @@ def test_a_script_that_refuses_unset_variables_stops_where_bash_does(switch: str
     assert causes == (["line 2: the script stops here unless A is set: give it with --set A=VALUE"] if stops else [])
 
 
-def test_a_variable_that_may_be_set_is_no_reason_to_stop() -> None:
-    text = 'set -u\ncase "$(other)" in a) A=1 ;; esac\nrun $A $SLURM_JOB_ID $HOME'
-    assert not read_script(text, Path("run.sh")).causes
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'case "$(other)" in a) A=1 ;; esac', 'eval "$(other)"', "export $(cat .env)", "module load cuda",
+        "conda activate x", "source ~/.bashrc", "read A < file",
+    ],
+)  # fmt: skip
+def test_a_variable_that_may_be_set_is_no_reason_to_stop(setting: str) -> None:
+    assert not read_script(f"set -u\n{setting}\nrun $A $SLURM_JOB_ID $HOME", Path("run.sh")).causes
 
 
 @pytest.mark.parametrize(
@@ -474,7 +480,9 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     )
 
 
-def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_path: Path) -> None:
+def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "scripts/models").mkdir(parents=True)
     model = tmp_path / "scripts/models/tiny.sh"
     model.write_text("MODEL_ARGS=(--num-layers 4)\n")
@@ -488,6 +496,8 @@ def test_a_file_of_the_checkout_is_read_for_its_path_on_the_jobs_machine(tmp_pat
     too_long = f"/{300 * 'a'}/models/b.sh"
     for path in (f"{tmp_path}/scripts/scripts/models/tiny.sh", "/rooted/checkout/tiny.sh", too_long):
         assert read_script(f"source {path}\nrun", tmp_path / "scripts/models/run.sh").causes
+    monkeypatch.chdir(tmp_path)
+    assert read_script("source x/scripts/models/tiny.sh\nrun", Path("examples/a/run.sh")).causes
 
 
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:

@@ -615,7 +615,7 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "padding_free",
         "sequence_packing.enabled",
     }
-    noted |= {"lora.rank", "peft", "peft.enabled"}  # of adapters that memlab has none of
+    noted |= {"lora_rank", "lora.rank", "lora_cfg", "peft", "peft.enabled"}  # of adapters that memlab has none of
     noted |= {"loss_fn._target_"}
     assert BOUNDS.keys() - noted <= known, "a bound of a key that no framework has"
 

@@ -184,7 +184,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
         require_identical(one, other)
 
 
-@pytest.mark.parametrize("seed", [3, 25])
+@pytest.mark.parametrize("seed", [3, pytest.param(25, marks=pytest.mark.slow)])
 def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int) -> None:
     """``python -m benchmarks.replay`` tries 200 of them."""
     case = random_case(random.Random(seed))
@@ -246,11 +246,12 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
             (12, 1),
             (False,) * 5,
         ),
-        (
+        pytest.param(
             [MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS],
             [True, True, False, True, True],
             (12, 1),
             (False, True, False, True, True),
+            marks=pytest.mark.slow,
         ),
         ([_MOE, _FULL], [True, True], (6, 2), (False, True)),
     ],
@@ -273,8 +274,13 @@ def test_moe_layers_under_full_recompute_are_replayed(
         (_STAGES, 14, 2, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
         (replace(_STAGES, rank=1), 14, 3, [_FULL, _MOE]),
         (_MIDDLE, 21, 2, [_FULL, _MOE_LAYERNORM]),
-        # A micro-batch is inserted while a forward pass is in flight of which a recompute has freed what was on chip.
-        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 14, 7, [_MOE, _MOE]),
+        pytest.param(  # a micro-batch is inserted while a pass is in flight of which a recompute has freed a part
+            replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2),
+            14,
+            7,
+            [_MOE, _MOE],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
@@ -289,6 +295,25 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
             for each in settings:
                 taken.append(lab.step(each, warm_up=False))
                 assert (model.replay.is_on, model.replay.num_replayed > 0) == (replay, replay)
+    for one, other in zip(*records.values(), strict=True):
+        require_identical(one, other)
+
+
+@pytest.mark.parametrize(("architecture", "num_replayed"), [("phi-4-tiny", 8), ("qwen3-moe-tiny", 4)])
+def test_the_first_and_the_last_layer_of_a_stage_are_replayed(architecture: str, num_replayed: int) -> None:
+    """Of both layers, all passes but the first; with experts, what the last one of a step leaves is stepped too."""
+    records: dict[bool, list[StepRecord]] = {}
+    arguments: dict[str, Any] = {
+        "num_layers": 8,
+        "num_microbatches": 5,
+        "layout": Layout(pipeline_model_parallel_size=4, rank=2),
+    }
+    for replay in (False, True):
+        with Lab(architecture, seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            model: Any = inside(lab).model
+            records[replay] = [lab.step()]
+            assert model.replay.num_replayed == (num_replayed if replay else 0)
+            records[replay].append(lab.step(_LAYERNORM))
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
 

@@ -124,25 +124,22 @@ def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, l
         Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
 
 
-@pytest.mark.parametrize(
-    ("targets", "named"),
-    [
-        ((), "is empty, which names linear_kv_down_proj, linear_kv_up_proj, linear_q_down_proj, linear_q_up_proj"),
-        (("linear_fc1", "*"), r"is \['linear_fc1', '\*'\], which names linear_kv_down_proj"),
-        (
-            ("*.layers.1.self_attention.linear_q*", "linear_proj"),
-            "which names linear_q_down_proj, linear_q_up_proj of deepseek",
-        ),
-        (("*.layers.99.self_attention.linear_q*", "linear_proj"), None),
-        (("*.mlp.*", "linear_proj"), None),
-    ],
-)
-def test_linears_of_latent_attention_are_never_left_without_adapters_in_silence(
-    targets: tuple[str, ...], named: str | None
-) -> None:
-    state = TrainingState(lora=LoRA(target_modules=targets))
-    with nullcontext() if named is None else pytest.raises(RuleError, match=named):
-        Scenario.of("deepseek-tiny", num_layers=2, state=state)
+LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+
+
+def test_adapters_of_latent_attention_are_those_of_megatron_bridge_s_recipe() -> None:
+    """216 entries has its checkpoint of adapters (examples/model_verification_cards/moonlight-16b-a3b, 067f987d)."""
+    scenario = Scenario.of("moonlight-16b-a3b", state=TrainingState(lora=LoRA(rank=8, target_modules=LATENT)))
+    assert len([*scenario.weights_of_adapters()]) == 216
+    assert sum(trained_of_rank(scenario)) == 27 * 8 * (2048 + 3072 + 2048 + 576 + 512 + 4096 + 2048 + 2048)
+
+
+def test_an_empty_list_leaves_out_experts_and_what_leads_to_latent_vectors() -> None:
+    state = TrainingState(lora=LoRA(rank=8, target_modules=()))
+    weights = [*Scenario.of("moonlight-16b-a3b", state=state).weights_of_adapters()]
+    # Three linears of attention in 27 layers, the MLP of the first layer, shared experts in 26, and the output layer.
+    assert len(weights) == 2 * (27 * 3 + 2 + 26 * 2 + 1)
+    assert not any("down_proj" in weight.name or weight.num_experts for weight in weights)
 
 
 @pytest.mark.parametrize(("architecture", "module"), [("phi-4-tiny", "mlp"), ("qwen3-moe-tiny", "moe")])
@@ -448,6 +445,25 @@ def test_an_adapter_of_each_expert_is_that_of_the_definition_and_has_its_gradien
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(torch.autograd.grad(output, (inputs, *weights), grad), wanted)
     assert [*adapter(inputs[:0], [0, 0, 0, 0]).shape] == [0, 24]
+
+
+def test_a_predicted_step_with_adapters_of_latent_attention_is_the_cpu_s_to_the_byte() -> None:
+    lora = LoRA(rank=4, dropout=0.1, target_modules=("*_proj",))
+    given: dict[str, Any] = {"num_layers": 1, "seq_length": 32, "state": TrainingState(lora=lora)}
+    records = []
+    for backend in ("cpu", of_the_cpu_backend()):
+        with Lab("deepseek-tiny", **given, backend=backend) as lab:
+            records.append(lab.step(recompute("mla_up_proj"), warm_up=False))
+    real, fake = (record.peak_by_category["activations"] for record in records)
+    assert real == fake
+
+
+def test_adapters_of_latent_attention_are_refused_where_memlab_does_not_predict_them() -> None:
+    state = TrainingState(lora=LoRA(target_modules=("linear_kv_up_proj",)))
+    with pytest.raises(RuleError, match="must be 1 with adapters of linear_kv_up_proj"):
+        Scenario.of("moonlight-16b-a3b", layout=Layout(tensor_model_parallel_size=2), state=state)
+    with pytest.raises(RuleError, match="gives none to the adapters inside it"):
+        model_restrictions.check_on_model(recompute("mla_up_proj"), Scenario.of("moonlight-16b-a3b", state=state))
 
 
 def test_the_norm_of_latent_attention_is_recomputed_only_where_its_input_requires_a_gradient() -> None:

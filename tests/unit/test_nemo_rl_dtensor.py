@@ -30,7 +30,11 @@ policy:
 cluster: {num_nodes: 1, gpus_per_node: 8}
 """
 WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-STATE = {"fp32_sharded_params": True, "defer_fsdp_grad_sync": True, "adam_implementation": "for_loop"}
+STATE = {
+    "fp32_sharded_params": True,
+    "defer_fsdp_grad_sync": True,
+    "adam_implementation": "for_loop",
+}
 ON_HOST = {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True}
 
 

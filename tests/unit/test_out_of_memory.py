@@ -331,7 +331,9 @@ def same_step(one: StepRecord, other: StepRecord) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-@pytest.mark.parametrize(("family", "share"), [("qwen3-moe-tiny", 0.7), ("phi-4-tiny", 0.9)])
+@pytest.mark.parametrize(
+    ("family", "share"), [pytest.param("qwen3-moe-tiny", 0.7, marks=pytest.mark.slow), ("phi-4-tiny", 0.9)]
+)
 def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_that_fits(
     family: str, share: float, open_lab: Callable[..., Any], tmp_path: Path
 ) -> None:

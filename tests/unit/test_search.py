@@ -80,7 +80,7 @@ def figures(found: SearchResult) -> set[Figures]:
     ("scenario", "base"),
     [
         (Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64), PLAIN),
-        (
+        pytest.param(
             Scenario.of(architecture="qwen3-moe-tiny", num_layers=2, seq_length=64),
             MemorySettings(
                 recompute_granularity="selective",
@@ -88,6 +88,7 @@ def figures(found: SearchResult) -> set[Figures]:
                 offload_modules=("qkv_linear", "core_attn", "attn_proj"),
                 min_offloaded_tensor_size=0,
             ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["dense", "moe with a base"],

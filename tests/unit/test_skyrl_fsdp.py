@@ -9,6 +9,7 @@ import pytest
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -81,13 +82,30 @@ def test_types_shards_and_what_leaves_the_device(
         ("trainer.micro_train_batch_size_per_gpu=2", {"trainer.micro_train_batch_size_per_gpu": "more"}),
         ("trainer.remove_microbatch_padding=false", {"trainer.remove_microbatch_padding": "more"}),
         ("trainer.algorithm.use_entropy_loss=true", {"trainer.algorithm.use_entropy_loss": "more"}),
-        (f"{POLICY}.model.lora.rank=32", {f"{POLICY}.model.lora.rank": "less"}),
+        (
+            f"{POLICY}.model.lora.rank=32 {POLICY}.model.lora.target_modules=[router]",
+            {f"{POLICY}.model.lora.rank": "less"},
+        ),
     ],
 )
 def test_what_is_not_modelled_has_a_bound(keys: str, missing: dict[str, str], tmp_path: Path) -> None:
     job = read(tmp_path, keys)
     found = {one.key: one.effect for one in job.not_modelled if not one.key.endswith("policy_loss_type")}
     assert found == missing and all(one.bound_bytes for one in job.not_modelled)
+
+
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    lora = read(tmp_path, f"{POLICY}.model.lora.rank=32").required()[0].state.lora
+    assert lora == LoRA(
+        rank=32,
+        alpha=16,
+        target_modules=(),
+        exclude_modules=("lm_head",),
+        fsdp2_library="peft",
+        enable_input_require_grads=True,
+    )
+    named = read(tmp_path, f"{POLICY}.model.lora.rank=8 {POLICY}.model.lora.target_modules=[q_proj,v_proj]")
+    assert named.required()[0].state.options()["lora_target_modules"] == ("q_proj", "v_proj")
 
 
 def test_ranks_that_share_sequences_are_refused_by_name(tmp_path: Path) -> None:

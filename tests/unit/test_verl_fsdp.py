@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -57,6 +58,7 @@ def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
         (f"{FSDP}.reshard_after_forward=False", {"reshard_after_forward": "none"}, {}),
         (f"{FSDP}.fsdp_size=4", {"dp_replicate_size": 2}, {}),
         (f"{FSDP}.fsdp_size=-1", {}, {}),
+        (f"{FSDP}.forward_prefetch=True", {"fsdp2_forward_prefetch_depth": 1}, {}),
         (f"{FSDP}.use_no_sync_for_gradient_accumulation=True", {"defer_fsdp_grad_sync": True}, {}),
         (f"{MODEL}.enable_gradient_checkpointing=False", {}, dict.fromkeys(WHOLE_LAYERS)),
         (f"{FSDP}.param_offload=True", {}, {"offload_parameters": True, "offload_gradients": True}),
@@ -81,7 +83,7 @@ def test_types_shards_and_what_leaves_the_device(
         (f"{MODEL}.use_remove_padding=False", {f"{MODEL}.use_remove_padding": "more"}),
         (f"{ACTOR}.entropy_coeff=0.01", {f"{ACTOR}.entropy_coeff": "more"}),
         (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
-        (f"{MODEL}.lora_rank=32", {f"{MODEL}.lora_rank": "less"}),
+        (f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16", {f"{MODEL}.lora_rank": "less"}),
         (f"{MODEL}.use_fused_kernels=True", {f"{MODEL}.use_fused_kernels": "less"}),
         (f"{ACTOR}.optim.optimizer=AdamW8bit {ACTOR}.optim.optimizer_impl=torchao.optim",
          {f"{ACTOR}.optim.optimizer": "either"}),
@@ -92,6 +94,12 @@ def test_what_is_not_modelled_is_named(keys: str, missing: dict[str, str], tmp_p
     assert job.scenario is not None
     found = {one.key: one.effect for one in job.not_modelled if not one.key.endswith("policy_loss")}
     assert found == missing
+
+
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    state = read(tmp_path, f"{MODEL}.lora_rank=32 {MODEL}.lora_alpha=64").required()[0].state
+    peft = {"target_modules": (), "exclude_modules": ("lm_head",), "enable_input_require_grads": True}
+    assert state.lora == LoRA(rank=32, alpha=64, fsdp2_library="peft", **peft)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -172,3 +172,20 @@ def test_doctor_asks_whether_the_versions_were_measured_together(
     monkeypatch.setattr(doctor, "_installed", installed.get)
     assert doctor._is_measured() == is_measured
     assert ("no step was measured with what" in doctor._versions_line()) != is_measured
+
+
+@pytest.mark.parametrize("symbol", ["cublasLtGroupedMatrixLayoutInit_internal", "_ZN3c105ErrorE"])
+def test_a_transformer_engine_that_asks_for_a_newer_cublas_is_told_how_to_get_it(
+    symbol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str) -> None:
+        raise OSError(f"libtransformer_engine.so: undefined symbol: {symbol}, version libcublasLt.so.13")
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.memory._set_memory_metadata", None, raising=False)
+    monkeypatch.setattr(cuda, "_is_too_late", lambda name, value: False)
+    monkeypatch.setattr(cuda, "import_module", fails)
+    found = cuda.check_available()
+    assert found is not None and symbol in found.problem and "take the version that memlab pins" in found.remedy
+    assert ("nvidia-cublas==13.4.0.1" in found.remedy) == symbol.startswith("cublasLt")

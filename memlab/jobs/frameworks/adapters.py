@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from memlab.config.architectures import Architecture
-from memlab.config.lora import CANONICAL, LINEARS, OUTPUT_LAYER, PARTS, linears_without_adapters
+from memlab.config.lora import CANONICAL, LINEARS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -75,11 +74,6 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
     )
 
 
-def lacks_of_model(architecture: Architecture) -> list[str]:
-    """Returns what memlab lacks where all linears of a model have adapters, in phrases."""
-    return [f"adapters of {name.rpartition('.')[2]}" for name in linears_without_adapters(architecture.parts)]
-
-
 def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> None:
     """Names adapters that memlab has none of, and trains the model then: its numbers are an upper bound.
 
@@ -95,9 +89,12 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
         if name in values and values[name] is None:
             values[name] = ()
     reasons, targets = [*lacks], values.get("lora_target_modules")
-    known = ("*", *LINEARS, *CANONICAL, OUTPUT_LAYER)
+    known = ("*", *LINEARS, *OF_LATENT_ATTENTION, *CANONICAL, OUTPUT_LAYER)
     if targets is not None and not all(str(name).endswith(known) for name in targets):
         reasons.append("adapters of other linears")
+    is_split = (values.get("tensor_model_parallel_size") or 1) > 1
+    if is_split and any(str(name).endswith(OF_LATENT_ATTENTION) for name in targets or ()):
+        reasons.append("adapters of latent attention across ranks")
     if values.get("fp8_format"):
         reasons.append("adapters beside FP8")
     if reasons:

@@ -12,17 +12,23 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import LORA, no_adapters
+from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
-from memlab.jobs.frameworks.fsdp2 import block, lacks_family, take_checkpointed_layers, take_kept, take_types
+from memlab.jobs.frameworks.fsdp2 import (
+    automodel_keys,
+    block,
+    check_family,
+    take_automodel_adapters,
+    take_checkpointed_layers,
+    take_kept,
+    take_types,
+)
 from memlab.jobs.frameworks.keys import (
     COUNT,
     LONG_DTYPE,
-    NUMBER,
     SWITCH,
     TEXT,
     WHOLE,
-    WORDS,
     Conversion,
     Key,
     Missing,
@@ -88,6 +94,7 @@ _RESHARD = Conversion(
     lambda value: {name: given for given, name in _RESHARDED.items()}[value],
 )
 
+_FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 _POLICY_ON_HOST = "torch.distributed.fsdp.CPUOffloadPolicy"
 _OFFLOAD = Conversion(
     lambda value: str(value).endswith("CPUOffloadPolicy"), lambda value: _POLICY_ON_HOST if value else None
@@ -127,12 +134,10 @@ KEYS = (
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
     Key("distributed.pipeline.layers_per_stage", "layers_of_chunk", COUNT),
     Key("distributed.pipeline.pp_microbatch_size", "rows_of_stage", COUNT),
-    Key("peft.dim", "lora_rank", WHOLE),
-    Key("peft.alpha", "lora_alpha", NUMBER),
-    Key("peft.dropout", "lora_dropout", NUMBER),
-    Key("peft.target_modules", "lora_target_modules", WORDS),
-    Key("peft.exclude_modules", "lora_exclude_modules", WORDS),
+    *automodel_keys("peft"),
     Key("optimizer._target_", "optimizer", TEXT, "torch.optim.AdamW"),
+    Key("optimizer.master_weights", "master_weights", SWITCH, False),
+    Key("optimizer.store_param_remainders", "store_param_remainders", SWITCH, False),
     Key("optimizer.foreach", "is_foreach", SWITCH),
     Key("optimizer.fused", "is_fused", SWITCH),
 )
@@ -191,11 +196,7 @@ def complete(reading: Reading) -> None:
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
-    for name in [name for name in values if name.startswith("lora_")]:
-        del values[name]
-    if _trains_adapters(reading):
-        reading.known |= {key for key in reading.entries.by_key if key.startswith("peft.")}
-        reading.miss("peft", "less", f"{LORA} (memlab has none under FSDP2)")
+    take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
 
 
 def _take_prefetch(reading: Reading) -> None:
@@ -335,10 +336,16 @@ def _take_optimizer(reading: Reading) -> None:
     _take_least(reading, name if kind.startswith("torch.optim.") else "")
     decay = reading.get("optimizer.weight_decay")
     if kind.startswith("torch.optim.") and name in ("Adam", "AdamW"):
+        values |= {"master_weights": False, "store_param_remainders": False}
         if name == "Adam" and decay and values["adam_implementation"] != "fused":
             # ``_multi_tensor_adam`` and ``_single_tensor_adam`` of torch 2.13 add it to a copy of the gradients.
             reading.miss("optimizer.weight_decay", "more", "Adam adds it to a copy of the gradients")
         return
+    types = {str(reading.get(f"optimizer.{moment}_dtype", default="float32")) for moment in ("exp_avg", "exp_avg_sq")}
+    if name == "FusedAdam" and all(one.endswith("float32") for one in types) and not values["fsdp_cpu_offload"]:
+        values["adam_implementation"] = "te_fused"
+        return
+    values |= {"master_weights": False, "store_param_remainders": False}
     # Of Adam with other types the state is bounded; Muon gathers whole matrices for its update.
     key = "optimizer._target_" if name in ("FusedAdam", "FlashAdamW") else "optimizer"
     reading.known.add("optimizer._target_")
@@ -348,8 +355,7 @@ def _take_optimizer(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family = architecture.family
-    if lacks_family(reading, architecture):
-        return
+    check_family(reading, architecture)
     if architecture.routes and not reading.get("model.force_hf", default=False):
         reading.lacks.append("Automodel's own experts")
         raise ValueError(
@@ -384,7 +390,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "data_ranks": scenario.layout.data_parallel_size,
             "checkpointing": settings.recompute_granularity,
             "longest": scenario.seq_length,
-            "optimizer": "torch.optim.AdamW",
+            "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
             "is_foreach": False if state.adam_implementation == "for_loop" else None,
             "is_fused": True if state.adam_implementation == "fused" else None,
         }
@@ -416,7 +422,7 @@ AUTOMODEL = Framework(
     complete_of_model=complete_of_model,
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
-    cannot_write=no_adapters("memlab's engine fsdp2")
+    cannot_write=no_adapters("memlab's writer of Automodel's recipes")
     | {"reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null"}
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.lora import NAMES_OF_TRANSFORMERS
 from memlab.config.scenario import FAMILIES_OF_FSDP2
+from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import COUNT, SWITCH, Conversion
+from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
+
+_ALL = "all-linear"
+_RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
 
 
 def _read_resharding(value: Any) -> Any:
@@ -40,6 +46,98 @@ def note_packing(reading: Reading, key: str) -> None:
         reading.miss(key, "more", "attention copies and counts the sequences of a row")
 
 
+def peft_keys(section: str, start: str = "") -> tuple[Key, ...]:
+    """Returns the keys of adapters that PEFT makes, with their defaults in verl and SkyRL; a rank of 0 is none.
+
+    Args:
+        section: The section that has them.
+        start: How the rank's and the scale's keys begin in it.
+    """
+    return (
+        Key(f"{section}.{start}rank", "lora_rank", _RANK, None),
+        Key(f"{section}.{start}alpha", "lora_alpha", NUMBER, 16),
+        Key(f"{section}.target_modules", "lora_target_modules", WORDS, (_ALL,)),
+        Key(f"{section}.exclude_modules", "lora_exclude_modules", WORDS, None),
+    )
+
+
+def take_peft(reading: Reading, key: str) -> None:
+    """Takes adapters of PEFT, which are in fp32 as the shards are, and let the embedding's output require a gradient.
+
+    With ``all-linear``, PEFT leaves the output layer out (``_maybe_include_all_linear_layers`` in
+    ``tuners/tuners_utils.py``, 0.21.2).
+    """
+    values = reading.values
+    targets, excluded = values.get("lora_target_modules") or (), values.get("lora_exclude_modules") or ()
+    if _ALL in targets:
+        targets, excluded = (), ("lm_head", *excluded)
+    lacks = [] if values["fp32_sharded_params"] else ["adapters of shards in bf16"]
+    values |= {"lora_fsdp2_library": "peft", "lora_enable_input_require_grads": True}
+    take_adapters(reading, key, tuple(targets), tuple(excluded), lacks)
+
+
+def automodel_keys(section: str, *, match_all_linear: bool = False) -> tuple[Key, ...]:
+    """Returns the keys of NeMo Automodel's adapters, with the defaults of its ``PeftConfig``."""
+    return (
+        Key(f"{section}.dim", "lora_rank", WHOLE, 8),
+        Key(f"{section}.alpha", "lora_alpha", NUMBER, 32),
+        Key(f"{section}.dropout", "lora_dropout", NUMBER, 0.0),
+        Key(f"{section}.dropout_position", "lora_dropout_position", TEXT, "post"),
+        Key(f"{section}.target_modules", "lora_target_modules", WORDS, None),
+        Key(f"{section}.exclude_modules", "lora_exclude_modules", WORDS, None),
+        Key(f"{section}.match_all_linear", "lora_of_all", SWITCH, match_all_linear),
+    )
+
+
+def take_automodel_adapters(reading: Reading, section: str, *, is_on: bool) -> None:
+    """Takes adapters of NeMo Automodel, by the rules of ``ModuleMatcher`` in ``components/_peft/module_matcher.py``."""
+    values, is_of_all = reading.values, reading.values.pop("lora_of_all")
+    targets, excluded = values["lora_target_modules"] or (), values["lora_exclude_modules"] or ()
+    if not is_on:
+        values["lora_rank"] = None
+        reading.taken = [one for one in reading.taken if one.place != "default" or not one.key.startswith(section)]
+    elif is_of_all:
+        targets = excluded = ()
+    elif not targets and not excluded:
+        targets = ("*_proj",)
+    lacks = []
+    if reading.get(f"{section}.use_dora"):
+        lacks.append("adapters of the kind DoRA")
+    if reading.get(f"{section}.use_memory_efficient_lora") is False:
+        lacks.append("adapters without its memory-efficient function")
+    reading.known |= {key for key in reading.entries.by_key if key.startswith(f"{section}.")}
+    if is_on and reading.get(f"{section}.use_triton"):
+        reading.miss(f"{section}.use_triton", "either", "Triton's kernels keep other tensors of the adapters' rank")
+    values["lora_fsdp2_library"] = "automodel"
+    take_adapters(reading, section, tuple(targets), tuple(excluded), lacks)
+
+
+def take_adapters(
+    reading: Reading, key: str, targets: tuple[str, ...], excluded: tuple[str, ...], lacks: Iterable[str] = ()
+) -> None:
+    """Takes adapters; where memlab has none of such, it names them and trains the model, which is an upper bound.
+
+    Args:
+        reading: Of the job; its values have the adapters' other fields, and no rank where there are none.
+        key: By which they are named.
+        targets: Names or patterns of the linears that have adapters; none is all that are not excluded.
+        excluded: Those that have none.
+        lacks: What memlab lacks of these, in phrases.
+    """
+    values, reasons = reading.values, [*lacks]
+    if targets and excluded:
+        reasons.append("adapters of some linears but for others")
+    if not all(name.endswith(("*", "*_proj", *NAMES_OF_TRANSFORMERS)) for name in targets):
+        reasons.append("adapters of other linears")
+    if values.get("lora_rank") is not None and not reasons:
+        values |= {"lora_target_modules": targets, "lora_exclude_modules": excluded}
+        return
+    if values.get("lora_rank") is not None:
+        reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} under FSDP2)")
+    for name in [name for name in values if name.startswith("lora_")]:
+        del values[name]
+
+
 def block(reading: Reading, key: str, what: str) -> None:
     """Notes that memlab does not have what a key asks for."""
     entry = reading.entries.by_key.get(key)
@@ -48,12 +146,18 @@ def block(reading: Reading, key: str, what: str) -> None:
     reading.blocked.append(f"{key}{place}: {what}")
 
 
-def lacks_family(reading: Reading, architecture: Architecture) -> bool:
-    """Whether the engine does not build a model's family, which is then noted."""
-    if architecture.family in FAMILIES_OF_FSDP2:
-        return False
-    reading.lacks.append(f"the family {architecture.family} under FSDP2")
-    return True
+def check_family(reading: Reading, architecture: Architecture) -> None:
+    """Checks that the engine builds a model's family.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if architecture.family not in FAMILIES_OF_FSDP2:
+        reading.lacks.append(f"the family {architecture.family} under FSDP2")
+        raise ValueError(
+            f"{architecture.name} is of the family {architecture.family}, which memlab does not build under FSDP2: it "
+            f"has {', '.join(FAMILIES_OF_FSDP2)}"
+        )
 
 
 def take_types(reading: Reading, *, shards: str, compute: str, reduced: str) -> None:

@@ -16,7 +16,7 @@ from memlab.config.lora import LINEARS, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, lacks_of_model, of_one_kind
+from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -287,10 +287,12 @@ def _complete_adapters(reading: Reading) -> None:
 
 
 def _complete_model(reading: Reading, architecture: Architecture) -> None:
-    """Drops frozen parts that the model does not have, and names adapters that memlab does not have."""
+    """Drops frozen parts that the model does not have, and takes the linears of latent attention for all linears."""
     drop_frozen_parts(reading, architecture)
-    if reading.values.get("lora_target_modules") == LINEARS:
-        complete_adapters(reading, "tuner_type", lacks_of_model(architecture))
+    if reading.values.get("lora_target_modules") == LINEARS and architecture.multi_latent_attention:
+        names = (weight.name.split(".")[-2] for weight in architecture.parts[0].weights() if weight.is_matrix)
+        reading.values["lora_target_modules"] = tuple(dict.fromkeys((*LINEARS, *names)))
+        complete_adapters(reading, "tuner_type")
 
 
 def _complete_trained(reading: Reading) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    automodel_keys,
     block,
-    lacks_family,
+    check_family,
     note_packing,
+    take_automodel_adapters,
     take_checkpointed_layers,
     take_kept,
     take_types,
@@ -62,13 +63,13 @@ KEYS = (
     Key(f"{_DTENSOR}.dp_replicate_size", "dp_replicate_size", COUNT, 1),
     Key(f"{_DTENSOR}.defer_fsdp_grad_sync", "defer_fsdp_grad_sync", SWITCH, True),
     Key(f"{_DTENSOR}.lora_cfg.enabled", "has_adapters", SWITCH, False),
+    *automodel_keys(f"{_DTENSOR}.lora_cfg", match_all_linear=True),
     Key("policy.optimizer.name", "optimizer", TEXT, "torch.optim.AdamW"),
     Key("policy.optimizer.kwargs.foreach", "is_foreach", SWITCH),
     Key("policy.optimizer.kwargs.fused", "is_fused", SWITCH),
 )
 FRAMEWORK_MISSING = (
     *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
-    Missing(f"{_DTENSOR}.lora_cfg.enabled", "less", f"{LORA} (memlab has none of Automodel's here)"),
     Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
@@ -141,6 +142,7 @@ def _take_optimizer(reading: Reading) -> None:
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
     trains_all = not values.pop("has_adapters")
+    take_automodel_adapters(reading, f"{_DTENSOR}.lora_cfg", is_on=not trains_all)
     if not values["fsdp_cpu_offload"]:
         take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
 
@@ -165,10 +167,14 @@ def _take_rows(reading: Reading, *, pairs: bool) -> None:
 
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
-    """Notes a family that the engine does not build, and experts of Automodel's own."""
-    if lacks_family(reading, architecture) or not architecture.routes:
-        return
-    if reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is not True and reading.get(f"{_DTENSOR}._v2"):
+    """Checks that the engine builds the family, and that its experts are not Automodel's own.
+
+    Raises:
+        ValueError: If not.
+    """
+    check_family(reading, architecture)
+    is_transformers_own = reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is True
+    if architecture.routes and not is_transformers_own and reading.get(f"{_DTENSOR}._v2"):
         reading.lacks.append("Automodel's own experts")
         raise ValueError(
             f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.architectures import Architecture
-from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     block,
-    lacks_family,
+    check_family,
     note_packing,
+    peft_keys,
     take_checkpointed_layers,
     take_kept,
+    take_peft,
     take_resharding,
     take_shards,
     take_types,
 )
-from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, WHOLE, Key, Missing, is_false, is_given
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, NUMBER, SWITCH, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.reinforcement import note_replaced_values, note_segments, take_rows, take_sequences
 from memlab.jobs.frameworks.skyrl import SKYRL
 
@@ -57,7 +57,8 @@ KEYS = (
     Key(f"{_FSDP}.mixed_precision.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
     Key(f"{_POLICY}.sequence_parallel_size", "ulysses", COUNT, 1),
     Key(f"{_POLICY}.optimizer_config.offload_after_step", "leaves_after_step", SWITCH, True),
-    Key(f"{_POLICY}.model.lora.rank", "adapters", WHOLE, 0),
+    *peft_keys(f"{_POLICY}.model.lora"),
+    Key(f"{_POLICY}.model.lora.dropout", "lora_dropout", NUMBER, 0.0),
 )
 FRAMEWORK_MISSING = (
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
@@ -69,7 +70,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_POLICY}.use_torch_compile", "either", "the entropy's functions are compiled"),
     Missing(f"{_POLICY}.language_model_only", "less", "the part for images is left out"),
     Missing(f"{_POLICY}.inference_only_init", "less", "the policy is not trained"),
-    Missing(f"{_POLICY}.model.lora.rank", "less", f"{LORA} (memlab has none of PEFT's here)"),
 )
 
 
@@ -87,9 +87,9 @@ def complete(reading: Reading) -> None:
     note_replaced_values(reading, f"{_POLICY}.model_config_kwargs")
     # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
-    trains_all = not values.pop("adapters")
     if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=trains_all, is_torch_adam=True)
+        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
+    take_peft(reading, f"{_POLICY}.model.lora.rank")
     take_shards(reading, f"{_FSDP}.fsdp_size")
     take_resharding(reading)
     if values.pop("ulysses") > 1:
@@ -126,11 +126,6 @@ def _take_rows(reading: Reading) -> None:
     note_packing(reading, "trainer.micro_train_batch_size_per_gpu")
 
 
-def complete_of_model(reading: Reading, architecture: Architecture) -> None:
-    """Notes a family that the engine does not build."""
-    lacks_family(reading, architecture)
-
-
 SKYRL_FSDP = Framework(
     name="skyrl-fsdp",
     title="SkyRL with FSDP2",
@@ -143,7 +138,7 @@ SKYRL_FSDP = Framework(
     | {key.name for key in SKYRL.keys if not key.name.startswith(_OF_MEGATRON)}
     | {row.name for row in SKYRL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
-    complete_of_model=complete_of_model,
+    complete_of_model=check_family,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
 """Read only: `memlab.jobs.frameworks.registry` says when."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.architectures import Architecture
-from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     block,
-    lacks_family,
+    check_family,
     note_packing,
+    peft_keys,
     take_checkpointed_layers,
     take_kept,
+    take_peft,
     take_resharding,
     take_shards,
     take_types,
@@ -53,6 +53,7 @@ KEYS = (
     Key(f"{_FSDP}.optimizer_offload", "offload_optimizer", SWITCH, False),
     Key(f"{_FSDP}.offload_policy", "fsdp_cpu_offload", SWITCH, False),
     Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
+    Key(f"{_FSDP}.forward_prefetch", "gathers_ahead", SWITCH, False),
     Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
     Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
     Key(f"{_FSDP}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
@@ -62,7 +63,7 @@ KEYS = (
     Key(f"{_MODEL}.path", "architecture", TEXT),
     Key(f"{_MODEL}.enable_gradient_checkpointing", "is_checkpointing", SWITCH, True),
     Key(f"{_MODEL}.use_remove_padding", "removes_padding", SWITCH, True),
-    Key(f"{_MODEL}.lora_rank", "adapters", WHOLE, 0),
+    *peft_keys(_MODEL, "lora_"),
 )
 FRAMEWORK_MISSING = (
     *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
@@ -70,7 +71,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_FSDP}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
     Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
-    Missing(f"{_FSDP}.forward_prefetch", "more", "parameters of one more layer are gathered ahead"),
     Missing(f"{_FSDP}.qat.enable", "either", "weights are quantized in forward"),
     Missing(f"{_FSDP}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
     Missing(f"{_ACTOR}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
@@ -81,7 +81,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MODEL}.use_fused_kernels", "less", "log-probabilities without whole logits"),
     Missing(f"{_MODEL}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
     Missing(f"{_MODEL}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
-    Missing(f"{_MODEL}.lora_rank", "less", f"{LORA} (memlab has none of PEFT's here)"),
     Missing(f"{_MODEL}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
 )  # fmt: skip
 
@@ -114,6 +113,8 @@ def complete(reading: Reading) -> None:
     _take_optimizer(reading)
     take_shards(reading, f"{_FSDP}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
     take_resharding(reading)
+    if values.pop("gathers_ahead") and values["reshard_after_forward"] != "none":
+        values["fsdp2_forward_prefetch_depth"] = 1  # ``apply_fsdp2`` in verl/utils/fsdp_utils.py
     values["offload_gradients"] = values["offload_parameters"]
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
@@ -145,12 +146,11 @@ def _take_optimizer(reading: Reading) -> None:
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
         reading.miss(f"{_ACTOR}.optim.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
-    if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=not values.pop("adapters"), is_torch_adam=is_adam)
-    else:
-        # The policy keeps them on the host already (``_build_fsdp_module``).
-        del values["adapters"]
+    if values["fsdp_cpu_offload"]:  # the policy keeps them on the host already (``_build_fsdp_module``)
         values["offload_parameters"] = values["offload_optimizer"] = False
+    else:
+        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
+    take_peft(reading, f"{_MODEL}.lora_rank")
 
 
 def _take_rows(reading: Reading) -> None:
@@ -168,11 +168,6 @@ def _take_rows(reading: Reading) -> None:
     note_packing(reading, f"{_ACTOR}.use_remove_padding")
 
 
-def complete_of_model(reading: Reading, architecture: Architecture) -> None:
-    """Notes in what the model that verl trains differs from transformers' own."""
-    lacks_family(reading, architecture)
-
-
 VERL_FSDP = Framework(
     name="verl-fsdp",
     title="verl with FSDP",
@@ -185,7 +180,7 @@ VERL_FSDP = Framework(
     | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON)}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
-    complete_of_model=complete_of_model,
+    complete_of_model=check_family,
     versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )

@@ -270,6 +270,7 @@ class Builtins(Variables):
         for text in texts:
             name, equals, value = text.partition("=")
             if UNKNOWN in name:
+                self.faults.may_set_any = True
                 self.warn(
                     "which variables the script sets here is known only when the job runs, and memlab keeps their "
                     "earlier values: give those that matter with --set NAME=VALUE"

@@ -24,6 +24,8 @@ class Faults:
     """Arguments of the script that are read although they are not given, with the first line of each."""
     lacks_files: bool = False
     """Whether the script sources a file that is not there, and that may set any variable."""
+    may_set_any: bool = False
+    """Whether the script runs what else may set any variable: a file of the machine's, a module, or an unknown text."""
 
     def warn(self, line: int, text: str) -> None:
         """Adds a warning."""
@@ -76,6 +78,7 @@ class Faults:
     def lacks_file(self, line: int, name: str, text: str) -> None:
         """Says that a sourced file is missing: first of all, unless it only says where programs are."""
         if name.rpartition("/")[2] in _OF_THE_MACHINE:
+            self.may_set_any = True
             self.warn(line, text)
         else:
             self.lacks_files = True

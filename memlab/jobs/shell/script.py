@@ -40,6 +40,8 @@ _SUCCEEDING = {
     "module",
 }  # fmt: skip
 """Commands that prepare a job and start none, which memlab assumes to succeed."""
+_LOADING = {"module", "conda", "mamba", "micromamba", "spack"}
+"""Commands that may set any variable, such as CUDA_HOME."""
 _PRINTING = {"pushd", "popd", "pwd", "date", "ulimit", "umask", "alias", "module"}
 """Those of them that may print something."""
 _STARTING = {"env", "nohup", "exec", "command", "builtin"}
@@ -599,6 +601,7 @@ class _Reader(Builtins):
             if not self._lacks_program(words[0][1]):
                 self.faults.orphaned([text for text, _ in words], self.line, self.lines)
             return self._coded(False, "127")
+        self.faults.may_set_any |= name in _LOADING
         if name in _SUCCEEDING:
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
@@ -748,6 +751,7 @@ class _Reader(Builtins):
     def _parsed(self, text: str, command: str) -> syntax.Node:
         """Returns the tree of a text that a command runs."""
         if UNKNOWN in text:
+            self.faults.may_set_any |= command == "eval"
             self.warn(
                 f"the whole text that {command} runs here is known only when the job runs, and memlab follows the part "
                 "that it knows"
@@ -758,7 +762,7 @@ class _Reader(Builtins):
         if not arguments:
             return None
         name = arguments[0]
-        path = Path(name) if Path(name).is_absolute() else self.path.parent / name
+        path = self.path.parent / name  # the name alone if it is absolute
         self.sources += 1
         if self.sources > _MOST_SOURCES:
             raise ValueError(
@@ -778,7 +782,7 @@ class _Reader(Builtins):
                 "it with --set NAME=VALUE",
             )
             return True
-        if (here := path_here(path, self.script)) != path:
+        if Path(name).is_absolute() and (here := path_here(path, self.script)) != path:
             self.warn(f"the script sources {path}, which is not on this machine, and memlab reads {here}")
             path = here
         try:

@@ -568,8 +568,8 @@ class Variables:
         if value is None:
             if asked.name.isdigit() and self.arguments is None and not self.in_test:
                 self.faults.arguments_read.setdefault(f"${int(asked.name) + self.num_shifted}", self.line)
-            elif "nounset" in self.options and not asked.name.startswith(_SET_BY_SLURM):
-                self._note_stop(asked.name)
+            else:
+                self._note_unset(asked.name)
             is_known = asked.index is not None or self.is_absent(self.named(asked.name) or asked.name)
             return "" if is_known or (self.in_test and not asked.name.isdigit()) else UNKNOWN
         if asked.operator == ":":
@@ -599,8 +599,8 @@ class Variables:
         return UNKNOWN
 
     def _length(self, asked: Parameter, value: Value | None) -> str:
-        if value is None and "nounset" in self.options:
-            self._note_stop(asked.name)
+        if value is None:
+            self._note_unset(asked.name)
         if value is None and (self.in_test or asked.index is not None or self.is_absent(asked.name)):
             return "0"
         if isinstance(value, Array):
@@ -677,6 +677,11 @@ class Variables:
             self.faults.arguments_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
         elif NAME_ONLY.fullmatch(name):
             self.stops_without(name)
+
+    def _note_unset(self, name: str) -> None:
+        """Notes that after ``set -u`` the script ends at a variable that nobody sets."""
+        if "nounset" in self.options and not self.faults.may_set_any and not name.startswith(_SET_BY_SLURM):
+            self._note_stop(name)
 
     def _slice(self, asked: Parameter, value: Value) -> Value:
         first, second = split_at(asked.operand, ":")
@@ -807,6 +812,8 @@ class Variables:
     def _operand_of(self, name: str, index: str) -> str | None:
         """Returns a variable as a calculation reads it."""
         value = self._value(name, index[1:-1] or None)
+        if value is None:
+            self._note_unset(name)
         if isinstance(value, Array) or (value is None and not self.in_test and not self.is_absent(name)):
             return None
         return None if value is not None and UNKNOWN in value else value or ""
