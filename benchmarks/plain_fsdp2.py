@@ -72,6 +72,8 @@ class Job:
     fsdp_cpu_offload: bool = False
     fsdp2_forward_prefetch_depth: int = 0
     fsdp2_backward_prefetch_depth: int = 0
+    master_weights: bool = False
+    store_param_remainders: bool = False
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
 
@@ -131,6 +133,8 @@ def jobs() -> list[Job]:
         found += [
             replace(phi, fsdp2_forward_prefetch_depth=1, fsdp2_backward_prefetch_depth=2),
             replace(llama, fsdp2_forward_prefetch_depth=3, fsdp2_backward_prefetch_depth=3, checkpointing=True),
+            replace(phi, adam_implementation="te_fused", master_weights=True),
+            replace(qwen, adam_implementation="te_fused", master_weights=True, store_param_remainders=True),
             replace(phi, lora_rank=16),
             replace(phi, lora_rank=16, checkpointing=True, seq_length=8192),
             replace(llama, lora_rank=8, seq_length=4096),
@@ -281,6 +285,20 @@ def adapt(model: Any, rank: int) -> None:
                 setattr(module, name, Adapted(linear))
 
 
+def optimizer_of(job: Job, model: Any) -> Any:
+    """Returns an optimizer of what is trained."""
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = job.adam_implementation
+    if kind != "te_fused":
+        return torch.optim.AdamW(trained, lr=1e-5, foreach=kind == "foreach", fused=kind == "fused")
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    kept = {"master_weights": job.master_weights, "store_param_remainders": job.store_param_remainders}
+    return FusedAdam(trained, lr=1e-5, **kept)
+
+
 def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
     """Takes three steps, and returns what the last one needed."""
     import torch
@@ -295,9 +313,7 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
     )
     model = build(job, on_gpu=on_gpu)
     built = memory.memory_allocated()
-    how = {"foreach": job.adam_implementation == "foreach", "fused": job.adam_implementation == "fused"}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, **how)
+    optimizer = optimizer_of(job, model)
     shape = (job.micro_batch_size, job.seq_length)
     tokens = torch.randint(model.config.vocab_size, shape, device="cuda" if on_gpu else "cpu")
     row: dict[str, Any] = {}

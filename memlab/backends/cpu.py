@@ -26,7 +26,13 @@ from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, bytes_of_trained_shard, trained_of_rank
+from memlab.config.parameters import (
+    bytes_of_gradient,
+    bytes_of_optimizer,
+    bytes_of_state,
+    bytes_of_trained_shard,
+    trained_of_rank,
+)
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fused_router, torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
@@ -108,7 +114,7 @@ def bytes_per_parameter(scenario: Scenario) -> int:
     Scales and copies are not counted: they depend on how parameters are grouped.
     """
     if scenario.engine == "fsdp2":
-        return 3 * bytes_of_trained_shard(scenario)
+        return bytes_of_trained_shard(scenario) + bytes_of_state(scenario)
     parameter = 2 if scenario.dtype == "bf16" else 4
     return parameter + bytes_of_gradient(scenario) + sum(bytes_of_optimizer(scenario.state, scenario.dtype))
 

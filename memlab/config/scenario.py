@@ -231,6 +231,12 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
+            raise RuleError(
+                "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
+                "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
+                *("adam_implementation", "fsdp_cpu_offload"),
+            )
         replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
         if ranks % replicas:
             raise RuleError(
@@ -746,6 +752,12 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        state = self.state
+        if state.store_param_remainders and state.adam_implementation == "te_fused":
+            if not state.master_weights:
+                reasons["store_param_remainders"] = "only master_weights reads it"
+            elif self.dtype == "fp32" or state.fp32_sharded_params:
+                reasons["store_param_remainders"] = "the shards are fp32"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         return reasons

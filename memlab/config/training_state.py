@@ -32,7 +32,7 @@ RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
-AdamImplementation = Literal["foreach", "fused", "for_loop"]
+AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
@@ -55,6 +55,7 @@ _ROUTER = {"group": "Router of experts"}
 _ROUTER_FORWARD = {"group": "", "rebuilds": "nothing", "megatron": "model"}
 _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
+_OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
 
 
@@ -415,8 +416,19 @@ class TrainingState:
     adam_implementation: AdamImplementation = option(
         "foreach",
         "how torch.optim.AdamW updates parameters: all at once with temporary tensors of their size (foreach, torch's "
-        "default), in one kernel without (fused), or one by one (for_loop)",
+        "default), in one kernel without (fused), or one by one (for_loop); te_fused is Transformer Engine's FusedAdam "
+        "with fp32 moments",
         rebuilds="optimizer",
+        **_FSDP2,
+    )
+    master_weights: bool = option(
+        False, "keep main parameters of the shards in fp32", rebuilds="optimizer", **_OF_TE_ADAM, **_FSDP2
+    )
+    store_param_remainders: bool = option(
+        False,
+        "of the main parameters of bf16 shards, keep only the 16 bits that the shards lack",
+        rebuilds="optimizer",
+        **_OF_TE_ADAM,
         **_FSDP2,
     )
 
@@ -572,14 +584,12 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        others = {"fp8_format": self.fp8_format, "lora_rank": self.lora and self.lora.rank}
-        for name, value in others.items():
-            if self.mtp_num_layers is not None and value is not None:
-                raise RuleError(
-                    f"mtp_num_layers is {self.mtp_num_layers} with {name} {value!r}, which memlab does not predict "
-                    "together yet: leave one of the two out",
-                    *("mtp_num_layers", name),
-                )
+        if self.mtp_num_layers is not None and self.lora is not None:
+            raise RuleError(
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
+                "predict together yet: leave one of the two out",
+                *("mtp_num_layers", "lora_rank"),
+            )
 
     @classmethod
     def from_options(cls, options: str | Iterable[str]) -> TrainingState:

@@ -65,6 +65,7 @@ class TestLive:
             (TrainingState(reshard_after_forward="none", fsdp2_forward_prefetch_depth=1), "nothing"),
             (TrainingState(fsdp2_backward_prefetch_depth=2), "nothing"),
             (TrainingState(adam_implementation="for_loop"), "optimizer"),
+            (TrainingState(adam_implementation="te_fused", master_weights=True), "optimizer"),
             (TrainingState(), "optimizer"),
         ):
             session.set_state(state, MemorySettings())
@@ -100,6 +101,11 @@ class TestLive:
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
         ("llama-3-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, dropout=0.1)}),
+        (
+            "llama-3-tiny",
+            {"dtype": "bf16", "num_layers": 1},
+            {"adam_implementation": "te_fused", "master_weights": True, "store_param_remainders": True},
+        ),
         ("qwen3-dense-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, fsdp2_library="automodel")}),
         (
             "phi-4-tiny",

@@ -13,6 +13,7 @@ from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.adapters import add_adapters
+from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import ATTENTION, UNFUSED_ATTENTION, build_model
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
@@ -48,14 +49,17 @@ class ShardedModel:
         self.is_on_host = scenario.state.fsdp_cpu_offload
         self._to_device()
         self.set_gathering(scenario.state)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | FusedAdamOfShards | None = None
         self.build_optimizer(scenario.state)
 
     def build_optimizer(self, state: TrainingState) -> None:
         """Gives the model an optimizer, which makes its moments in its first step."""
-        kind = state.adam_implementation
+        kind, trained = state.adam_implementation, [each for each in self.parameters if each.requires_grad]
+        if kind == "te_fused":
+            self.optimizer = FusedAdamOfShards(trained, state, LEARNING_RATE)
+            return
         self.optimizer = torch.optim.AdamW(
-            [each for each in self.parameters if each.requires_grad],
+            trained,
             lr=LEARNING_RATE,
             foreach=kind == "foreach",
             fused=kind == "fused",

@@ -16,6 +16,7 @@ from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 from memlab.jobs.frameworks.skyrl import SKYRL
 from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
+from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.frameworks.verl import VERL
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 
@@ -30,7 +31,9 @@ _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]]
 }
 """For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
 reads and does not write."""
-TABLES: dict[str, Framework] = FRAMEWORKS | {one.name: one for _, one in _OF_OTHER_ENGINES.values()}
+TABLES: dict[str, Framework] = (
+    FRAMEWORKS | {one.name: one for _, one in _OF_OTHER_ENGINES.values()} | {TORCHTITAN.name: TORCHTITAN}
+)
 """All that memlab reads."""
 
 
@@ -74,7 +77,7 @@ def table_of(name: str, values: dict[str, Any]) -> Framework:
         values: Of the job, by key.
     """
     chooses, other = _OF_OTHER_ENGINES.get(name, (None, None))
-    return other if chooses is not None and other is not None and chooses(values) else framework_named(name)
+    return other if chooses is not None and other is not None and chooses(values) else TABLES[name]
 
 
 def framework_named(name: str) -> Framework:
