@@ -237,9 +237,7 @@ def complete(reading: Reading) -> None:
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
     if values.get("fp8_format") and values.get("fp8_recipe") != "mxfp8" and _BLACKWELL.search(recipe or ""):
-        reason = (
-            "Transformer Engine transposes no FP8 matrices on the GPU that the recipe names; memlab does"
-        )
+        reason = "Transformer Engine transposes no FP8 matrices on the GPU that the recipe names; memlab does"
         reading.miss("mixed_precision.fp8_recipe", "less", reason)
     _note_replaced_by_recipe(reading)
     _complete_rows(reading)
