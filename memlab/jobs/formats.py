@@ -384,7 +384,8 @@ def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: 
         if entry is not None and framework.knows(name):
             entries.by_key[name] = entry
     if framework.name == "verl-sft" and (group := entries.by_key.pop("engine", None)) is not None:
-        entries.add("engine.strategy", group.value, group.line)
+        if "engine.strategy" not in entries.by_key:  # which Hydra sets after it has chosen the group's file
+            entries.add("engine.strategy", group.value, group.line)
 
 
 def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
