@@ -351,6 +351,8 @@ class Layout:
                 return f"must divide the {heads} attention heads of {architecture.name}"
             if groups % size and size % groups:
                 return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
+            if size > groups and architecture.norms_all_heads:
+                return f"must be at most {groups}, the query groups of {architecture.name}, whose ranks norm all heads"
             return f"must divide the {rows} rows of query, key and value" if rows % size else None
 
         rule = broken(self.tensor_model_parallel_size)

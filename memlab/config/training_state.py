@@ -584,14 +584,12 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        others = {"fp8_format": self.fp8_format, "lora_rank": self.lora and self.lora.rank}
-        for name, value in others.items():
-            if self.mtp_num_layers is not None and value is not None:
-                raise RuleError(
-                    f"mtp_num_layers is {self.mtp_num_layers} with {name} {value!r}, which memlab does not predict "
-                    "together yet: leave one of the two out",
-                    *("mtp_num_layers", name),
-                )
+        if self.mtp_num_layers is not None and self.lora is not None:
+            raise RuleError(
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
+                "predict together yet: leave one of the two out",
+                *("mtp_num_layers", "lora_rank"),
+            )
 
     @classmethod
     def from_options(cls, options: str | Iterable[str]) -> TrainingState:

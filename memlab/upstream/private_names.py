@@ -574,6 +574,19 @@ _WITHOUT_TE = (
             "is_te_min_version",
             "Megatron's config asks it before it accepts FP8.",
         ),
+        *(
+            _replaced(
+                f"megatron.core.transformer.{module}",
+                "is_te_min_version",
+                "Under FP8 its linears save their inputs as they are from some version on.",
+            )
+            for module in ("multi_latent_attention", "moe.shared_experts")
+        ),
+        _replaced(
+            "megatron.core.transformer.multi_token_prediction",
+            "get_fp8_context",
+            "It opens TE's FP8 context, which asks a GPU which recipes it supports.",
+        ),
         _replaced(
             "megatron.core.fp8_utils",
             "HAVE_TE_FP8_TENSOR_CLASS FP8_TENSOR_CLASS _modify_underlying_storage_impl _quantize_param_shard_impl",

@@ -926,7 +926,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("run.py", "print(1)", "run.py is a program, which memlab never runs"),
         ("args.json", "{", "args.json is not valid JSON"),
         ("args.json", "[1]", "args.json holds no object"),
-        ("run.toml", "a = 1", "run.toml is a TOML file, which memlab does not read"),
+        ("run.toml", "a = 1", "run.toml is a TOML file, and none of torchtitan's"),
         ("run.sh", "megatron sft --model phi-4 --megatron_extra_kwargs '[1]'", "line 1: megatron_extra_kwargs is '[1]', must be a JSON object: correct it"),
         ("run.sh", "megatron sft --model phi-4 --megatron_extra_kwargs 7", "line 1: megatron_extra_kwargs is 7, must be a JSON object: correct it"),
         ("args.json", '{"model": "phi-4", "megatron_extra_kwargs": "{\\"moe_layer_freq\\": \\"[x]\\"}"}', "line 1: megatron_extra_kwargs.moe_layer_freq is '[x]', must be a list expression"),

@@ -107,15 +107,18 @@ def test_the_fused_rotation_is_the_one_of_torch_s_operations() -> None:
     ("model", "others", "words"),
     [
         (DEEPSEEK, {"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, must be 1 for the multi"),
-        (DEEPSEEK, {"state": TrainingState(fp8_format="hybrid")}, "whose multi-latent attention memlab does not"),
-        (ARCHITECTURES["qwen2-moe-tiny"], {"state": TrainingState(fp8_format="hybrid")}, "whose shared experts memlab"),
+        (
+            replace(DEEPSEEK, kv_lora_rank=40),
+            {"state": TrainingState(fp8_format="hybrid"), "seq_length": 512},
+            "linear_kv_up_proj.weight on a rank is 40, must be a multiple of 16",
+        ),
         (replace(DEEPSEEK, rope_type="rope"), {"state": TrainingState(apply_rope_fusion=True)}, "rope_type is 'rope'"),
         (DEEPSEEK, {"layout": Layout(tensor_model_parallel_size=8)}, "must divide the 4 attention heads"),
     ],
 )
 def test_what_is_not_predicted_is_refused(model: object, others: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
-        Scenario.of(model, num_layers=2, seq_length=64, **others)
+        Scenario.of(model, **{"num_layers": 2, "seq_length": 64} | others)
     assert "\n" not in str(refused.value)
 
 

@@ -31,6 +31,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.adapters import add_adapters
+from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
@@ -262,6 +263,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             )
             for part in architecture.feed_forwards
         }
+    for spec in specs.values() if architecture.norms_all_heads else ():
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
