@@ -232,11 +232,9 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
     assert not [one for one in job.not_modelled if one.effect == "unknown"]
 
 
-def test_verl_s_sft_trainer_without_megatron_is_refused(tmp_path: Path) -> None:
+def test_verl_s_sft_trainer_without_megatron_is_that_of_fsdp(tmp_path: Path) -> None:
     command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
-    assert "engine fsdp: memlab predicts this framework's jobs with Megatron only" in str(
-        sft(tmp_path, command).not_supported
-    )
+    assert sft(tmp_path, command).framework == "verl-sft-fsdp"
     with pytest.raises(ValueError, match="is of no format that memlab reads"):
         sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
 
