@@ -383,7 +383,9 @@ def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: 
         entry = flags.by_key.get(name)
         if entry is not None and framework.knows(name):
             entries.by_key[name] = entry
-    if framework.name == "verl-sft" and (group := entries.by_key.pop("engine", None)) is not None:
+    group = entries.by_key.pop("engine", None) if framework.name == "verl-sft" else None
+    # Hydra sets the key after it has chosen the group's file.
+    if group is not None and "engine.strategy" not in entries.by_key:
         entries.add("engine.strategy", group.value, group.line)
 
 
