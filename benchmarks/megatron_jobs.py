@@ -738,6 +738,9 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 4, "CP2", state=lora(16))
     yield from adapters_of_ms_swift(of, ("EP2 DP2", "TP2"))
     yield from of(LLAMA, 2, "TP2", {}, FULL, state=lora(24) | OF_ALL_LINEARS)
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=lora(16, *OF_PARTS))
+    yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(16, share_expert_adapters=False))
+    yield from of(QWEN, 2, "EP2 DP2", state=lora(64, normalize_moe_lora=True))
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

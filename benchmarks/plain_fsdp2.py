@@ -62,6 +62,7 @@ class Job:
     checkpointing: bool = False
     fp32: bool = False
     """Whether layers compute in fp32."""
+    tensor_model_parallel_size: int = 1
     grad_reduce_in_bf16: bool = False
     fp32_sharded_params: bool = False
     reshard_after_forward: str = "all_but_last"
@@ -128,6 +129,9 @@ def jobs() -> list[Job]:
         found += [replace(phi, fsdp_cpu_offload=True), replace(llama, fsdp_cpu_offload=True, checkpointing=True)]
         if num_ranks > 1:
             found += [replace(phi, dp_replicate_size=2), replace(qwen, dp_replicate_size=2, grad_reduce_in_bf16=True)]
+            two = {"tensor_model_parallel_size": 2}
+            found += [replace(llama, **two), replace(qwen, seq_length=4096, checkpointing=True, **two)]
+            found += [replace(llama, model="qwen2.5-7b", adam_implementation="fused", **two)]
         if num_ranks > 2:
             found += [replace(phi, reshard_after_forward_ranks=2), replace(llama, reshard_after_forward_ranks=2)]
         found += [
@@ -238,9 +242,13 @@ def build(job: Job, *, on_gpu: bool) -> Any:
             adapt(model, job.lora_rank)
     reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-    shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size), ("dp_replicate", "dp_shard")
-    is_replicated, layers = job.dp_replicate_size > 1, model.model.layers
-    mesh = init_device_mesh(kind, shape[not is_replicated :], mesh_dim_names=names[not is_replicated :])
+    tensor, layers = job.tensor_model_parallel_size, model.model.layers
+    shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size // tensor, tensor), ("r", "s", "tp")
+    first = job.dp_replicate_size == 1
+    whole = init_device_mesh(kind, shape[first:], mesh_dim_names=names[first:])
+    mesh = whole[names[first:2]]
+    if tensor > 1:
+        divide(model, whole["tp"])
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if job.fsdp_cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
@@ -262,6 +270,20 @@ def build(job: Job, *, on_gpu: bool) -> Any:
         parameter.to_local().detach().normal_(0, 0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(kind)  # its angles have been on meta
     return model
+
+
+def divide(model: Any, mesh: Any) -> None:
+    """Divides the matrices over tensor parallel ranks as NeMo Automodel's plan of Llama says."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, plan)
 
 
 def adapt(model: Any, rank: int) -> None:
@@ -332,13 +354,24 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
         for number in range(1, job.num_microbatches + 1):
             if job.defer_fsdp_grad_sync:
                 model.set_requires_gradient_sync(number == job.num_microbatches)
-            output = model(input_ids=tokens, labels=tokens)
+            if job.tensor_model_parallel_size == 1:
+                output = model(input_ids=tokens, labels=tokens)
+                mean = output.loss
+            else:
+                output = model(input_ids=tokens)
+                logits = output.logits.float().full_tensor()
+                mean = model.loss_function(logits=logits, labels=tokens, vocab_size=model.config.vocab_size)
+                del logits
             ends("forward")
-            (output.loss / job.num_microbatches).backward()
+            (mean / job.num_microbatches).backward()
             ends("backward")
-            loss = output.loss.item()
-            del output
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            loss = mean.item()
+            del output, mean
+        grouped: dict[int, Any] = {}
+        for parameter in model.parameters():
+            grouped.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+        for group in grouped.values():  # torch's function takes one mesh at a time, which clips otherwise, and as much
+            torch.nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
         optimizer.step()
         ends("optimizer")
         optimizer.zero_grad()
@@ -375,7 +408,11 @@ def predicted_of(job: Job) -> dict[str, int]:
         num_microbatches=job.num_microbatches,
         dtype="fp32" if job.fp32 else "bf16",
         engine="fsdp2",
-        layout=Layout(data_parallel_size=job.num_ranks),
+        layout=Layout(
+            data_parallel_size=job.num_ranks // job.tensor_model_parallel_size,
+            tensor_model_parallel_size=job.tensor_model_parallel_size,
+            sequence_parallel=job.tensor_model_parallel_size == 1,
+        ),
         state=state,
         backend="simulated",
     ) as lab:

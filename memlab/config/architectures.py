@@ -594,6 +594,8 @@ SAME_SIZES = {
     "moonlight-16b-a3b-instruct": "moonlight-16b-a3b",
     "moonlight16b": "moonlight-16b-a3b",  # a folder of SkyRL's example
     "llama-3.3-70b": "llama-3.1-70b",
+    "llama-3.1-nemotron-nano-8b-v1": "llama-3.1-8b",
+    "qwq-32b": "qwen2.5-32b",
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-qwen-{size}b": f"qwen2.5-{size}b" for size in (7, 14, 32)},

@@ -30,6 +30,8 @@ WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
 FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """The families that the engine fsdp2 builds."""
+_FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
+"""Those of them that it divides over tensor parallel ranks: Phi-3's fused matrices have another plan."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -231,6 +233,8 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        if self.layout.tensor_model_parallel_size > 1:
+            self._check_tensor_parallel_of_fsdp2()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
             raise RuleError(
                 "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
@@ -251,6 +255,32 @@ class Scenario:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_tensor_parallel_of_fsdp2(self) -> None:
+        model, size = self.architecture, self.layout.tensor_model_parallel_size
+        given = f"tensor_model_parallel_size is {size} with engine {self.engine!r}"
+        if model.family not in _FAMILIES_OF_TENSOR_PARALLEL or model.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"{given}, and {model.name} is of the family {model.family}"
+                f"{' with tied embeddings' * model.share_embeddings_and_output_weights}, which this engine does not "
+                f"divide yet: choose an untied model of {', '.join(_FAMILIES_OF_TENSOR_PARALLEL)}, or 1",
+                *("tensor_model_parallel_size", "engine"),
+            )
+        if model.num_query_groups % size:
+            raise RuleError(
+                f"{given}, must divide the {model.num_query_groups} query groups of {model.name}, by a rule of NeMo "
+                "Automodel: choose a divisor",
+                "tensor_model_parallel_size",
+            )
+        options = {"sequence_parallel": self.layout.sequence_parallel}
+        options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        for name, is_on in options.items():
+            if is_on:
+                raise RuleError(
+                    f"{given} and {name}, which memlab does not predict together yet: leave one of the two out, with "
+                    f"{name} {'False' if name != 'lora_rank' else 'None'}",
+                    *("tensor_model_parallel_size", name),
+                )
 
     @property
     def ranks_of_shards(self) -> int:

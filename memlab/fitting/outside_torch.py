@@ -100,7 +100,7 @@ def estimate_outside_torch(
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
         rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)
     if model is not None and model.moe_router_enable_expert_bias:
-        # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias` in moe_utils.py).
+        # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias`, moe_utils.py).
         # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
         rings.append(layout.world_size // layout.pipeline_model_parallel_size)
     pairs, sends = _pairs(layout)

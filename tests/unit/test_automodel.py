@@ -189,7 +189,7 @@ OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
     [
         ("{distributed.pp_size: 2}", (2, 2, 4)),
         ("{distributed.tp_size: 4, model.torch_dtype: float32}", (4, 4, 8)),
-        ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW}", (2, 2)),
+        ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW, model.torch_dtype: float32}", (2, 2)),
         ("{distributed.pp_size: 2, peft.dim: 8}", (2,)),
         ("{distributed.pp_size: 2, quantization.load_in_4bit: true}", ()),
         ("{distributed.pp_size: 2, model.pretrained_model_name_or_path: a/b}", ()),

@@ -214,7 +214,10 @@ def _take_least(reading: Reading, optimizer: str) -> None:
     """Takes what FSDP2 keeps of each parameter, unless its weights are elsewhere, or others than memlab counts."""
     is_quantized = any(key.startswith("quantization.") for key in reading.entries.by_key)
     if not (reading.values["fsdp_cpu_offload"] or is_quantized or _class_of_model(reading) != _CAUSAL):
-        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=optimizer in ("Adam", "AdamW"))
+        is_torch_adam = optimizer in ("torch.optim.Adam", "torch.optim.AdamW")
+        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=is_torch_adam)
+        if optimizer.endswith("FlashAdamW"):  # it may keep parameters of fp32 shards in fewer bytes
+            reading.kept_of_parameter = dict.fromkeys(reading.kept_of_parameter, 2)
 
 
 def _refuse(reading: Reading) -> None:
@@ -333,7 +336,7 @@ def _take_optimizer(reading: Reading) -> None:
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
     name = kind.rpartition(".")[2]
-    _take_least(reading, name if kind.startswith("torch.optim.") else "")
+    _take_least(reading, kind)
     decay = reading.get("optimizer.weight_decay")
     if kind.startswith("torch.optim.") and name in ("Adam", "AdamW"):
         values |= {"master_weights": False, "store_param_remainders": False}
