@@ -334,12 +334,6 @@ class Scenario:
 
     def _check_latent_attention(self) -> None:
         model = self.architecture
-        if self.layout.context_parallel_size > 1:
-            raise RuleError(
-                f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
-                f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
-                "context_parallel_size",
-            )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
                 f"apply_rope_fusion is True, must be False for the multi-latent attention of {model.name}, by a "

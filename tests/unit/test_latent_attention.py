@@ -106,7 +106,6 @@ def test_the_fused_rotation_is_the_one_of_torch_s_operations() -> None:
 @pytest.mark.parametrize(
     ("model", "others", "words"),
     [
-        (DEEPSEEK, {"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, must be 1 for the multi"),
         (
             replace(DEEPSEEK, kv_lora_rank=40),
             {"state": TrainingState(fp8_format="hybrid"), "seq_length": 512},
