@@ -32,7 +32,7 @@ from tests.unit.live import FULL, offload, recompute
 from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
 
-QWEN, PHI, GPT = map(find_architecture, ("qwen3-moe-tiny", "phi-4-tiny", "gpt-tiny"))
+QWEN, PHI, GPT, LATENT = map(find_architecture, ("qwen3-moe-tiny", "phi-4-tiny", "gpt-tiny", "deepseek-tiny"))
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,8 @@ TWO = [
     ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
-    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), packed_sequences=4),
+    Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
+    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),

@@ -49,6 +49,13 @@ def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
     ]
 
 
+def test_fsdp_does_not_read_megatron_s_section_of_adapters(tmp_path: Path) -> None:
+    """It reads ``lora_rank`` (verl/workers/engine/fsdp/transformer_impl.py, 1dda039b)."""
+    job = read(tmp_path, " ".join(f"{MODEL}.lora.{each}" for each in ("rank=8", "alpha=16", "type=lora", "merge=true")))
+    assert job.required()[0].state.lora is None
+    assert {f"{MODEL}.lora.rank", f"{MODEL}.lora.type"} <= job.without_effect.keys()
+
+
 @pytest.mark.parametrize(
     ("keys", "state", "settings"),
     [

@@ -208,7 +208,7 @@ VERL_FSDP = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=VERL.without_effect
-    | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON)}
+    | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON) or ".model.lora." in key.name}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
