@@ -56,7 +56,7 @@ def transformers_config(model: Architecture) -> Any:
 def routing_sizes(model: Architecture) -> dict[str, Any]:
     """Returns the fields of a config with experts and shared experts."""
     shared, width = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size
-    names = dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts") | {"qwen2_moe": "num_experts"}
+    names = dict.fromkeys(("mixtral", "gpt_oss", "minimax_m2"), "num_local_experts") | {"qwen2_moe": "num_experts"}
     experts = names.get(model.family, "n_routed_experts")
     return {
         experts: model.num_moe_experts,
@@ -214,7 +214,7 @@ def main() -> None:
         print(
             f"{model.name}: {counted:,}{'' if counted == model.num_parameters else f', not {model.num_parameters:,}'}"
         )
-    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5", "gpt-oss")
+    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5", "gpt-oss", "minimax")
     tiny = [ARCHITECTURES[f"{name}-tiny"] for name in names]
     deepseek, qwen_moe = ARCHITECTURES["deepseek-tiny"], ARCHITECTURES["qwen2-moe-tiny"]
     # Without the scaling of angles, whose factors memlab leaves at Megatron's own.

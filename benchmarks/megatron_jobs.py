@@ -250,6 +250,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_topk": 4,
         "moe_ffn_hidden_size": 2880,
     },
+    "minimax-m2": {
+        **_MOE,
+        **_NO_AUX,
+        "layernorm_epsilon": 1e-6,
+        "hidden_size": 3072,
+        "ffn_hidden_size": 1536,
+        "num_attention_heads": 48,
+        "num_query_groups": 8,
+        "num_moe_experts": 256,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 1536,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -280,6 +292,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"vocab_size": 32000, "rotary_base": 1000000},
     "glm-4.5-air": {"vocab_size": 151552, "rotary_base": 1000000, "rotary_percent": 0.5},
     "gpt-oss-20b": {"vocab_size": 201088, "rotary_base": 150000},
+    "minimax-m2": {"vocab_size": 200064, "rotary_base": 5000000, "rotary_percent": 0.5},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -342,7 +355,7 @@ class Job:
 
 
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
-MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS = _OF_EXPERTS
+MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX = _OF_EXPERTS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -419,7 +432,9 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
     yield from one_rank(of)
     yield from latent_attention(of)
-    yield from chain(shared_experts_and_routers(of), families_of_experts(of), dispatch_of_tokens(of))
+    yield from chain(
+        shared_experts_and_routers(of), families_of_experts(of), further_experts(of), dispatch_of_tokens(of)
+    )
     yield from adapters(of)
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of))
@@ -462,6 +477,33 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(LLAMA_1B, 4, alone, {}, FULL, config=parts)
     yield from of(GPT_OSS, 2, alone, {}, FULL, *map(recompute, ("moe_act", "core_attn")), EXPERTS)
     yield from of(GPT_OSS, 2, alone, state=UNFUSED_ACTIVATION)
+
+
+BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+TENSORWISE = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+OVERLAP = {"moe_shared_expert_overlap": True}
+
+
+def further_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with gpt-oss and MiniMax-M2, parts of experts in FP8, and overlapped shared experts."""
+    alone, some_experts = "one rank", {"num_moe_experts": 32}
+    groups = offload("qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+    yield from of(GPT_OSS, 2, alone, recompute("moe"), recompute("layernorm", "moe_act"), ATTENTION, groups,
+                  {**recompute("moe_act"), **EXPERTS})  # fmt: skip
+    yield from of(GPT_OSS, 2, alone, num_microbatches=3)
+    yield from of(GPT_OSS, 2, alone, state=LOW_PRECISION)
+    yield from of(GPT_OSS, 2, alone, {}, recompute("moe_act"), state=FUSED_GRADIENTS)
+    yield from of(LLAMA_1B, 4, alone, recompute("core_attn"), ATTENTION, config={"softmax_type": "learnable"})
+    yield from of(MINIMAX, 2, alone, {}, FULL, *map(recompute, ("core_attn", "moe_act", "layernorm", "moe")), ATTENTION,
+                  groups, EXPERTS, config=some_experts)  # fmt: skip
+    yield from of(MOONLIGHT, 3, alone, {}, FULL, *map(recompute, ("mla_up_proj", "shared_experts", "moe_act")),
+                  config=FEW_EXPERTS, state=BLOCKWISE)  # fmt: skip
+    yield from of(MOONLIGHT, 3, alone, {}, recompute("mla_up_proj"), config=FEW_EXPERTS, state=TENSORWISE)
+    yield from of(V3, 2, alone, {}, FULL, config=V3_OF_TWO_LAYERS, state=LOW_PRECISION | BLOCKWISE)
+    yield from of(QWEN_MOE, 2, alone, {}, recompute("shared_experts"), state=BLOCKWISE)
+    yield from of(QWEN, 2, alone, {}, FULL, config=EXTRA, state=BLOCKWISE)
+    yield from of(QWEN_MOE, 2, alone, {}, FULL, recompute("moe_act"), ATTENTION, config=OVERLAP)
+    yield from of(MOONLIGHT, 3, alone, {}, recompute("mla_up_proj"), config=FEW_EXPERTS | OVERLAP)
 
 
 def latent_attention(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -523,6 +565,9 @@ def dispatch_of_tokens(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, alone, {}, FULL, state=gather | {"moe_permute_fusion": False})
     yield from of(QWEN, 2, alone, num_microbatches=3, state=gather)
     yield from of(MOONLIGHT, 3, alone, {}, recompute("moe"), config=FEW_EXPERTS, state=gather)
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("moe_act"), state={"moe_router_fusion": True})
+    yield from of(QWEN, 2, alone, state={"moe_router_fusion": True, "moe_router_force_load_balancing": True})
+    yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS, state={"moe_router_fusion": True})
     for factor in (1.0, 2.0):
         capacity = {"moe_expert_capacity_factor": factor}
         yield from of(QWEN, 2, alone, {}, FULL, state=capacity)
@@ -693,6 +738,9 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 4, "CP2", state=lora(16))
     yield from adapters_of_ms_swift(of, ("EP2 DP2", "TP2"))
     yield from of(LLAMA, 2, "TP2", {}, FULL, state=lora(24) | OF_ALL_LINEARS)
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=lora(16, *OF_PARTS))
+    yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(16, share_expert_adapters=False))
+    yield from of(QWEN, 2, "EP2 DP2", state=lora(64, normalize_moe_lora=True))
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -58,6 +58,7 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
+    **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing")},
     **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
     "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
 }
@@ -248,6 +249,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, normalization=config.normalization, **place
         )
+        if job.model == "minimax-m2":
+            take_norms_of_all_heads(spec)
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -273,6 +276,17 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return chunks, optimizer
+
+
+def take_norms_of_all_heads(spec: Any) -> None:
+    """Replaces the norms of queries and keys by Megatron-Bridge's, over all heads together.
+
+    Of its package, 0.6.2, only ``models/minimax_m2/minimax_m2_provider.py`` needs to be there.
+    """
+    provider = importlib.import_module("megatron.bridge.models.minimax_m2.minimax_m2_provider")
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = provider.FullDimQNorm, provider.FullDimKNorm
 
 
 def mtp_spec(config: TransformerConfig, spec: Any, place: dict[str, Any]) -> Any:

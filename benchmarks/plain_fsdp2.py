@@ -62,6 +62,7 @@ class Job:
     checkpointing: bool = False
     fp32: bool = False
     """Whether layers compute in fp32."""
+    tensor_model_parallel_size: int = 1
     grad_reduce_in_bf16: bool = False
     fp32_sharded_params: bool = False
     reshard_after_forward: str = "all_but_last"
@@ -72,6 +73,8 @@ class Job:
     fsdp_cpu_offload: bool = False
     fsdp2_forward_prefetch_depth: int = 0
     fsdp2_backward_prefetch_depth: int = 0
+    master_weights: bool = False
+    store_param_remainders: bool = False
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
 
@@ -126,11 +129,16 @@ def jobs() -> list[Job]:
         found += [replace(phi, fsdp_cpu_offload=True), replace(llama, fsdp_cpu_offload=True, checkpointing=True)]
         if num_ranks > 1:
             found += [replace(phi, dp_replicate_size=2), replace(qwen, dp_replicate_size=2, grad_reduce_in_bf16=True)]
+            two = {"tensor_model_parallel_size": 2}
+            found += [replace(llama, **two), replace(qwen, seq_length=4096, checkpointing=True, **two)]
+            found += [replace(llama, model="qwen2.5-7b", adam_implementation="fused", **two)]
         if num_ranks > 2:
             found += [replace(phi, reshard_after_forward_ranks=2), replace(llama, reshard_after_forward_ranks=2)]
         found += [
             replace(phi, fsdp2_forward_prefetch_depth=1, fsdp2_backward_prefetch_depth=2),
             replace(llama, fsdp2_forward_prefetch_depth=3, fsdp2_backward_prefetch_depth=3, checkpointing=True),
+            replace(phi, adam_implementation="te_fused", master_weights=True),
+            replace(qwen, adam_implementation="te_fused", master_weights=True, store_param_remainders=True),
             replace(phi, lora_rank=16),
             replace(phi, lora_rank=16, checkpointing=True, seq_length=8192),
             replace(llama, lora_rank=8, seq_length=4096),
@@ -234,9 +242,13 @@ def build(job: Job, *, on_gpu: bool) -> Any:
             adapt(model, job.lora_rank)
     reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-    shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size), ("dp_replicate", "dp_shard")
-    is_replicated, layers = job.dp_replicate_size > 1, model.model.layers
-    mesh = init_device_mesh(kind, shape[not is_replicated :], mesh_dim_names=names[not is_replicated :])
+    tensor, layers = job.tensor_model_parallel_size, model.model.layers
+    shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size // tensor, tensor), ("r", "s", "tp")
+    first = job.dp_replicate_size == 1
+    whole = init_device_mesh(kind, shape[first:], mesh_dim_names=names[first:])
+    mesh = whole[names[first:2]]
+    if tensor > 1:
+        divide(model, whole["tp"])
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if job.fsdp_cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
@@ -260,6 +272,20 @@ def build(job: Job, *, on_gpu: bool) -> Any:
     return model
 
 
+def divide(model: Any, mesh: Any) -> None:
+    """Divides the matrices over tensor parallel ranks as NeMo Automodel's plan of Llama says."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, plan)
+
+
 def adapt(model: Any, rank: int) -> None:
     """Freezes a model, and puts adapters beside the linears of its layers."""
     import torch
@@ -281,6 +307,20 @@ def adapt(model: Any, rank: int) -> None:
                 setattr(module, name, Adapted(linear))
 
 
+def optimizer_of(job: Job, model: Any) -> Any:
+    """Returns an optimizer of what is trained."""
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = job.adam_implementation
+    if kind != "te_fused":
+        return torch.optim.AdamW(trained, lr=1e-5, foreach=kind == "foreach", fused=kind == "fused")
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    kept = {"master_weights": job.master_weights, "store_param_remainders": job.store_param_remainders}
+    return FusedAdam(trained, lr=1e-5, **kept)
+
+
 def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
     """Takes three steps, and returns what the last one needed."""
     import torch
@@ -295,9 +335,7 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
     )
     model = build(job, on_gpu=on_gpu)
     built = memory.memory_allocated()
-    how = {"foreach": job.adam_implementation == "foreach", "fused": job.adam_implementation == "fused"}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, **how)
+    optimizer = optimizer_of(job, model)
     shape = (job.micro_batch_size, job.seq_length)
     tokens = torch.randint(model.config.vocab_size, shape, device="cuda" if on_gpu else "cpu")
     row: dict[str, Any] = {}
@@ -316,13 +354,24 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
         for number in range(1, job.num_microbatches + 1):
             if job.defer_fsdp_grad_sync:
                 model.set_requires_gradient_sync(number == job.num_microbatches)
-            output = model(input_ids=tokens, labels=tokens)
+            if job.tensor_model_parallel_size == 1:
+                output = model(input_ids=tokens, labels=tokens)
+                mean = output.loss
+            else:
+                output = model(input_ids=tokens)
+                logits = output.logits.float().full_tensor()
+                mean = model.loss_function(logits=logits, labels=tokens, vocab_size=model.config.vocab_size)
+                del logits
             ends("forward")
-            (output.loss / job.num_microbatches).backward()
+            (mean / job.num_microbatches).backward()
             ends("backward")
-            loss = output.loss.item()
-            del output
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            loss = mean.item()
+            del output, mean
+        grouped: dict[int, Any] = {}
+        for parameter in model.parameters():
+            grouped.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+        for group in grouped.values():  # torch's function takes one mesh at a time, which clips otherwise, and as much
+            torch.nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
         optimizer.step()
         ends("optimizer")
         optimizer.zero_grad()
@@ -359,7 +408,11 @@ def predicted_of(job: Job) -> dict[str, int]:
         num_microbatches=job.num_microbatches,
         dtype="fp32" if job.fp32 else "bf16",
         engine="fsdp2",
-        layout=Layout(data_parallel_size=job.num_ranks),
+        layout=Layout(
+            data_parallel_size=job.num_ranks // job.tensor_model_parallel_size,
+            tensor_model_parallel_size=job.tensor_model_parallel_size,
+            sequence_parallel=job.tensor_model_parallel_size == 1,
+        ),
         state=state,
         backend="simulated",
     ) as lab:

@@ -26,9 +26,15 @@ from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
-from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, bytes_of_trained_shard, trained_of_rank
+from memlab.config.parameters import (
+    bytes_of_gradient,
+    bytes_of_optimizer,
+    bytes_of_state,
+    bytes_of_trained_shard,
+    trained_of_rank,
+)
 from memlab.config.scenario import Scenario
-from memlab.engines.megatron.layers import torch_moe, unfused_permutation
+from memlab.engines.megatron.layers import fused_router, torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.engines.megatron.layers.quick_gelu import quick_gelu
@@ -108,7 +114,7 @@ def bytes_per_parameter(scenario: Scenario) -> int:
     Scales and copies are not counted: they depend on how parameters are grouped.
     """
     if scenario.engine == "fsdp2":
-        return 3 * bytes_of_trained_shard(scenario)
+        return bytes_of_trained_shard(scenario) + bytes_of_state(scenario)
     parameter = 2 if scenario.dtype == "bf16" else 4
     return parameter + bytes_of_gradient(scenario) + sum(bytes_of_optimizer(scenario.state, scenario.dtype))
 
@@ -188,6 +194,9 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_permute": torch_moe.permute,
         f"{moe}.fused_permute_with_probs": torch_moe.permute_with_probs,
         f"{moe}.fused_unpermute": torch_moe.unpermute,
+        f"{moe}.fused_topk_with_score_function": fused_router.fused_topk_with_score_function,
+        f"{moe}.fused_compute_score_for_moe_aux_loss": fused_router.fused_compute_score_for_moe_aux_loss,
+        f"{moe}.fused_moe_aux_loss": fused_router.fused_moe_aux_loss,
         f"{moe}.fused_sort_chunks_by_index": torch_moe.sort_chunks_by_index,
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
         # The config has the object with which experts compare their activation.

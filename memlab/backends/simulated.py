@@ -132,9 +132,13 @@ def _fp8_replacements() -> dict[str, Any]:
     """Returns what Megatron takes from Transformer Engine for FP8 only."""
     engine, utilities = "megatron.core.extensions.transformer_engine", "megatron.core.fp8_utils"
     experts, block = "megatron.core.transformer.moe.experts", "megatron.core.transformer.transformer_block"
-    recompute = "megatron.core.recompute"
+    recompute, transformer = "megatron.core.recompute", "megatron.core.transformer"
     return {
-        "megatron.core.transformer.transformer_config.is_te_min_version": is_te_min_version,
+        f"{transformer}.transformer_config.is_te_min_version": is_te_min_version,
+        f"{transformer}.multi_latent_attention.is_te_min_version": is_te_min_version,
+        # It would ask for TE's own class of linears; `apply_settings` does what follows from it.
+        f"{transformer}.moe.shared_experts.is_te_min_version": lambda *_, **__: False,
+        f"{transformer}.multi_token_prediction.get_fp8_context": lambda *_, **__: nullcontext(),
         f"{experts}.HAVE_TE": True,
         f"{experts}.Fp8Padding": fake_fp8.Fp8Padding,
         f"{experts}.Fp8Unpadding": fake_fp8.Fp8Unpadding,

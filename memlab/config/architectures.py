@@ -30,6 +30,7 @@ from memlab.config.validation import (
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
+    "minimax_m2",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -46,7 +47,7 @@ _RANGES: dict[str, tuple[float | None, float]] = {
 _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
-    *("gated_linear_unit", "add_bias_linear", "quick_geglu"),
+    *("gated_linear_unit", "add_bias_linear", "quick_geglu", "norms_all_heads"),
 )
 _CHOICES = {
     "normalization": get_args(Normalization),
@@ -73,6 +74,8 @@ class Architecture:
     layernorm_epsilon: float
     share_embeddings_and_output_weights: bool = False
     qk_layernorm: bool = False
+    norms_all_heads: bool = False
+    """Whether queries, and keys, are normalised over the channels of all heads together instead of each head's."""
     add_qkv_bias: bool = False
     """Whether queries, keys and values have biases, if other matrices have none."""
     normalization: Normalization = "RMSNorm"
@@ -172,6 +175,11 @@ class Architecture:
                 "experts with a gate: choose True"
             )
         self._check_gates()
+        if self.norms_all_heads and (not self.qk_layernorm or self.multi_latent_attention):
+            raise ValueError(
+                f"{self.name}: norms_all_heads is True, must be False without qk_layernorm or with multi-latent "
+                "attention: correct one of them"
+            )
         rows, name = self.max_position_embeddings, f"{self.name}: max_position_embeddings"
         if self.position_embedding_type == "learned_absolute":
             check_whole_number(name, rows, at_most=MOST_TOKENS_OF_A_SEQUENCE, action="correct it")
@@ -378,6 +386,12 @@ _GPT_OSS: dict[str, Any] = {
     "window_size": (127, 0), "window_attn_skip_freq": 2, "quick_geglu": True, "glu_linear_offset": 1.0,
     "activation_func_clamp_value": 7.0, "moe_router_topk": 4,
 }  # fmt: skip
+_MINIMAX: dict[str, Any] = {
+    "family": "minimax_m2", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 200064, "rotary_base": 5e6,
+    "rotary_percent": 0.5, "layernorm_epsilon": 1e-6, "qk_layernorm": True, "norms_all_heads": True,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 8,
+    "moe_aux_loss_coeff": 1e-3,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128, "kv_channels": 128, "qk_layernorm": True, "moe_aux_loss_coeff": 1e-3,
@@ -496,6 +510,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("gpt-oss-120b", 36, 2880, 2880, 64, num_moe_experts=128, moe_ffn_hidden_size=2880, **_GPT_OSS),
         _row("gpt-oss-tiny", 4, 128, 64, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
              **(_GPT_OSS | _TINY | {"moe_router_topk": 2, "window_size": (15, 0)})),
+        # https://huggingface.co/MiniMaxAI/MiniMax-M2/blob/main/config.json
+        _row("minimax-m2", 62, 3072, 1536, 48, num_moe_experts=256, moe_ffn_hidden_size=1536, **_MINIMAX),
+        _row("minimax-tiny", 4, 128, 64, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
+             **(_MINIMAX | _TINY | {"moe_router_topk": 2})),
         # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json, and likewise. (How the angles of
         # these models are scaled changes no tensor's size: Megatron's own factors are applied here.)
         _row("deepseek-v2-lite", 27, 2048, 10944, 16, num_query_groups=16, num_moe_experts=64, moe_ffn_hidden_size=1408,
@@ -545,6 +563,7 @@ HUGGING_FACE_NAMES = {
     "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
     **{f"gpt-oss-{size}b": f"openai/gpt-oss-{size}b" for size in (20, 120)},
+    "minimax-m2": "MiniMaxAI/MiniMax-M2",
     "glm-4.5": "zai-org/GLM-4.5",
     "glm-4.5-air": "zai-org/GLM-4.5-Air",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
@@ -575,6 +594,8 @@ SAME_SIZES = {
     "moonlight-16b-a3b-instruct": "moonlight-16b-a3b",
     "moonlight16b": "moonlight-16b-a3b",  # a folder of SkyRL's example
     "llama-3.3-70b": "llama-3.1-70b",
+    "llama-3.1-nemotron-nano-8b-v1": "llama-3.1-8b",
+    "qwq-32b": "qwen2.5-32b",
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-qwen-{size}b": f"qwen2.5-{size}b" for size in (7, 14, 32)},

@@ -34,6 +34,14 @@ class ModelType:
     multi_latent_attention: bool = False
     has_sinks: bool = False
     """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
+    norms_all_heads: bool = False
+    expert_bias: bool = False
+    """Whether its router has a bias of each expert, whatever the fields say."""
+    first_k_dense_replace: int = 0
+    n_shared_experts: int = 0
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
     topk_method: str | None = None
     """How a router of DeepSeek's kind chooses, where the field is left out."""
     scoring_func: str = "softmax"

@@ -49,13 +49,6 @@ def check_fp8(
             "sequence_parallel on, or leave fp8_format out",
             *("fp8_format", "sequence_parallel"),
         )
-    lacks = "multi-latent attention" if architecture.multi_latent_attention else "shared experts"
-    if architecture.multi_latent_attention or architecture.moe_shared_expert_intermediate_size:
-        raise RuleError(
-            f"fp8_format is {state.fp8_format!r}, must be left out for {architecture.name}, whose {lacks} memlab does "
-            "not predict in FP8 yet: leave it out",
-            "fp8_format",
-        )
     multiple = _multiple_of_sizes(state)
     for name, size in _sizes(architecture, layout).items():
         if size % multiple:
@@ -87,10 +80,17 @@ def _multiple_of_sizes(state: TrainingState) -> int:
 
 
 def _sizes(model: Architecture, layout: Layout) -> dict[str, int]:
-    """Returns the sizes of one rank's weight matrices by their names."""
+    """Returns the sizes of one rank's weight matrices by their names; routers and gates are multiplied in bf16."""
     shared = (size for size in model.shared_sizes if size.is_of_a_matrix)
     sizes = {f"{size.field} on a rank": size.amount // layout.ranks_that_share(size) for size in shared}
-    return {"hidden_size": model.hidden_size} | sizes
+    matrices = {weight for part in model.parts for weight in part.weights() if weight.is_matrix}
+    sides = {
+        f"a side of {weight.name} on a rank": side
+        for weight in sorted(matrices, key=lambda weight: weight.name)
+        if weight.name not in ("mlp.router.weight", "mlp.shared_experts.gate_weight")
+        for side in layout.shape_of(weight)
+    }
+    return {"hidden_size": model.hidden_size} | sizes | sides
 
 
 _NEEDS_ORIGINAL_INPUT = (("recompute_modules", ("moe_act", "layernorm")), ("offload_modules", ("expert_fc1",)))

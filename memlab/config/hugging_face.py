@@ -28,17 +28,35 @@ _MODEL_TYPES = {
         qk_norm_field="use_qk_norm",
         rotary_percent=0.5,
         experts="own width",
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
         topk_method="noaux_tc",
         scoring_func="sigmoid",
     ),
     "gpt_oss": ModelType(
         num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", experts="width of the MLP", has_sinks=True
     ),
-    "deepseek_v2": ModelType(experts="own width", qk_layernorm=True, multi_latent_attention=True),
+    "minimax_m2": ModelType(
+        num_key_value_heads=8,
+        head_dim=128,
+        qk_layernorm=True,
+        norms_all_heads=True,
+        experts="width of the MLP",
+        expert_bias=True,
+        scoring_func="sigmoid",
+    ),
+    "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
         ModelType(
             experts="own width",
+            first_k_dense_replace=3,
+            n_shared_experts=1,
+            n_group=8,
+            topk_group=4,
+            routed_scaling_factor=2.5,
             qk_layernorm=True,
             multi_latent_attention=True,
             topk_method="noaux_tc",
@@ -69,6 +87,8 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
     base = ConfigJson(rope).number("rope_theta", default=150000.0 if kind.has_sinks else 10000.0)
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
+    if "rotary_dim" in config and kind.norms_all_heads:
+        share = fields.whole("rotary_dim") / fields.whole("head_dim", default=kind.head_dim)
     read: dict[str, Any] = {
         "family": name,
         "num_layers": fields.whole("num_hidden_layers"),

@@ -39,9 +39,13 @@ class Layout:
         ValueError: If a size is not a positive whole number, or the expert groups do not fit the other ranks.
     """
 
-    tensor_model_parallel_size: int = option(1, "number of ranks that share each layer's matrices (default 1)")
+    tensor_model_parallel_size: int = option(
+        1, "number of ranks that share each layer's matrices (default 1)", engines=("megatron", "fsdp2")
+    )
     sequence_parallel: bool = option(
-        True, "split activations between matrices along the sequence over the tensor parallel ranks"
+        True,
+        "split activations between matrices along the sequence over the tensor parallel ranks",
+        engines=("megatron", "fsdp2"),
     )
     """Megatron-Core's own default is False. MoE models need it. On one tensor parallel rank it does nothing."""
     context_parallel_size: int = option(1, "number of ranks that share each sequence (default 1)")
@@ -351,6 +355,8 @@ class Layout:
                 return f"must divide the {heads} attention heads of {architecture.name}"
             if groups % size and size % groups:
                 return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
+            if size > groups and architecture.norms_all_heads:
+                return f"must be at most {groups}, the query groups of {architecture.name}, whose ranks norm all heads"
             return f"must divide the {rows} rows of query, key and value" if rows % size else None
 
         rule = broken(self.tensor_model_parallel_size)

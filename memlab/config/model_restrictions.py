@@ -89,6 +89,12 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "Megatron-Core never ends there: leave 'mlp' out, or choose recompute_granularity 'full'",
             "recompute_modules",
         )
+    if scenario.state.moe_shared_expert_overlap and "shared_experts" in (settings.recompute_modules or ()):
+        raise RuleError(
+            "recompute_modules has 'shared_experts' with moe_shared_expert_overlap, which Megatron-Core refuses: leave "
+            "one of the two out",
+            *("recompute_modules", "moe_shared_expert_overlap"),
+        )
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
@@ -135,6 +141,13 @@ def _check_extra_layers(settings: MemorySettings, scenario: Scenario) -> None:
             f"{scenario.state.mtp_num_layers} and recompute_method 'uniform', must be 1 there by a rule of "
             "Megatron-Core: choose 1, or leave mtp_num_layers out",
             *("recompute_num_layers", "mtp_num_layers"),
+        )
+    if scenario.state.fp8_format is not None:
+        raise RuleError(
+            f"recompute_method is 'uniform' with mtp_num_layers {scenario.state.mtp_num_layers} and fp8_format "
+            f"{scenario.state.fp8_format!r}, which memlab does not predict together: choose recompute_granularity "
+            "'selective', or leave one of the others out",
+            *("recompute_method", "mtp_num_layers", "fp8_format"),
         )
     if scenario.packed_sequences is not None:
         raise RuleError(

@@ -93,7 +93,7 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
         shards = bytes_of_trained_shard(scenario) * sum(trained_of_rank(scenario))
         is_whole = scenario.state.lora is None
         frozen = 0 if is_whole else bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
-        return KeptBytes(frozen + shards, shards, 2 * shards)
+        return KeptBytes(frozen + shards, shards, bytes_of_state(scenario) * sum(trained_of_rank(scenario)))
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
     in_layers = 1 if state.fp8_param_gather else of_parameter
@@ -126,6 +126,15 @@ def bytes_of_trained_shard(scenario: Scenario) -> int:
     """Returns the bytes of a trained parameter in a shard of FSDP2, of its gradient, and of each of its moments."""
     lora = scenario.state.lora
     return 4 if lora is not None and lora.fsdp2_library == "peft" else bytes_of_shard(scenario)
+
+
+def bytes_of_state(scenario: Scenario) -> int:
+    """Returns the bytes of a trained parameter's moments and main parameter under FSDP2."""
+    state, shard = scenario.state, bytes_of_trained_shard(scenario)
+    if state.adam_implementation != "te_fused":
+        return 2 * shard
+    has_remainder = state.store_param_remainders and shard == 2
+    return 2 * 4 + state.master_weights * (2 if has_remainder else 4)
 
 
 def bytes_of_gradient(scenario: Scenario) -> int:

@@ -30,6 +30,8 @@ WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
 FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """The families that the engine fsdp2 builds."""
+_FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
+"""Those of them that it divides over tensor parallel ranks: Phi-3's fused matrices have another plan."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -231,6 +233,14 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        if self.layout.tensor_model_parallel_size > 1:
+            self._check_tensor_parallel_of_fsdp2()
+        if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
+            raise RuleError(
+                "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
+                "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
+                *("adam_implementation", "fsdp_cpu_offload"),
+            )
         replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
         if ranks % replicas:
             raise RuleError(
@@ -245,6 +255,32 @@ class Scenario:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_tensor_parallel_of_fsdp2(self) -> None:
+        model, size = self.architecture, self.layout.tensor_model_parallel_size
+        given = f"tensor_model_parallel_size is {size} with engine {self.engine!r}"
+        if model.family not in _FAMILIES_OF_TENSOR_PARALLEL or model.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"{given}, and {model.name} is of the family {model.family}"
+                f"{' with tied embeddings' * model.share_embeddings_and_output_weights}, which this engine does not "
+                f"divide yet: choose an untied model of {', '.join(_FAMILIES_OF_TENSOR_PARALLEL)}, or 1",
+                *("tensor_model_parallel_size", "engine"),
+            )
+        if model.num_query_groups % size:
+            raise RuleError(
+                f"{given}, must divide the {model.num_query_groups} query groups of {model.name}, by a rule of NeMo "
+                "Automodel: choose a divisor",
+                "tensor_model_parallel_size",
+            )
+        options = {"sequence_parallel": self.layout.sequence_parallel}
+        options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        for name, is_on in options.items():
+            if is_on:
+                raise RuleError(
+                    f"{given} and {name}, which memlab does not predict together yet: leave one of the two out, with "
+                    f"{name} {'False' if name != 'lora_rank' else 'None'}",
+                    *("tensor_model_parallel_size", name),
+                )
 
     @property
     def ranks_of_shards(self) -> int:
@@ -298,12 +334,6 @@ class Scenario:
 
     def _check_latent_attention(self) -> None:
         model = self.architecture
-        if self.layout.context_parallel_size > 1:
-            raise RuleError(
-                f"context_parallel_size is {self.layout.context_parallel_size}, must be 1 for the multi-latent "
-                f"attention of {model.name}, which memlab does not predict across ranks yet: choose 1",
-                "context_parallel_size",
-            )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
                 f"apply_rope_fusion is True, must be False for the multi-latent attention of {model.name}, by a "
@@ -467,11 +497,28 @@ class Scenario:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
+        if self.state.moe_shared_expert_overlap:
+            self._check_overlap_of_shared_experts()
         if self.expert_buffers and not self.architecture.routes:
             raise RuleError(
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
                 f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out",
                 "expert_buffers",
+            )
+
+    def _check_overlap_of_shared_experts(self) -> None:
+        """Checks Megatron's rule (``TransformerConfig.__post_init__``, 0.16.1)."""
+        if not self.architecture.moe_shared_expert_intermediate_size:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True, and {self.architecture.name} has no shared experts: leave it out",
+                "moe_shared_expert_overlap",
+            )
+        if self.state.moe_token_dispatcher_type != "alltoall":
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with moe_token_dispatcher_type "
+                f"{self.state.moe_token_dispatcher_type!r}, must have alltoall by a rule of Megatron-Core: choose "
+                "alltoall, or leave moe_shared_expert_overlap out",
+                *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
             )
 
     @classmethod
@@ -746,6 +793,12 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        state = self.state
+        if state.store_param_remainders and state.adam_implementation == "te_fused":
+            if not state.master_weights:
+                reasons["store_param_remainders"] = "only master_weights reads it"
+            elif self.dtype == "fp32" or state.fp32_sharded_params:
+                reasons["store_param_remainders"] = "the shards are fp32"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         return reasons

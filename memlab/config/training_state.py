@@ -32,7 +32,7 @@ RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
-AdamImplementation = Literal["foreach", "fused", "for_loop"]
+AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
@@ -52,8 +52,10 @@ _DROP = {
     "advice": "give a share from 0 to 0.99",
 }
 _ROUTER = {"group": "Router of experts"}
+_ROUTER_FORWARD = {"group": "", "rebuilds": "nothing", "megatron": "model"}
 _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
+_OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
 
 
@@ -244,6 +246,11 @@ class TrainingState:
     )
     """Megatron's own default is False: the token of each row and, of all tokens and experts, a mask and the
     probabilities are then kept for backward."""
+    # Read when the shared experts are built (transformer/moe/moe_layer.py, transformer/moe/shared_experts.py).
+    moe_shared_expert_overlap: bool = option(
+        False, "compute shared experts on a stream of their own, while ranks exchange tokens", **_DISPATCH
+    )
+    """They then hold their tensors at the same time as the dispatcher."""
     # A layer builds its dispatcher by the first (transformer/moe/moe_layer.py), which reads then whether experts are
     # padded (transformer/moe/token_dispatcher.py). The router drops tokens in each forward (transformer/moe/router.py).
     moe_token_dispatcher_type: TokenDispatcher = option(
@@ -294,6 +301,15 @@ class TrainingState:
     )
     """Of a model whose ``moe_aux_loss_coeff`` is 0, no type has one. Megatron's further type, ``sinkhorn``, is not
     modelled."""
+    moe_router_fusion: bool = option(
+        False, "choose experts and compute the loss that balances them in fewer kernels", **_ROUTER_FORWARD
+    )
+    """Backward then needs the scores and the map of the chosen experts, each once for the choice, and the scores once
+    more for the loss. Transformer Engine's kernels take no fp64."""
+    moe_router_force_load_balancing: bool = option(
+        False, "route by random logits, as benchmarks do, so that experts get about equal shares", **_ROUTER_FORWARD
+    )
+    """Each step draws the same ones."""
     moe_z_loss_coeff: float | None = option(
         None,
         "coefficient of a loss that keeps the logits of the router small (default: no such loss)",
@@ -405,8 +421,19 @@ class TrainingState:
     adam_implementation: AdamImplementation = option(
         "foreach",
         "how torch.optim.AdamW updates parameters: all at once with temporary tensors of their size (foreach, torch's "
-        "default), in one kernel without (fused), or one by one (for_loop)",
+        "default), in one kernel without (fused), or one by one (for_loop); te_fused is Transformer Engine's FusedAdam "
+        "with fp32 moments",
         rebuilds="optimizer",
+        **_FSDP2,
+    )
+    master_weights: bool = option(
+        False, "keep main parameters of the shards in fp32", rebuilds="optimizer", **_OF_TE_ADAM, **_FSDP2
+    )
+    store_param_remainders: bool = option(
+        False,
+        "of the main parameters of bf16 shards, keep only the 16 bits that the shards lack",
+        rebuilds="optimizer",
+        **_OF_TE_ADAM,
         **_FSDP2,
     )
 
@@ -438,6 +465,12 @@ class TrainingState:
         self._check_fp8()
         self._check_lora()
         self._check_extra_layers()
+        if self.moe_router_fusion and self.moe_router_dtype == "fp64":
+            raise RuleError(
+                "moe_router_fusion is True with moe_router_dtype 'fp64', must have another type by a rule of "
+                "Transformer Engine: choose fp32, or leave moe_router_fusion out",
+                *("moe_router_fusion", "moe_router_dtype"),
+            )
         if self.moe_expert_capacity_factor == 0:
             raise RuleError(
                 "moe_expert_capacity_factor is 0, must be above 0, since every token would be dropped: give another "
@@ -556,14 +589,12 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        others = {"fp8_format": self.fp8_format, "lora_rank": self.lora and self.lora.rank}
-        for name, value in others.items():
-            if self.mtp_num_layers is not None and value is not None:
-                raise RuleError(
-                    f"mtp_num_layers is {self.mtp_num_layers} with {name} {value!r}, which memlab does not predict "
-                    "together yet: leave one of the two out",
-                    *("mtp_num_layers", name),
-                )
+        if self.mtp_num_layers is not None and self.lora is not None:
+            raise RuleError(
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
+                "predict together yet: leave one of the two out",
+                *("mtp_num_layers", "lora_rank"),
+            )
 
     @classmethod
     def from_options(cls, options: str | Iterable[str]) -> TrainingState:

@@ -87,8 +87,8 @@ def estimate_outside_torch(
 
     Args:
         layout: Of the job, with the rank.
-        model: Says whether there are experts and tied embeddings, which have groups of their own. None: a dense model
-            without tied embeddings, unless the layout spreads experts.
+        model: Says whether there are experts, a bias of experts and tied embeddings, which have groups of their own.
+            None: a dense model without tied embeddings, unless the layout spreads experts.
         state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the
             embedding too. None: no such layers.
     """
@@ -99,6 +99,10 @@ def estimate_outside_torch(
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
         rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)
+    if model is not None and model.moe_router_enable_expert_bias:
+        # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias`, moe_utils.py).
+        # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
+        rings.append(layout.world_size // layout.pipeline_model_parallel_size)
     pairs, sends = _pairs(layout)
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)

@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.registry import (
     framework_of_commands,
     framework_of_keys,
 )
+from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
@@ -30,6 +31,7 @@ from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.slurm import take_ranks
 from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
+from memlab.jobs.toml_file import read_toml
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
 
 _MOST_BYTES = 8 * 2**20
@@ -95,7 +97,7 @@ def _read_text(
     if path.suffix in (".py", ".ipynb"):
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
-        raise NoJobError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
+        return _toml_format(text, path)
     script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -141,6 +143,14 @@ def _text(path: Path) -> tuple[str, bool]:
     if not text.strip():
         raise NoJobError(f"{path.name} is empty: {_ACTION}")
     return text, not rest
+
+
+def _toml_format(text: str, path: Path) -> tuple[str, Entries]:
+    entries = read_toml(text, path.name)
+    sections = {key.partition(".")[0] for key in entries.by_key}
+    if not {"model", "training"} <= sections:
+        raise NoJobError(f"{path.name} is a TOML file, and none of torchtitan's: {_ACTION}")
+    return TORCHTITAN.name, entries
 
 
 def _json_format(text: str, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
@@ -373,7 +383,9 @@ def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: 
         entry = flags.by_key.get(name)
         if entry is not None and framework.knows(name):
             entries.by_key[name] = entry
-    if framework.name == "verl-sft" and (group := entries.by_key.pop("engine", None)) is not None:
+    group = entries.by_key.pop("engine", None) if framework.name == "verl-sft" else None
+    # Hydra sets the key after it has chosen the group's file.
+    if group is not None and "engine.strategy" not in entries.by_key:
         entries.add("engine.strategy", group.value, group.line)
 
 

@@ -27,7 +27,7 @@ changes at most. ``unbounded``: of something it does not, or it takes a default 
 ``asked``: memlab needs a value that the file does not have. ``read``: memlab understood all keys, and does not have the
 model, a kind of layer, or the engine; of some it knows the least that a rank keeps. ``refused``: the same, with keys
 that it does not know. ``cannot start``: the framework itself would refuse the job. ``failed``: a fault of memlab."""
-_ENDINGS = frozenset({".sh", ".bash", ".slurm", ".sbatch", ".yaml", ".yml", ".json"})
+_ENDINGS = frozenset({".sh", ".bash", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".toml"})
 _WITH_RECIPES = ("recipes", "perf_recipes")
 """Folders of Megatron-Bridge whose programs are recipes."""
 _GENERIC = ("enable", "enabled", "mode", "rank", "target", "type", "method", "model", "dtype")

@@ -188,6 +188,10 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
         reasons["sequence_parallel"] = f"memlab writes jobs of {framework.title} with sequence parallelism only"
     if scenario.layout.rank:
         reasons["rank"] = "a framework's file describes all ranks"
+    if scenario.architecture.norms_all_heads and "hidden_size" in {key.field for key in framework.keys}:
+        reasons["norms_all_heads"] = (
+            f"{framework.title} has no key for norms over all heads: give a layer specification"
+        )
     names_model = any(key.field == "architecture" for key in framework.keys)
     if names_model and scenario.architecture.name not in HUGGING_FACE_NAMES and not framework.writes_sizes:
         reasons["architecture"] = "no published model has this name: give the path of the model's folder"

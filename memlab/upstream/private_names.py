@@ -515,8 +515,10 @@ _WITHOUT_TE = (
         _replaced(
             _MOE_UTILS,
             "te_general_gemm fused_permute fused_permute_with_probs fused_unpermute "
-            "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs",
-            "TE's fused permutations in torch (`torch_moe`); te_general_gemm as None selects torch.mm.",
+            "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_topk_with_score_function "
+            "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss",
+            "TE's fused permutations and router in torch (`torch_moe`, `fused_router`); te_general_gemm as None "
+            "selects torch.mm.",
             absent_without_te=True,
         ),
         _replaced(
@@ -571,6 +573,19 @@ _WITHOUT_TE = (
             "megatron.core.transformer.transformer_config",
             "is_te_min_version",
             "Megatron's config asks it before it accepts FP8.",
+        ),
+        *(
+            _replaced(
+                f"megatron.core.transformer.{module}",
+                "is_te_min_version",
+                "Under FP8 its linears save their inputs as they are from some version on.",
+            )
+            for module in ("multi_latent_attention", "moe.shared_experts")
+        ),
+        _replaced(
+            "megatron.core.transformer.multi_token_prediction",
+            "get_fp8_context",
+            "It opens TE's FP8 context, which asks a GPU which recipes it supports.",
         ),
         _replaced(
             "megatron.core.fp8_utils",

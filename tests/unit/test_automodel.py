@@ -170,6 +170,15 @@ def test_what_is_gathered_ahead_is_read(changes: str, read_as: tuple[int, int], 
     assert (state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth) == read_as
 
 
+def test_fused_adam_is_read_with_its_main_parameters(tmp_path: Path) -> None:
+    target = "optimizer._target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    job = read(tmp_path, f"{{{target}, optimizer.master_weights: true, optimizer.store_param_remainders: true}}")
+    assert job.scenario is not None
+    state = job.scenario.state
+    assert (state.adam_implementation, state.master_weights, state.store_param_remainders) == ("te_fused", True, True)
+    assert "optimizer._target_" not in {one.key for one in job.not_modelled}
+
+
 LAYER_OF_PHI_4 = 5120 * (5120 + 2 * 1280) + 5120 * 5120 + 3 * 5120 * 17920 + 2 * 5120
 OUTSIDE_LAYERS = 2 * 100352 * 5120 + 5120
 OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
@@ -180,7 +189,7 @@ OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
     [
         ("{distributed.pp_size: 2}", (2, 2, 4)),
         ("{distributed.tp_size: 4, model.torch_dtype: float32}", (4, 4, 8)),
-        ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW}", (2, 2)),
+        ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW, model.torch_dtype: float32}", (2, 2)),
         ("{distributed.pp_size: 2, peft.dim: 8}", (2,)),
         ("{distributed.pp_size: 2, quantization.load_in_4bit: true}", ()),
         ("{distributed.pp_size: 2, model.pretrained_model_name_or_path: a/b}", ()),
@@ -242,7 +251,8 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
         ("{peft.dim: 8, peft.use_triton: true}", {"peft.use_triton": "either"}),
         ("{optimizer.weight_decay: 0.1}", {"optimizer.weight_decay": "more"}),
         ("{optimizer.weight_decay: 0.1, optimizer._target_: torch.optim.AdamW}", {}),
-        ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam}", {"optimizer._target_": "either"}),
+        ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam, optimizer.exp_avg_dtype: torch.bfloat16}",
+         {"optimizer._target_": "either"}),
         ("{dataset._target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset}", {"step_scheduler.local_batch_size": "more"}),
         ("{packed_sequence.packed_sequence_size: 1024}", {"packed_sequence.packed_sequence_size": "more"}),
         ("{model.attn_implementation: eager}", {"model.attn_implementation": "more"}),

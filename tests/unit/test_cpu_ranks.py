@@ -20,7 +20,7 @@ from memlab.backends import simulated_routing
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.layout import Layout
-from memlab.config.lora import LoRA
+from memlab.config.lora import CANONICAL, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -32,7 +32,7 @@ from tests.unit.live import FULL, offload, recompute
 from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
 
-QWEN, PHI, GPT = map(find_architecture, ("qwen3-moe-tiny", "phi-4-tiny", "gpt-tiny"))
+QWEN, PHI, GPT, LATENT = map(find_architecture, ("qwen3-moe-tiny", "phi-4-tiny", "gpt-tiny", "deepseek-tiny"))
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,11 @@ def own_part_of_adapter(path: list[str], parameter: torch.Tensor, scenario: Scen
     """Returns this rank's part of an adapter's weight; the side that it has only a part of is the one that is split."""
     local = ".".join(path[3:] if path[0] == "decoder" else path)
     shape = next(one.shape for one in scenario.weights_of_adapters() if one.name == local)
+    if parameter.dim() == 3:  # of all experts of the rank
+        first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
+        names = (f"{local}.{first + number}" for number in range(len(parameter)))
+        seeds = (torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in names)
+        return torch.stack([0.1 * torch.randn(shape, generator=seed) for seed in seeds])
     generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
     weight, rank = 0.1 * torch.randn(shape, generator=generator), parallel_state.get_tensor_model_parallel_rank()
     for dim, (of_rank, whole) in enumerate(zip(parameter.shape, shape, strict=True)):
@@ -256,6 +261,9 @@ EXTRA = TrainingState(mtp_num_layers=1)
 ONE_GROUP = {"num_attention_heads": 4, "num_query_groups": 1}
 
 OF_FOUR_HEADS = replace(PHI, **ONE_GROUP)
+OF_TWO_GROUPS = replace(OF_FOUR_HEADS, num_query_groups=2)
+OF_ALL_LINEARS, OF_PARTS = (LoRA(rank=4, alpha=4, target_modules=targets) for targets in ((), CANONICAL))
+OF_EACH_EXPERT = LoRA(rank=8, normalize_moe_lora=True, share_expert_adapters=False)
 OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
 TWO = [
@@ -277,7 +285,8 @@ TWO = [
     ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
-    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), packed_sequences=4),
+    Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
+    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
@@ -291,16 +300,13 @@ TWO = [
         (PLAIN, *OF_MOE, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
     ),
-    Job(
-        {"tensor_model_parallel_size": 2},
-        (PLAIN, FULL),
-        OF_FOUR_HEADS,
-        TrainingState(lora=LoRA(rank=4, alpha=4, target_modules=())),
-    ),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(lora=OF_ALL_LINEARS)),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_TWO_GROUPS, TrainingState(lora=OF_PARTS)),
+    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN,), state=TrainingState(lora=OF_EACH_EXPERT)),
     Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), OF_FOUR_HEADS, TrainingState(lora=OF_MS_SWIFT)),
     Job(
         {"tensor_model_parallel_size": 2, "sequence_parallel": False},
-        (PLAIN, FULL),
+        (PLAIN,),
         OF_FOUR_HEADS,
         TrainingState(lora=OF_MS_SWIFT),
     ),

@@ -65,6 +65,7 @@ class TestLive:
             (TrainingState(reshard_after_forward="none", fsdp2_forward_prefetch_depth=1), "nothing"),
             (TrainingState(fsdp2_backward_prefetch_depth=2), "nothing"),
             (TrainingState(adam_implementation="for_loop"), "optimizer"),
+            (TrainingState(adam_implementation="te_fused", master_weights=True), "optimizer"),
             (TrainingState(), "optimizer"),
         ):
             session.set_state(state, MemorySettings())
@@ -100,6 +101,11 @@ class TestLive:
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
         ("llama-3-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, dropout=0.1)}),
+        (
+            "llama-3-tiny",
+            {"dtype": "bf16", "num_layers": 1},
+            {"adam_implementation": "te_fused", "master_weights": True, "store_param_remainders": True},
+        ),
         ("qwen3-dense-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, fsdp2_library="automodel")}),
         (
             "phi-4-tiny",
@@ -132,6 +138,48 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
     assert kept_bytes(in_fp32) == pytest.approx((4 * share, 4 * share, 8 * share), abs=16)
     gathered = 2 * 2 * scenario.architecture.vocab_size * scenario.architecture.hidden_size
     assert record.peak_allocated_bytes > record.static_bytes + gathered, "the root's parameters are not sharded again"
+
+
+TENSOR_PARALLEL = Layout(tensor_model_parallel_size=2, data_parallel_size=2, sequence_parallel=False)
+
+
+def test_tensor_parallel_ranks_keep_their_part_and_gather_the_logits_in_fp32() -> None:
+    sizes = SIZES | {"num_layers": 1, "dtype": "bf16"}
+    found = []
+    for layout in (Layout(data_parallel_size=2), TENSOR_PARALLEL):
+        scenario = Scenario.of("llama-3-tiny", **sizes, layout=layout)
+        with Lab(scenario, backend=predicting("cpu")) as lab:
+            lab.step()
+            found.append(lab.step(FULL))
+        # parameters and two moments, in bf16; between the steps there are no gradients
+        kept = kept_bytes(scenario)
+        assert found[-1].static_bytes == pytest.approx(kept.parameters + kept.optimizer, abs=200)
+    model = scenario.architecture
+    norms = model.hidden_size * (2 * 1 + 1)
+    divided = model.with_layers(1).num_parameters - norms
+    assert found[0].static_bytes - found[1].static_bytes == pytest.approx(3 * 2 * divided / 2 / 2, abs=200)
+    whole = 4 * 64 * model.vocab_size
+    assert found[1].peak_allocated_bytes > found[1].static_bytes + whole, "of the whole vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "words"),
+    [
+        ("llama-3-tiny", {"layout": replace(TENSOR_PARALLEL, sequence_parallel=True)}, "and sequence_parallel, which"),
+        ("llama-3-tiny", {"state": TrainingState(lora=LoRA(rank=8))}, "with engine 'fsdp2' and lora_rank, which"),
+        ("llama-3-tiny", {"state": TrainingState(fsdp_cpu_offload=True)}, "and fsdp_cpu_offload, which memlab"),
+        ("qwen3-0.6b", {}, "of the family qwen3 with tied embeddings"),
+        (
+            "llama-3-tiny",
+            {"layout": replace(TENSOR_PARALLEL, tensor_model_parallel_size=4)},
+            "divide the 2 query groups",
+        ),
+    ],
+)
+def test_what_is_not_divided_yet_is_refused_by_name(architecture: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        Scenario.of(architecture, **(SIZES | {"dtype": "bf16", "num_layers": 1, "layout": TENSOR_PARALLEL} | given))
+    assert "\n" not in str(refused.value)
 
 
 def test_replicas_have_all_shards_and_a_smaller_group_keeps_its_part_after_forward() -> None:
@@ -216,7 +264,8 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"layout": Layout(tensor_model_parallel_size=2)}, "tensor_model_parallel_size is 2, but engine 'fsdp2'"),
+        ({"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, but engine 'fsdp2'"),
+        ({"layout": Layout(tensor_model_parallel_size=2)}, "is of the family phi3, which this engine does not divide"),
         ({"packed_sequences": 2}, "packed_sequences is 2, but engine 'fsdp2' does not have"),
         ({"state": TrainingState(overlap_grad_reduce=True)}, "overlap_grad_reduce is True, but engine 'fsdp2'"),
         ({"state": TrainingState(lora=LoRA(library="mcore_bridge"))}, "lora_library is 'mcore_bridge', but engine"),

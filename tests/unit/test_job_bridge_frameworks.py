@@ -232,11 +232,9 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
     assert not [one for one in job.not_modelled if one.effect == "unknown"]
 
 
-def test_verl_s_sft_trainer_without_megatron_is_refused(tmp_path: Path) -> None:
+def test_verl_s_sft_trainer_without_megatron_is_that_of_fsdp(tmp_path: Path) -> None:
     command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
-    assert "engine fsdp: memlab predicts this framework's jobs with Megatron only" in str(
-        sft(tmp_path, command).not_supported
-    )
+    assert sft(tmp_path, command).framework == "verl-sft-fsdp"
     with pytest.raises(ValueError, match="is of no format that memlab reads"):
         sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
 
@@ -436,3 +434,17 @@ def test_what_an_unknown_recipe_replaces_of_a_command_is_named(
     scenario, _ = job.required()
     assert scenario.state.grad_reduce_in_bf16 == in_bf16
     assert {line.partition(":")[0] for line in job.warnings if "replaces it" in line} == said
+
+
+@pytest.mark.parametrize(("gpu", "is_said"), [("h100", False), ("gb200", True)])
+def test_fp8_of_a_recipe_for_a_newer_gpu_is_said_to_be_a_hopper_s(gpu: str, is_said: bool, tmp_path: Path) -> None:
+    """A recipe of the same name on an H100 transposes the matrices, as memlab does."""
+    text = (
+        f"recipe: llama3_8b_sft_8gpu_{gpu}_fp8cs_config\nworld_size: 8\nmodel: {{hf_model_id: meta-llama/Llama-3.1-8B}}\n"
+        "ddp: {grad_reduce_in_fp32: true}\ntrain: {micro_batch_size: 1, global_batch_size: 8}\n"
+        "mixed_precision: {fp8: hybrid, fp8_recipe: tensorwise}\n"
+    )
+    (tmp_path / "run_config.yaml").write_text(text)
+    job = Job.read(tmp_path / "run_config.yaml")
+    found = [one for one in job.not_modelled if one.key == "mixed_precision.fp8_recipe"]
+    assert [one.effect for one in found] == ["less"] * is_said

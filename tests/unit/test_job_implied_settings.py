@@ -264,8 +264,6 @@ def test_experts_one_by_one_are_said_of_megatron_lm_s_models_with_experts(tmp_pa
 @pytest.mark.parametrize(
     ("flags", "key", "effect"),
     [
-        ("--moe-router-fusion", "moe_router_fusion", "either"),
-        ("--moe-router-force-load-balancing", "moe_router_force_load_balancing", "either"),
         ("--moe-paged-stash", "moe_paged_stash", "either"),
         ("--moe-enable-routing-replay", "moe_enable_routing_replay", "more"),
         ("--ddp-num-buckets 4", "ddp_num_buckets", "either"),

@@ -462,3 +462,9 @@ def test_options_of_fp8_change_nothing_in_bf16(is_fp8: str, is_read: bool, tmp_p
     job = Job.read(tmp_path / "job.yaml", overrides=given)
     job.required()
     assert keys <= (effects(job).keys() if is_read else job.without_effect.keys())
+
+
+def test_verl_s_longest_position_changes_nothing_of_rotary_embeddings(tmp_path: Path) -> None:
+    """``override_config`` of verl 0.9.1 has the model's values in a section ``model_config``."""
+    key = "actor_rollout_ref.model.override_config.model_config.max_position_embeddings"
+    assert key in script(tmp_path, f"{VERL} +{key}=10240").without_effect

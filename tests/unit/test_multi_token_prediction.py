@@ -74,7 +74,6 @@ def test_a_layer_has_two_norms_a_matrix_and_the_model_s_last_layer_by_hand() -> 
     ("values", "words"),
     [
         ({"loss": "logprobs"}, "with loss 'logprobs', must have 'cross_entropy'"),
-        ({"fp8_format": "hybrid"}, "with fp8_format 'hybrid', which memlab does not predict together yet"),
         ({"lora": LoRA(rank=8)}, "with lora_rank 8, which memlab does not predict together yet"),
         ({"mtp_num_layers": 0}, "mtp_num_layers is 0, must be a whole number of at least 1"),
     ],

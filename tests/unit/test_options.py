@@ -105,6 +105,7 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
         **dict.fromkeys(
             ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"), "only moe_expert_capacity_factor reads it"
         ),
+        **dict.fromkeys(("master_weights", "store_param_remainders"), "only adam_implementation 'te_fused' reads it"),
         **dict.fromkeys(of_adapters, "only lora_rank reads it"),
     }
 

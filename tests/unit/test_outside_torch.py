@@ -87,6 +87,19 @@ def test_only_the_last_stage_has_the_group_of_the_loss_and_the_kernels_of_the_ou
     assert tied.nccl_bytes - apart.nccl_bytes == 484 * MIB
 
 
+@pytest.mark.parametrize(("layout", "mebibytes"), [("", 388), ("TP2 EP2 DP2", 484), ("PP2", 388)])
+def test_a_bias_of_experts_follows_the_tokens_of_all_ranks_of_a_stage(layout: str, mebibytes: int) -> None:
+    """Measured: 2,892 MiB of one rank of Moonlight, in a process whose ranks of Qwen3-30B-A3B held 2,498 MiB."""
+    moonlight = find_architecture("moonlight-16b-a3b")
+    without = replace(moonlight, moe_router_enable_expert_bias=False)
+    both = Layout.from_text(layout) if layout else Layout()
+    more = estimate_outside_torch(both, moonlight).nccl_bytes - estimate_outside_torch(both, without).nccl_bytes
+    assert more == mebibytes * MIB
+    if not layout:
+        stated = estimate_outside_torch(both, moonlight)
+        assert stated.total_bytes <= 2892 * MIB <= stated.most_bytes
+
+
 @pytest.mark.parametrize(("model", "more"), [("qwen3-8b", (484, 0, 484)), ("qwen3-4b", (0, 0, 0))])
 def test_the_last_stage_has_a_copy_of_the_embedding_for_multi_token_prediction(
     model: str, more: tuple[int, ...]

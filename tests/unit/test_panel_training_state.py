@@ -90,7 +90,7 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
     values = {"fp32_sharded_params": True, "reshard_after_forward": "none", "adam_implementation": "fused"}
     try:
         own = {"defer_fsdp_grad_sync", "grad_reduce_in_bf16", "fsdp_cpu_offload", "dp_replicate_size"}
-        own |= {"lora_rank", "lora_target_modules"}
+        own |= {"lora_rank", "lora_target_modules", "master_weights", "store_param_remainders"}
         own |= {"fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"}
         own |= {"reshard_after_forward_ranks", *(field.name for field in fields(AllocatorSettings))}
         assert set(shown.training_state.by_name) == {*values, *own}

@@ -29,6 +29,7 @@ MODELS = [
         "deepseek-tiny",
         "glm-4.5-tiny",
         "gpt-oss-tiny",
+        "minimax-tiny",
         "qwen2-moe-tiny",
         "qwen3-moe-tiny",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job, jobs
+from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, OF_PARTS, Job, jobs
 from benchmarks.plain_megatron import predict_rank, routes_of
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
@@ -72,7 +72,7 @@ ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_
 def test_all_jobs_of_adapters_were_measured() -> None:
     for ranks, measured in ((1, [*ADAPTERS]), (2, [row["name"] for row in ADAPTERS_OF_TWO])):
         names = [job.name for job in jobs() if job.num_ranks == ranks and "lora_rank" in job.state]
-        assert set(measured) <= set(names)
+        assert set(measured) <= set(names) if ranks == 2 else sorted(measured) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words:
 @pytest.mark.parametrize(
     "name",
     [
-        "llama-3.1-8b 4 layers one rank x1 lora_rank=32 lora_dropout=0.05 lora_dropout_position=post",
-        "phi-4 2 layers one rank x1 lora_rank=32 lora_dropout=0.1",
+        "qwen3-30b-a3b 2 layers one rank x1 lora_rank=32 lora_dropout=0.1 lora_share_expert_adapters=False",
+        f"phi-4 2 layers one rank x1 lora_rank=32 lora_target_modules={'+'.join(OF_PARTS)} lora_dropout=0.1",
         "qwen3-30b-a3b 4 layers one rank x1 offload_modules=expert_fc1+moe_act lora_rank=16",
         "qwen3-30b-a3b 2 layers one rank x1 lora_rank=24 lora_target_modules=",
     ],
 )
 def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> None:
-    """The largest errors of all 74 rows are 0.010 % of the peak and 0.020 % of the start."""
+    """The largest errors of all 92 rows are 0.012 % of the peak and 0.045 % of the start."""
     measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
@@ -142,7 +142,9 @@ MEASURED = {
             1e-5,
         ),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_z_loss_coeff=0.001", 1e-4),
-        ("qwen3-30b-a3b 2 layers one rank x1 freeze_moe_router=True", 1e-4),
+        pytest.param("qwen3-30b-a3b 2 layers one rank x1 freeze_moe_router=True", 1e-4, marks=pytest.mark.slow),
+        ("qwen3-30b-a3b 2 layers one rank x1 moe_token_dispatcher_type=allgather", 5e-5),
+        ("qwen3-30b-a3b 2 layers one rank x1 moe_expert_capacity_factor=1.0", 2e-5),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_permute_fusion=False", 1e-5),
         (  # its peak is where the gradients of the tied embedding are added
             f"gpt3-6.7b 4 layers one rank x1 {FULL_RECOMPUTE} hidden_dropout=0.1 attention_dropout=0.1",

@@ -37,9 +37,12 @@ FUSED_GRADIENTS = TrainingState(
     grad_reduce_in_bf16=True,
     gradient_accumulation_fusion=True,
     moe_permute_fusion=False,
+    moe_token_dispatcher_type="allgather",
     mtp_num_layers=1 if MINOR < 19 else None,
 )
-NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
+NOT_DISTRIBUTED = TrainingState(
+    use_distributed_optimizer=False, moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True
+)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
 IN_PLACE = TrainingState(
     attention_backend="unfused",
@@ -51,7 +54,12 @@ IN_PLACE = TrainingState(
     logprobs_chunk_size=16,
 )
 OTHER_OPTIMIZER = TrainingState(
-    use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8", create_attention_mask=True
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="fp8",
+    create_attention_mask=True,
+    moe_router_fusion=True,
+    moe_router_force_load_balancing=True,
 )
 CPU_OPTIMIZER = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 FP8 = TrainingState(fp8_format="hybrid", fp8_recipe="delayed", gradient_accumulation_fusion=True)

@@ -27,9 +27,11 @@ SETTINGS = (MemorySettings(), FULL, recompute("moe"), offload("expert_fc1", "moe
     ("state", "is_lossless"),
     [
         ({"moe_token_dispatcher_type": "allgather"}, True),
-        ({"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": False}, True),
+        pytest.param(
+            {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": False}, True, marks=pytest.mark.slow
+        ),
         # No expert of this model has more rows than there are tokens, 4 times its share.
-        ({"moe_expert_capacity_factor": 4.0}, True),
+        pytest.param({"moe_expert_capacity_factor": 4.0}, True, marks=pytest.mark.slow),
         ({"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}, False),
     ],
 )

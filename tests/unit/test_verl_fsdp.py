@@ -49,6 +49,13 @@ def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
     ]
 
 
+def test_fsdp_does_not_read_megatron_s_section_of_adapters(tmp_path: Path) -> None:
+    """It reads ``lora_rank`` (verl/workers/engine/fsdp/transformer_impl.py, 1dda039b)."""
+    job = read(tmp_path, " ".join(f"{MODEL}.lora.{each}" for each in ("rank=8", "alpha=16", "type=lora", "merge=true")))
+    assert job.required()[0].state.lora is None
+    assert {f"{MODEL}.lora.rank", f"{MODEL}.lora.type"} <= job.without_effect.keys()
+
+
 @pytest.mark.parametrize(
     ("keys", "state", "settings"),
     [
@@ -118,3 +125,27 @@ def test_what_the_engine_does_not_have_is_refused_by_name(
     if at_least is not None:
         of_a_rank = 8_190_735_360 // 8  # as Qwen publishes the model: 8.2 billion parameters
         assert tuple(job.at_least.values()) == tuple(size * of_a_rank for size in at_least)
+
+
+SFT = (
+    "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-8B engine=fsdp "
+    "data.use_dynamic_bsz=False data.max_length=4096 data.train_batch_size=16 data.micro_batch_size_per_gpu=1 "
+)
+
+
+def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SFT + "engine.strategy=fsdp2 engine.model_dtype=bf16 optim.lr=1e-5")
+    job = Job.read(tmp_path / "run.sh")
+    scenario, settings = job.required()
+    assert job.framework == "verl-sft-fsdp" and settings == MemorySettings(**WHOLE_LAYERS)  # type: ignore[arg-type]
+    assert scenario == Scenario.of(
+        "qwen3-8b",
+        seq_length=4096,
+        num_microbatches=4,
+        engine="fsdp2",
+        layout=Layout(data_parallel_size=4),
+        state=TrainingState(reshard_after_forward="all"),
+    )
+    assert [(one.key, one.effect, bool(one.bound_bytes)) for one in job.not_modelled] == [("loss_fn", "less", True)]
+    (tmp_path / "run.sh").write_text(SFT)
+    assert [one.key for one in Job.read(tmp_path / "run.sh").not_modelled] == ["engine.strategy", "loss_fn"]

@@ -24,6 +24,7 @@ class GroupedQueryAttention(Part):
     kv_channels: int
     rotary_percent: float
     qk_layernorm: bool
+    norms_all_heads: bool
     add_qkv_bias: bool
     normalization: Normalization
     add_bias_linear: bool
@@ -88,6 +89,7 @@ class GroupedQueryAttention(Part):
             "num_query_groups": config.whole("num_key_value_heads", default=kind.num_key_value_heads or heads),
             "kv_channels": config.whole("head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
             "qk_layernorm": kind.qk_layernorm or config.says(kind.qk_norm_field),
+            "norms_all_heads": kind.norms_all_heads,
             "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
             **(_sinks_of_config(config) if kind.has_sinks else {}),
         }
@@ -118,10 +120,16 @@ class GroupedQueryAttention(Part):
             Weight("self_attention.linear_qkv.weight", (self.qkv_width, self.hidden_size), split=0),
             *((of_queries,) if self.add_qkv_bias or self.add_bias_linear else ()),
             *((of_sinks,) if self.softmax_type == "learnable" else ()),
-            *(weight for name in norms for weight in norm_weights(name, self.kv_channels, self.normalization)),
+            *(weight for name in norms for weight in self._norm_weights(name)),
             Weight("self_attention.linear_proj.weight", (self.hidden_size, self.query_width), split=1),
             *((of_output,) if self.add_bias_linear else ()),
         )
+
+    def _norm_weights(self, name: str) -> tuple[Weight, ...]:
+        if not self.norms_all_heads:
+            return norm_weights(name, self.kv_channels, self.normalization)
+        heads = self.num_attention_heads if ".q_" in name else self.num_query_groups
+        return (Weight(f"{name}weight", (heads * self.kv_channels,), split=0),)
 
     def shared_sizes(self) -> tuple[SharedSize, ...]:
         """Returns the channels that tensor parallel ranks share; `Layout` has Megatron's further rules for heads."""
@@ -170,6 +178,8 @@ class GroupedQueryAttention(Part):
         heads, groups, channels = self.num_attention_heads, self.num_query_groups, self.kv_channels
         of_row = norm_kept_bytes(self.normalization)
         norms = (2 * channels + of_row) * (heads + groups) if self.qk_layernorm else 0
+        if self.norms_all_heads:  # a copy in fp32, normalised values, and two reciprocals
+            norms = (4 + 2) * channels * (heads + groups) + 2 * 4
         # The checkpoint's inputs: values are a part of linear_qkv's output, and queries and keys too, unless changed.
         has_copies = recompute == "core_attn" and (self.rotates or self.qk_layernorm)
         attended = (6 if has_copies else 4) * (heads + groups) * channels

@@ -179,7 +179,7 @@ class Experts(FeedForward):
             "moe_aux_loss_coeff": config.number_of_either("router_aux_loss_coef", "aux_loss_alpha", default=0.001),
             # Mixtral has no such field, and always normalises.
             "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=not has_own_width),
-            "moe_layer_freq": _pattern_of_config(config),
+            "moe_layer_freq": _pattern_of_config(config, kind),
             **(_clamped_gate_of_config(config) if kind.has_sinks else {}),
             **_router_of_config(config, kind),
             **_shared_experts_of_config(config, kind),
@@ -274,14 +274,15 @@ def _router_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
         raise ValueError(
             f"topk_method {shortened(method)} is not modelled: memlab has greedy, group_limited_greedy, noaux_tc"
         )
-    factor = config.number("routed_scaling_factor", default=1.0)
+    factor = config.number("routed_scaling_factor", default=kind.routed_scaling_factor)
     read: dict[str, Any] = {
         "moe_router_score_function": score,
-        "moe_router_enable_expert_bias": method == "noaux_tc",
+        "moe_router_enable_expert_bias": method == "noaux_tc" or kind.expert_bias,
         "moe_router_topk_scaling_factor": factor if factor != 1 else None,
     }
     if method in ("group_limited_greedy", "noaux_tc"):
-        read |= {"moe_router_num_groups": config.whole("n_group"), "moe_router_group_topk": config.whole("topk_group")}
+        read["moe_router_num_groups"] = config.whole("n_group", default=kind.n_group)
+        read["moe_router_group_topk"] = config.whole("topk_group", default=kind.topk_group)
     return read
 
 
@@ -289,8 +290,9 @@ def _shared_experts_of_config(config: ConfigJson, kind: ModelType) -> dict[str, 
     """Returns the width of all shared experts together, and whether they have a gate, as Qwen's have."""
     if kind.shared_expert_gate and config.values.get("shared_expert_intermediate_size"):
         width = config.whole("shared_expert_intermediate_size")
-    elif config.values.get("n_shared_experts"):
-        width = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
+    elif config.values.get("n_shared_experts", kind.n_shared_experts):
+        number = config.whole("n_shared_experts", default=kind.n_shared_experts or None)
+        width = number * config.whole("moe_intermediate_size")
     else:
         return {}
     return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": kind.shared_expert_gate}
@@ -309,7 +311,7 @@ def _clamped_gate_of_config(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:
+def _pattern_of_config(config: ConfigJson, kind: ModelType) -> tuple[int, ...] | None:
     """Returns which layers have experts.
 
     After ``Qwen3MoeDecoderLayer`` and ``DeepseekV3DecoderLayer`` in transformers 5.24.
@@ -317,7 +319,7 @@ def _pattern_of_config(config: ConfigJson) -> tuple[int, ...] | None:
     every, dense = config.whole("decoder_sparse_step", default=1), config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(is_whole_number(layer, at_least=0) for layer in dense):
         raise ValueError(f"mlp_only_layers is {shortened(dense)}, must be a list of numbers of layers: correct it")
-    first_dense = config.values.get("first_k_dense_replace") or 0
+    first_dense = config.values.get("first_k_dense_replace", kind.first_k_dense_replace) or 0
     if not is_whole_number(first_dense, at_least=0):
         raise ValueError(f"first_k_dense_replace is {shortened(first_dense)}, must be a number of layers: correct it")
     frequency = config.values.get("moe_layer_freq", 1)

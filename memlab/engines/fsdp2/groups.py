@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.protocol import HeldTensor
@@ -13,8 +14,13 @@ from memlab.engines.protocol import HeldTensor
 
 def whole_storage(tensor: Any) -> torch.Tensor:
     """Returns all of a shard's storage: the gradients of a layer are views of what its reduce-scatter has written."""
-    local = tensor.to_local().detach()
+    local = _local(tensor).detach()
     return torch.as_strided(local, (local.untyped_storage().nbytes() // local.element_size(),), (1,), 0)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Returns a DTensor's own part; Transformer Engine's Adam has that itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedGroups:
@@ -36,9 +42,10 @@ class ShardedGroups:
         return [whole_storage(each.grad) for each in self._live.parameters if each.grad is not None]
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """Returns Adam's moments; FSDP2 has no main parameters."""
+        """Returns Adam's moments, and the main parameters that Transformer Engine's may keep."""
         states = self._live.optimizer.state.values() if self._live.optimizer is not None else ()
-        return [whole_storage(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq") if name in state]
+        names = ("exp_avg", "exp_avg_sq", "master_param")
+        return [whole_storage(state[name]) for state in states for name in names if name in state]
 
     def drop_copied_gradients(self) -> int:
         """Drops nothing: no gradient is copied."""
@@ -57,4 +64,4 @@ def holdings(live: ShardedModel) -> Iterator[HeldTensor]:
     for state in live.optimizer.state.values() if live.optimizer is not None else ():
         for name, value in state.items():
             if value.dim():
-                yield HeldTensor("optimizer state", name, value.to_local())
+                yield HeldTensor("optimizer state", name, _local(value))

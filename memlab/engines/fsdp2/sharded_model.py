@@ -13,7 +13,9 @@ from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.adapters import add_adapters
+from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import ATTENTION, UNFUSED_ATTENTION, build_model
+from memlab.engines.fsdp2.tensor_parallel import divide
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
 
@@ -45,17 +47,21 @@ class ShardedModel:
                 self.module.set_force_sum_reduction_for_comms(True)
         # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
         self.parameters: list[Any] = list(self.module.parameters())
+        self.is_divided = scenario.layout.tensor_model_parallel_size > 1
         self.is_on_host = scenario.state.fsdp_cpu_offload
         self._to_device()
         self.set_gathering(scenario.state)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | FusedAdamOfShards | None = None
         self.build_optimizer(scenario.state)
 
     def build_optimizer(self, state: TrainingState) -> None:
         """Gives the model an optimizer, which makes its moments in its first step."""
-        kind = state.adam_implementation
+        kind, trained = state.adam_implementation, [each for each in self.parameters if each.requires_grad]
+        if kind == "te_fused":
+            self.optimizer = FusedAdamOfShards(trained, state, LEARNING_RATE)
+            return
         self.optimizer = torch.optim.AdamW(
-            [each for each in self.parameters if each.requires_grad],
+            trained,
             lr=LEARNING_RATE,
             foreach=kind == "foreach",
             fused=kind == "fused",
@@ -103,12 +109,15 @@ class ShardedModel:
 
     def _shard(self, mesh_device: str, scenario: Scenario) -> None:
         """Has FSDP2 shard each layer, and then the model."""
-        state = scenario.state
-        shape = (state.dp_replicate_size, scenario.ranks_of_shards)
-        is_replicated = state.dp_replicate_size > 1
-        names = ("dp_replicate", "dp_shard") if is_replicated else ("dp_shard",)
+        state, tensor_ranks = scenario.state, scenario.layout.tensor_model_parallel_size
+        sizes = {"dp_replicate": state.dp_replicate_size, "dp_shard": scenario.ranks_of_shards, "tp": tensor_ranks}
+        named = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        mesh = init_device_mesh(mesh_device, tuple(named.values()), mesh_dim_names=tuple(named))
+        if tensor_ranks > 1:
+            divide(self.module, mesh["tp"])
+            mesh = mesh[tuple(name for name in named if name != "tp")]
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(mesh_device, shape if is_replicated else shape[1:], mesh_dim_names=names),
+            "mesh": mesh,
             "mp_policy": _policy(scenario),
             "offload_policy": CPUOffloadPolicy() if state.fsdp_cpu_offload else OffloadPolicy(),
         }

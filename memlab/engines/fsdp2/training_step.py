@@ -10,6 +10,7 @@ import torch
 
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.sharded_model import ShardedModel
+from memlab.engines.fsdp2.tensor_parallel import clip, loss_of
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels, on_host
 
@@ -34,13 +35,13 @@ def train_step(
             microbatches.before_forward()
             labels.enter_phase("forward")
             labels.passes_in_flight += 1
-            output = _forward(live, tokens)
+            output, loss = _forward(live, scenario, tokens)
             labels.enter_phase("backward")
             # The output has the logits, and refers to them until backward has ended, as in the loops of NeMo Automodel.
-            torch.autograd.backward(output.loss / scenario.num_microbatches)
+            torch.autograd.backward(loss / scenario.num_microbatches)
             labels.passes_in_flight -= 1
-            losses.append(output.loss.detach())
-            del output
+            losses.append(loss.detach())
+            del output, loss
     load_for_update()
     labels.enter_phase("optimizer")
     if update is None:
@@ -56,7 +57,10 @@ def update_parameters(live: ShardedModel) -> None:
     """Clips the gradients, and runs the optimizer."""
     assert live.optimizer is not None
     with on_host() if live.is_on_host else nullcontext():
-        torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
+        if live.is_divided:
+            clip(live.parameters, _MAX_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
         live.optimizer.step()
 
 
@@ -71,20 +75,27 @@ def forward_only_step(
             for tokens in _batches(scenario):
                 microbatches.before_forward()
                 labels.enter_phase("forward")
-                losses.append(_forward(live, tokens).loss)
+                losses.append(_forward(live, scenario, tokens)[1])
     finally:
         live.module.train()
     return _over_the_ranks(losses)
 
 
-def _forward(live: ShardedModel, tokens: torch.Tensor) -> Any:
+def _forward(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Returns the output with the logits, and the loss."""
     tokens = tokens.cuda()
-    return live.module(input_ids=tokens, labels=tokens)
+    if scenario.layout.tensor_model_parallel_size == 1:
+        output = live.module(input_ids=tokens, labels=tokens)
+        return output, output.loss
+    output = live.module(input_ids=tokens)
+    return output, loss_of(live.module, output.logits, tokens)
 
 
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
     """Yields random tokens int64 [micro_batch_size, seq_length] on the host, the same in every step."""
-    generator = torch.Generator().manual_seed(scenario.seed + scenario.layout.rank)
+    generator = torch.Generator().manual_seed(
+        scenario.seed + scenario.layout.rank // scenario.layout.tensor_model_parallel_size
+    )
     shape = (scenario.micro_batch_size, scenario.seq_length)
     for _ in range(scenario.num_microbatches):
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)

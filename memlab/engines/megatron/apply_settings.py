@@ -44,10 +44,27 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
             base_of(module.linear_fc1).save_original_input = attributes["offload_expert_fc1"]
+        if live.config.fp8:
+            _save_original_inputs(module, settings, live.config.fp8_recipe)
         if "activation_recompute" in attributes and live.config.fp8:
             # experts.py lets the next linear save what is recomputed in place of an FP8 copy.
             base_of(module.linear_fc2).save_original_input = attributes["activation_recompute"]
     offload_manager.start_over()
+
+
+def _save_original_inputs(module: Any, settings: MemorySettings, recipe: str) -> None:
+    """Lets linears save what another module saves or recomputes, in place of an FP8 copy (``set_save_original_input``).
+
+    These are the first linear of shared experts, whose input the router saves, and those of latent attention after a
+    recomputed norm (``transformer/moe/shared_experts.py``, ``transformer/multi_latent_attention.py``).
+    """
+    modules = settings.recompute_modules or ()
+    if getattr(module, "shared_experts", None) is not None:
+        own = recipe != "delayed" and "shared_experts" not in modules
+        module.shared_experts.linear_fc1.save_original_input = own or "layernorm" in modules
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if hasattr(module, name):
+            getattr(module, name).save_original_input = "layernorm" in modules
 
 
 def _recomputes(name: str) -> Callable[[Any, MemorySettings], bool]:

@@ -31,6 +31,9 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.adapters import add_adapters
+from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm
+from memlab.engines.megatron.layers.tensor_parallel import WHOLE
+from memlab.engines.megatron.layers.torch_layers import TorchLinear
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
@@ -141,6 +144,8 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
             config.memlab_routing.add_layers(layer for layer in _layers_of(model) if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
+            if config.moe_shared_expert_overlap:
+                _exchange_nothing_in_shared_experts(model)
             if scenario.state.lora is not None:
                 add_adapters(model, scenario, provider, number)
             if scenario.state.freeze_moe_router:
@@ -230,6 +235,15 @@ def _spread_experts(model: GPTModel) -> None:
             weight.allreduce = False
 
 
+def _exchange_nothing_in_shared_experts(model: GPTModel) -> None:
+    # Megatron gathers and scatters around them itself (``SharedExpertMLP.__init__``): TE's linears have a mode for it.
+    for layer in _layers_of(model):
+        shared = getattr(layer.mlp, "shared_experts", None)
+        for linear in () if shared is None else (shared.linear_fc1, shared.linear_fc2):
+            if isinstance(linear, TorchLinear):
+                linear.split = WHOLE
+
+
 def _fuse_adam(live: LiveModel) -> None:
     # Without TE or Apex Megatron takes torch's AdamW; fused, it updates in one kernel without temporaries, like TE's.
     for part in live.optimizers:
@@ -262,6 +276,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             )
             for part in architecture.feed_forwards
         }
+    for spec in specs.values() if architecture.norms_all_heads else ():
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(

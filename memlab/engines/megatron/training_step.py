@@ -90,8 +90,9 @@ def _run_schedule(
 ) -> float | None:
     scenario = live.scenario
     live.config.memlab_routing.begin_step()
-    if scenario.state.hidden_dropout or scenario.state.attention_dropout:
-        seed_megatron(scenario.seed)  # the same elements are dropped in each step, whatever its settings
+    state = scenario.state
+    if state.hidden_dropout or state.attention_dropout or state.moe_router_force_load_balancing:
+        seed_megatron(scenario.seed)  # each step draws the same, whatever its settings
     with microbatches.counted():
         losses = live.forward_backward(
             forward_step_func=partial(_forward_step, live),

@@ -94,6 +94,7 @@ _RESHARD = Conversion(
     lambda value: {name: given for given, name in _RESHARDED.items()}[value],
 )
 
+_FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 _POLICY_ON_HOST = "torch.distributed.fsdp.CPUOffloadPolicy"
 _OFFLOAD = Conversion(
     lambda value: str(value).endswith("CPUOffloadPolicy"), lambda value: _POLICY_ON_HOST if value else None
@@ -135,6 +136,8 @@ KEYS = (
     Key("distributed.pipeline.pp_microbatch_size", "rows_of_stage", COUNT),
     *automodel_keys("peft"),
     Key("optimizer._target_", "optimizer", TEXT, "torch.optim.AdamW"),
+    Key("optimizer.master_weights", "master_weights", SWITCH, False),
+    Key("optimizer.store_param_remainders", "store_param_remainders", SWITCH, False),
     Key("optimizer.foreach", "is_foreach", SWITCH),
     Key("optimizer.fused", "is_fused", SWITCH),
 )
@@ -211,7 +214,10 @@ def _take_least(reading: Reading, optimizer: str) -> None:
     """Takes what FSDP2 keeps of each parameter, unless its weights are elsewhere, or others than memlab counts."""
     is_quantized = any(key.startswith("quantization.") for key in reading.entries.by_key)
     if not (reading.values["fsdp_cpu_offload"] or is_quantized or _class_of_model(reading) != _CAUSAL):
-        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=optimizer in ("Adam", "AdamW"))
+        is_torch_adam = optimizer in ("torch.optim.Adam", "torch.optim.AdamW")
+        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=is_torch_adam)
+        if optimizer.endswith("FlashAdamW"):  # it may keep parameters of fp32 shards in fewer bytes
+            reading.kept_of_parameter = dict.fromkeys(reading.kept_of_parameter, 2)
 
 
 def _refuse(reading: Reading) -> None:
@@ -330,13 +336,19 @@ def _take_optimizer(reading: Reading) -> None:
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
     name = kind.rpartition(".")[2]
-    _take_least(reading, name if kind.startswith("torch.optim.") else "")
+    _take_least(reading, kind)
     decay = reading.get("optimizer.weight_decay")
     if kind.startswith("torch.optim.") and name in ("Adam", "AdamW"):
+        values |= {"master_weights": False, "store_param_remainders": False}
         if name == "Adam" and decay and values["adam_implementation"] != "fused":
             # ``_multi_tensor_adam`` and ``_single_tensor_adam`` of torch 2.13 add it to a copy of the gradients.
             reading.miss("optimizer.weight_decay", "more", "Adam adds it to a copy of the gradients")
         return
+    types = {str(reading.get(f"optimizer.{moment}_dtype", default="float32")) for moment in ("exp_avg", "exp_avg_sq")}
+    if name == "FusedAdam" and all(one.endswith("float32") for one in types) and not values["fsdp_cpu_offload"]:
+        values["adam_implementation"] = "te_fused"
+        return
+    values |= {"master_weights": False, "store_param_remainders": False}
     # Of Adam with other types the state is bounded; Muon gathers whole matrices for its update.
     key = "optimizer._target_" if name in ("FusedAdam", "FlashAdamW") else "optimizer"
     reading.known.add("optimizer._target_")
@@ -381,7 +393,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "data_ranks": scenario.layout.data_parallel_size,
             "checkpointing": settings.recompute_granularity,
             "longest": scenario.seq_length,
-            "optimizer": "torch.optim.AdamW",
+            "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
             "is_foreach": False if state.adam_implementation == "for_loop" else None,
             "is_fused": True if state.adam_implementation == "fused" else None,
         }

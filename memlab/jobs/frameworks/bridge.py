@@ -6,6 +6,7 @@ Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own config
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +202,9 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+_BLACKWELL = re.compile(r"_(g?b[123]00|vr?200|r100)_")
+"""GPUs, by the names of recipes, whose matrix products take FP8 in any layout (``is_non_tn_fp8_gemm_supported`` in
+``transformer_engine/pytorch/utils.py``, 2.16.1: from compute capability 10.0 on)."""
 _PACKED = ("dataset.packed_sequence_specs.packed_sequence_size", "dataset.offline_packing_specs.packed_sequence_size")
 """The tokens of a row of packed sequences, in 0.6.2 and in main of August 2026."""
 
@@ -232,6 +236,9 @@ def complete(reading: Reading) -> None:
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
+    if values.get("fp8_format") and values.get("fp8_recipe") != "mxfp8" and _BLACKWELL.search(recipe or ""):
+        reason = "Transformer Engine transposes no FP8 matrices on the GPU that the recipe names; memlab does"
+        reading.miss("mixed_precision.fp8_recipe", "less", reason)
     _note_replaced_by_recipe(reading)
     _complete_rows(reading)
     rows = reading.get("dataset.micro_batch_size")

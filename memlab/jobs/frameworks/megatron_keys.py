@@ -134,7 +134,7 @@ _OF_A_MODEL = {
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
-    "quick_geglu",
+    "quick_geglu", "norms_all_heads",
 )  # fmt: skip
 """What Megatron-LM's flags give, and Megatron-Core's config has by another name or not at all."""
 _OF_MODELS = tuple(
@@ -208,7 +208,6 @@ MISSING = (
         True,
     ),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
-    Missing("moe_shared_expert_overlap", "more", "shared experts and exchange of tokens hold tensors at once"),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
@@ -281,9 +280,7 @@ MISSING = (
     Missing("fp8_output_proj", "either", "the output layer multiplies in FP8 too"),
     Missing("moe_router_quantile_balancing_ema", "either", "the router balances experts by quantiles"),
     Missing("moe_router_topk_limited_devices", "either", "the router chooses devices first", is_given),
-    Missing("moe_router_force_load_balancing", "either", "the router draws its logits at random"),
     Missing("moe_router_force_biased", "either", "the router adds a random bias to its logits", is_given),
-    Missing("moe_router_fusion", "either", "the router is one kernel, which keeps other tensors"),
     Missing("moe_enable_routing_replay", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing("moe_apply_probs_on_input", "either", "probabilities multiply the experts' inputs, not their activations"),
     Missing("use_grouped_gemm_for_dense_mlp", "either", "the MLP's matrices are one group"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, verl_fsdp
+from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, verl_fsdp, verl_sft_fsdp
 from memlab.jobs.frameworks.automodel import AUTOMODEL
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
@@ -16,6 +16,7 @@ from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 from memlab.jobs.frameworks.skyrl import SKYRL
 from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
+from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.frameworks.verl import VERL
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 
@@ -27,10 +28,13 @@ _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]]
     "nemo-rl": (nemo_rl_dtensor.chooses_dtensor, nemo_rl_dtensor.NEMO_RL_DTENSOR),
     "skyrl": (skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),
     "verl": (verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP),
+    "verl-sft": (verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP),
 }
 """For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
 reads and does not write."""
-TABLES: dict[str, Framework] = FRAMEWORKS | {one.name: one for _, one in _OF_OTHER_ENGINES.values()}
+TABLES: dict[str, Framework] = (
+    FRAMEWORKS | {one.name: one for _, one in _OF_OTHER_ENGINES.values()} | {TORCHTITAN.name: TORCHTITAN}
+)
 """All that memlab reads."""
 
 
@@ -74,7 +78,7 @@ def table_of(name: str, values: dict[str, Any]) -> Framework:
         values: Of the job, by key.
     """
     chooses, other = _OF_OTHER_ENGINES.get(name, (None, None))
-    return other if chooses is not None and other is not None and chooses(values) else framework_named(name)
+    return other if chooses is not None and other is not None and chooses(values) else TABLES[name]
 
 
 def framework_named(name: str) -> Framework:

@@ -301,7 +301,7 @@ def note_replaced_values(reading: Reading, prefix: str) -> None:
         if key.endswith(".freeze_moe_router"):
             if entry.value:
                 reading.miss(key, "less", FROZEN_ROUTER)
-        elif key == f"{prefix}.max_position_embeddings":
+        elif key.endswith(".max_position_embeddings"):
             reading.without_effect[key] = "rotary positions are computed for the rows of the job"
         elif is_given(entry.value) and not key.endswith(".attn_implementation"):
             reading.miss(key, "either", "it replaces a value of the published model")

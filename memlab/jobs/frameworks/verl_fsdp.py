@@ -29,6 +29,8 @@ from memlab.jobs.frameworks.verl import VERL, note_critic
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _FSDP = f"{_ACTOR}.fsdp_config"
+_PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
+"""Of the engine, the optimizer and the model."""
 _OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
 _TRAINER = (
     "nodes",
@@ -42,28 +44,51 @@ _TRAINER = (
     "prompt_length",
     "response_length",
 )
+
+
+def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
+    """Returns the keys of FSDP, its optimizer and its model, below their prefixes."""
+    return (
+        Key(f"{engine}.model_dtype", "shards", LONG_DTYPE, "fp32"),
+        Key(f"{engine}.mixed_precision.param_dtype", "compute", LONG_DTYPE, "bf16"),
+        Key(f"{engine}.mixed_precision.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
+        Key(f"{engine}.param_offload", "offload_parameters", SWITCH, False),
+        Key(f"{engine}.optimizer_offload", "offload_optimizer", SWITCH, False),
+        Key(f"{engine}.offload_policy", "fsdp_cpu_offload", SWITCH, False),
+        Key(f"{engine}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
+        Key(f"{engine}.forward_prefetch", "gathers_ahead", SWITCH, False),
+        Key(f"{engine}.fsdp_size", "ranks_of_shards", WHOLE, -1),
+        Key(f"{engine}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
+        Key(f"{engine}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
+        Key(f"{optim}.optimizer", "optimizer", TEXT, "AdamW"),
+        Key(f"{optim}.optimizer_impl", "library", TEXT, "torch.optim"),
+        Key(f"{model}.path", "architecture", TEXT),
+        Key(f"{model}.enable_gradient_checkpointing", "is_checkpointing", SWITCH, True),
+        Key(f"{model}.use_remove_padding", "removes_padding", SWITCH, True),
+        *peft_keys(model, "lora_"),
+    )
+
+
+def engine_missing(engine: str, model: str) -> tuple[Missing, ...]:
+    """Returns what of FSDP and its model changes memory and is not modelled, below the prefixes."""
+    return (
+        Missing(f"{engine}.qat.enable", "either", "weights are quantized in forward"),
+        Missing(f"{engine}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
+        Missing(f"{model}.enable_activation_offload", "less", "activations leave the device in forward"),
+        Missing(f"{model}.use_liger", "less", "Liger's norms and MLPs keep less"),
+        Missing(f"{model}.use_fused_kernels", "less", "log-probabilities without whole logits"),
+        Missing(f"{model}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
+        Missing(f"{model}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
+        Missing(f"{model}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
+    )
+
+
 KEYS = (
     *(key for key in VERL.keys if key.field in _TRAINER and not key.name.startswith(_OF_MEGATRON)),
     Key("model_engine", "model_engine", TEXT),
     Key(f"{_ACTOR}.strategy", "strategy", TEXT, "fsdp"),
-    Key(f"{_FSDP}.model_dtype", "shards", LONG_DTYPE, "fp32"),
-    Key(f"{_FSDP}.mixed_precision.param_dtype", "compute", LONG_DTYPE, "bf16"),
-    Key(f"{_FSDP}.mixed_precision.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
-    Key(f"{_FSDP}.param_offload", "offload_parameters", SWITCH, False),
-    Key(f"{_FSDP}.optimizer_offload", "offload_optimizer", SWITCH, False),
-    Key(f"{_FSDP}.offload_policy", "fsdp_cpu_offload", SWITCH, False),
-    Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
-    Key(f"{_FSDP}.forward_prefetch", "gathers_ahead", SWITCH, False),
-    Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
-    Key(f"{_FSDP}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
-    Key(f"{_FSDP}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
+    *engine_keys(*_PREFIXES),
     Key(f"{_ACTOR}.ulysses_sequence_parallel_size", "ulysses", COUNT),
-    Key(f"{_ACTOR}.optim.optimizer", "optimizer", TEXT, "AdamW"),
-    Key(f"{_ACTOR}.optim.optimizer_impl", "library", TEXT, "torch.optim"),
-    Key(f"{_MODEL}.path", "architecture", TEXT),
-    Key(f"{_MODEL}.enable_gradient_checkpointing", "is_checkpointing", SWITCH, True),
-    Key(f"{_MODEL}.use_remove_padding", "removes_padding", SWITCH, True),
-    *peft_keys(_MODEL, "lora_"),
 )
 FRAMEWORK_MISSING = (
     *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
@@ -71,17 +96,10 @@ FRAMEWORK_MISSING = (
     Missing(f"{_FSDP}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
     Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
-    Missing(f"{_FSDP}.qat.enable", "either", "weights are quantized in forward"),
-    Missing(f"{_FSDP}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
+    *engine_missing(_FSDP, _MODEL),
     Missing(f"{_ACTOR}.pad_to_length", "more", "rows are padded to a multiple of pad_to_length_bucket"),
     Missing(f"{_ACTOR}.use_prefix_grouper", "either", "prompts that responses share are computed once"),
     Missing(f"{_ACTOR}.freeze_vision_tower", "less", "frozen parts have no gradients and no optimizer state"),
-    Missing(f"{_MODEL}.enable_activation_offload", "less", "activations leave the device in forward"),
-    Missing(f"{_MODEL}.use_liger", "less", "Liger's norms and MLPs keep less"),
-    Missing(f"{_MODEL}.use_fused_kernels", "less", "log-probabilities without whole logits"),
-    Missing(f"{_MODEL}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
-    Missing(f"{_MODEL}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
-    Missing(f"{_MODEL}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
 )  # fmt: skip
 
 
@@ -108,10 +126,30 @@ def complete(reading: Reading) -> None:
         )
     reading.known.add("config_name")
     note_critic(reading, "critic.fsdp")
-    _take_strategy(reading)
+    complete_engine(reading, *_PREFIXES, strategy=f"{_ACTOR}.strategy", loss=f"{_ACTOR}.policy_loss")
+    _take_rows(reading)
+    reading.warnings.append(
+        "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
+    )
+
+
+def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, strategy: str, loss: str) -> None:
+    """Derives types, shards and what leaves the device, from the keys of `engine_keys`.
+
+    Args:
+        reading: Of the job.
+        engine: The prefix of the engine's keys.
+        optim: Of the optimizer's.
+        model: Of the model's.
+        strategy: The key that chooses FSDP1 or FSDP2.
+        loss: By which key the difference of the loss is named.
+    """
+    values = reading.values
+    _take_strategy(reading, strategy)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
-    _take_optimizer(reading)
-    take_shards(reading, f"{_FSDP}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
+    _take_optimizer(reading, optim)
+    take_peft(reading, f"{model}.lora_rank")
+    take_shards(reading, f"{engine}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
     take_resharding(reading)
     if values.pop("gathers_ahead") and values["reshard_after_forward"] != "none":
         values["fsdp2_forward_prefetch_depth"] = 1  # ``apply_fsdp2`` in verl/utils/fsdp_utils.py
@@ -119,18 +157,12 @@ def complete(reading: Reading) -> None:
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
     reading.miss(
-        f"{_ACTOR}.policy_loss",
-        "less",
-        "verl's log-probabilities read the logits in bf16; memlab's loss has copies of them in fp32",
-    )
-    _take_rows(reading)
-    reading.warnings.append(
-        "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
+        loss, "less", "verl's log-probabilities read the logits in bf16; memlab's loss has copies of them in fp32"
     )
 
 
-def _take_strategy(reading: Reading) -> None:
-    strategy, key = reading.values.pop("strategy"), f"{_ACTOR}.strategy"
+def _take_strategy(reading: Reading, key: str) -> None:
+    strategy = reading.values.pop("strategy")
     if strategy == "fsdp":
         reading.miss(key, "either", "FSDP1 gathers the parameters of a layer as one; memlab predicts FSDP2 instead")
     elif strategy != "fsdp2":
@@ -140,17 +172,16 @@ def _take_strategy(reading: Reading) -> None:
         block(reading, given[-1], "ranks that share sequences (Ulysses)")
 
 
-def _take_optimizer(reading: Reading) -> None:
+def _take_optimizer(reading: Reading, optim: str) -> None:
     values = reading.values
     kind = f"{values.pop('library')}.{values.pop('optimizer')}"
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
-        reading.miss(f"{_ACTOR}.optim.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
+        reading.miss(f"{optim}.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
     if values["fsdp_cpu_offload"]:  # the policy keeps them on the host already (``_build_fsdp_module``)
         values["offload_parameters"] = values["offload_optimizer"] = False
     else:
         take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
-    take_peft(reading, f"{_MODEL}.lora_rank")
 
 
 def _take_rows(reading: Reading) -> None:
@@ -177,7 +208,7 @@ VERL_FSDP = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=VERL.without_effect
-    | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON)}
+    | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON) or ".model.lora." in key.name}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,

@@ -67,7 +67,7 @@ class PackedRingAttention(torch.autograd.Function):
             if turn > 0:
                 log_sums[turn - 1] = _reordered(log_sums[turn - 1])
             if turn == 1:
-                total, summed = log_sums[0].clone(), torch.zeros_like(query)
+                total, summed = log_sums[0].clone(), query.new_zeros((*query.shape[:-1], value.shape[-1]))
             elif turn > 1:
                 _add_log_sum(total, log_sums[turn - 1], lengths, is_late=tiles[turn - 1].has_late_queries)
             for request in requests:

@@ -1,0 +1,56 @@
+"""Transformer Engine's FusedAdam over a rank's shards, as NeMo Automodel's recipes choose it.
+
+It gets the local tensors of the shards: releases from 2.14 on take them out of the DTensors themselves
+(``transformer_engine/pytorch/optimizers/fused_adam.py``), with the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.config.training_state import TrainingState
+
+
+class FusedAdamOfShards:
+    """What the engine asks of an optimizer of torch.
+
+    Args:
+        parameters: The shards, as DTensors.
+        state: With the options of the optimizer.
+        learning_rate: Of every step.
+    """
+
+    def __init__(self, parameters: list[Any], state: TrainingState, learning_rate: float) -> None:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        self._parameters = parameters
+        self._shards = [torch.nn.Parameter(each.to_local().detach(), requires_grad=False) for each in parameters]
+        self._inner = FusedAdam(
+            self._shards,
+            lr=learning_rate,
+            master_weights=state.master_weights,
+            store_param_remainders=state.store_param_remainders,
+        )
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """Moments and main parameters, by the local tensors of the shards."""
+        return self._inner.state
+
+    def step(self) -> None:
+        """Updates every shard that has a gradient."""
+        try:
+            for parameter, shard in zip(self._parameters, self._shards, strict=True):
+                shard.grad = None if parameter.grad is None else parameter.grad.to_local()
+            self._inner.step()
+        finally:
+            for shard in self._shards:
+                shard.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients."""
+        assert set_to_none
+        for parameter in self._parameters:
+            parameter.grad = None

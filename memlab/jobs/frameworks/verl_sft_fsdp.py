@@ -1,0 +1,65 @@
+"""verl's trainer for supervised fine-tuning with FSDP, its default: keys of `verl_sft` and of `verl_fsdp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.fsdp2 import check_family, note_packing
+from memlab.jobs.frameworks.keys import TEXT, Key
+from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
+from memlab.jobs.frameworks.verl_fsdp import complete_engine, engine_keys, engine_missing
+from memlab.jobs.frameworks.verl_sft import VERL_SFT
+from memlab.jobs.frameworks.without_effect import keys_without_effect
+
+_PREFIXES = ("engine", "optim", "model")
+_TRAINER = (
+    *("nodes", "ranks_per_node", "is_dynamic", "tokens_per_rank", "micro_batch_size", "sequences", "longest"),
+    "allocator",
+)
+KEYS = (
+    *(key for key in VERL_SFT.keys if key.field in _TRAINER),
+    Key("engine.strategy", "strategy", TEXT, "fsdp"),
+    *engine_keys(*_PREFIXES),
+)
+
+
+def chooses_fsdp(values: dict[str, Any]) -> bool:
+    """Whether a job trains with FSDP, as verl does where no key says else."""
+    engine = values.get("engine.strategy") or values.get("engine")
+    return (engine or "fsdp") in ("fsdp", "fsdp2", "fsdp_turbo")
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, types, shards, what leaves the device, and rows."""
+    values = reading.values
+    reading.known.add("engine")
+    values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
+    del values["nodes"], values["ranks_per_node"]
+    complete_engine(reading, *_PREFIXES, strategy="engine.strategy", loss="loss_fn")
+    longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
+    removes_padding = values.pop("removes_padding")
+    if values.pop("is_dynamic"):
+        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
+    else:
+        take_sequences(
+            reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None
+        )
+    note_packing(reading, "data.micro_batch_size_per_gpu")
+
+
+VERL_SFT_FSDP = Framework(
+    name="verl-sft-fsdp",
+    title="verl's SFT trainer with FSDP",
+    source="1dda039b, and 0.9.1",
+    signs=Signs(looked_for="engine=fsdp"),
+    style="overrides",
+    keys=KEYS,
+    missing=(*engine_missing("engine", "model"), *(row for row in VERL_SFT.missing if row.name.startswith("data."))),
+    without_effect=VERL_SFT.without_effect | keys_without_effect("verl_fsdp"),
+    complete=complete,
+    complete_of_model=check_family,
+    versions=VERL_SFT.versions,
+    fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+)
+"""Read only: `memlab.jobs.frameworks.registry` says when."""
