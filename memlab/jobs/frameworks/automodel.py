@@ -240,7 +240,6 @@ def _refuse(reading: Reading) -> None:
     reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "tensor_model_parallel_size": (1, "tensor parallelism by DTensor"),
         "context_parallel_size": (1, "context parallelism of FSDP2"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
     }
@@ -255,11 +254,14 @@ def _refuse(reading: Reading) -> None:
 def _drop_keys_of_other_ranks(reading: Reading) -> None:
     """Moves keys that only ranks read which a recipe does not have to those without effect."""
     values = reading.values
+    shares_sequence = values.get("sequence_parallel") or False
     for field, (size, reason) in _OF_RANKS.items():
         values.pop(field, None)
         for one in [one for one in reading.taken if one.field == field and values[size] in (None, 1)]:
             reading.taken.remove(one)
             reading.without_effect[one.key] = reason
+    if values["tensor_model_parallel_size"] not in (None, 1):
+        values["sequence_parallel"] = shares_sequence
 
 
 def _class_of_model(reading: Reading) -> str:
