@@ -15,6 +15,8 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FROZEN,
+    PARTS_OF_AUTOMODEL,
     automodel_keys,
     block,
     check_family,
@@ -165,8 +167,8 @@ FRAMEWORK_MISSING = (
     Missing("model.backend.cuda_graph.modules", "more", "CUDA graphs have pools of their own", is_given),
     Missing("optimizer.amsgrad", "more", "a third moment"),
     *(
-        Missing(f"freeze_config.freeze_{part}", "less", "frozen parts have no gradients and no optimizer state")
-        for part in ("language_model", "vision_tower", "audio_tower", "embeddings")
+        Missing(f"freeze_config.freeze_{part}", "less", FROZEN)
+        for part in PARTS_OF_AUTOMODEL
     ),
     Missing("neftune.noise_alpha", "more", "noise on the embeddings", is_given),
     Missing("tool_call_eval._target_", "more", "the model generates texts between steps", is_given),
