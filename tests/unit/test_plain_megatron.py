@@ -162,6 +162,9 @@ MEASURED = {
         ("glm-4.5-air 3 layers one rank x1 num_moe_experts=32 mtp_num_layers=1", 2e-5),
         ("mixtral-8x7b 2 layers one rank x1 offload_modules=expert_fc1+moe_act", 1e-5),
         ("gpt-oss-20b 2 layers one rank x1", 4e-5),
+        ("minimax-m2 2 layers one rank x1 num_moe_experts=32", 1e-5),
+        ("qwen1.5-moe-a2.7b 2 layers one rank x1 moe_shared_expert_overlap=True", 1e-4),
+        ("moonlight-16b-a3b 3 layers one rank x1 fp8_format=hybrid fp8_recipe=tensorwise num_moe_experts=16", 2e-4),
         ("gpt-oss-20b 2 layers one rank x1 bias_activation_fusion=False", 5e-5),  # its sigmoid is not kept
         (
             ("phi-4 2 layers one rank x1 recompute_granularity=selective recompute_modules=mlp mtp_num_layers=1"),
