@@ -56,7 +56,12 @@ ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
 GIB, MIB = 2**30, 2**20
-_OPTIONS_OF_STATE = ("deallocate_pipeline_outputs", "mtp_num_layers", "moe_router_load_balancing_type")
+_OPTIONS_OF_STATE = (
+    "deallocate_pipeline_outputs",
+    "mtp_num_layers",
+    "moe_router_load_balancing_type",
+    "moe_shared_expert_overlap",
+)
 """Fields of Megatron's config of the model that memlab has in its training state."""
 
 

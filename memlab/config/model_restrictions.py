@@ -89,6 +89,12 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "Megatron-Core never ends there: leave 'mlp' out, or choose recompute_granularity 'full'",
             "recompute_modules",
         )
+    if scenario.state.moe_shared_expert_overlap and "shared_experts" in (settings.recompute_modules or ()):
+        raise RuleError(
+            "recompute_modules has 'shared_experts' with moe_shared_expert_overlap, which Megatron-Core refuses: leave "
+            "one of the two out",
+            *("recompute_modules", "moe_shared_expert_overlap"),
+        )
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):

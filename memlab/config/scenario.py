@@ -497,11 +497,28 @@ class Scenario:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
+        if self.state.moe_shared_expert_overlap:
+            self._check_overlap_of_shared_experts()
         if self.expert_buffers and not self.architecture.routes:
             raise RuleError(
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
                 f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out",
                 "expert_buffers",
+            )
+
+    def _check_overlap_of_shared_experts(self) -> None:
+        """Checks Megatron's rule (``TransformerConfig.__post_init__``, 0.16.1)."""
+        if not self.architecture.moe_shared_expert_intermediate_size:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True, and {self.architecture.name} has no shared experts: leave it out",
+                "moe_shared_expert_overlap",
+            )
+        if self.state.moe_token_dispatcher_type != "alltoall":
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with moe_token_dispatcher_type "
+                f"{self.state.moe_token_dispatcher_type!r}, must have alltoall by a rule of Megatron-Core: choose "
+                "alltoall, or leave moe_shared_expert_overlap out",
+                *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
             )
 
     @classmethod

@@ -246,6 +246,11 @@ class TrainingState:
     )
     """Megatron's own default is False: the token of each row and, of all tokens and experts, a mask and the
     probabilities are then kept for backward."""
+    # Read when the shared experts are built (transformer/moe/moe_layer.py, transformer/moe/shared_experts.py).
+    moe_shared_expert_overlap: bool = option(
+        False, "compute shared experts on a stream of their own, while ranks exchange tokens", **_DISPATCH
+    )
+    """They then hold their tensors at the same time as the dispatcher."""
     # A layer builds its dispatcher by the first (transformer/moe/moe_layer.py), which reads then whether experts are
     # padded (transformer/moe/token_dispatcher.py). The router drops tokens in each forward (transformer/moe/router.py).
     moe_token_dispatcher_type: TokenDispatcher = option(

@@ -358,10 +358,11 @@ def _drop_shared_experts(reading: Reading, architecture: Architecture) -> None:
     """
     if architecture.moe_shared_expert_intermediate_size:
         return
-    overlaps = [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "moe_shared_expert_overlap"]
-    for one in overlaps:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the model has no shared experts"
+    reading.values.pop("moe_shared_expert_overlap", None)
+    for one in [one for one in reading.taken if one.field == "moe_shared_expert_overlap"]:
+        reading.taken.remove(one)
+        if one.place != "default":
+            reading.without_effect[one.key] = "the model has no shared experts"
 
 
 def _drop_engine(reading: Reading) -> None:

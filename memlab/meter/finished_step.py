@@ -132,6 +132,7 @@ class FinishedStep:
         renumbered = numbers.tolist()
         self._stay = {renumbered[number]: each for number, each in self._stay.items()}
         self._replaced = [(renumbered[old], new, each) for old, new, each in self._replaced or ()]
+        self.columns = rows  # the former ones are freed first: they may be large
         self.columns = np.concatenate([opening.columns(0), rows], axis=1)
 
 

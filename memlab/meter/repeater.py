@@ -90,7 +90,8 @@ class Repeater:
         served = period.run(allocator, [0], blocks, self.memory.limit_bytes)
         if served is None:
             return None
-        rows = period.again(served, [0], len(opening) - 1)
+        rows = period.again(served, [0], len(opening) - 1, is_last=True)
+        del period  # a step of many micro-batches has a million rows
         self.storages.num_steps += 1
         self.log.out_of_memory = None
         self._commit(allocator, blocks, rows, finished.left_by_number(used))

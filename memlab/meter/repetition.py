@@ -104,18 +104,19 @@ class Period:
         blocks.update((number, block) for number, block in zip(numbers, in_slots, strict=True) if block != NO_BLOCK)
         return served if len(served.num_bytes) == len(operations) else None
 
-    def again(self, served: Served, bases: Sequence[int], reserved_number: int) -> Columns:
+    def again(self, served: Served, bases: Sequence[int], reserved_number: int, *, is_last: bool = False) -> Columns:
         """Returns the rows of a repetition.
 
         Args:
             served: What the allocator gave.
             bases: As for `Period`, until the repetition.
             reserved_number: Of the storage that stands for the reserved bytes.
+            is_last: Whether it is the last repetition of this period, whose own rows may then be changed.
         """
-        columns = self.columns.copy()
-        requested = columns[_DELTA][self.on_device]
-        columns[_DELTA][self.on_device] = np.sign(requested) * served.num_bytes
-        columns[_ROUNDING] = columns[_DELTA] - self.columns[_DELTA]
+        columns = self.columns if is_last else self.columns.copy()
+        requested = columns[_DELTA].copy()
+        columns[_DELTA][self.on_device] = np.sign(requested[self.on_device]) * served.num_bytes
+        columns[_ROUNDING] = columns[_DELTA] - requested
         columns[_STORAGE] = self.numbers(self.distance, self.storage, bases)
         changes = [(int(self.on_device[place]), change) for place, change in served.changes]
         return with_reserved(columns, changes, reserved_number)

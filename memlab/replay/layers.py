@@ -171,7 +171,8 @@ class LayerReplay:
     def _pass(self, unit: Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.retention.take_result(unit)
         number = 0 if unit.last_pass is None else unit.last_pass.number + 1
-        is_leaf = given.requires_grad and given.grad_fn is None
+        # Of a recomputed MoE layer, its dispatcher's graph keeps the input too.
+        is_leaf = given.requires_grad and given.grad_fn is None and not self.step.refills
         one = Pass(unit, number, self._meter.storages.allocation_of(given), self._calls.next_groups(), is_leaf)
         unit.last_pass = one
         known = self._knowledge.get(self._knowledge.forward(one, given))

@@ -61,7 +61,7 @@ class Replayer:
         unit, step = one.unit, self.step
         if not step.replays or step.communicates_in(one) or not known.is_proven or one.input is None:
             return False
-        if not (given.requires_grad and torch.is_grad_enabled()):
+        if (given.grad_fn is None and not one.is_leaf) or not torch.is_grad_enabled():
             return False
         if step.frees_masks and unit.is_first:  # its checkpoint keeps the mask, which the stand-ins of others do not
             return False

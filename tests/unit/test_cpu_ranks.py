@@ -286,8 +286,7 @@ TWO = [
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
     Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
-    Job({"context_parallel_size": 2}, architecture=LATENT, packed_sequences=2),
-    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), packed_sequences=4),
+    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),

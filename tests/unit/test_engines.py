@@ -247,11 +247,11 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
 @pytest.mark.parametrize(
     "name",
     [
-        "model=phi-4 num_layers=8 checkpointing",
+        "model=phi-4 num_layers=8 num_ranks=2 lora_rank=16",
         "model=qwen3-30b-a3b num_layers=4 num_microbatches=2 num_ranks=2 defer_fsdp_grad_sync adam_implementation=fused",
         "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
         "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
-        "model=phi-4 num_layers=8 num_ranks=2 reshard_after_forward=none",
+        "model=llama-3.1-8b num_layers=8 seq_length=4096 num_ranks=2 lora_rank=8",
     ],
 )
 def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:

@@ -149,3 +149,32 @@ def test_a_rank_of_the_whole_model_is_asked_for_in_one_line(capsys: pytest.Captu
     assert asked.scenario.layers_of_rank == (0, 1, 2, 3)
     assert asked.scenario.on_rank(1023).layers_of_rank == (60,)
     assert "16 stages do not divide its 61 layers, so the last stage has 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["deepseek-tiny", "qwen2-moe-tiny"])
+def test_overlapped_shared_experts_are_predicted_to_the_byte_and_change_no_value(model: str) -> None:
+    small: dict[str, Any] = {"num_layers": 2, "seq_length": 32}
+    overlapped = TrainingState(moe_shared_expert_overlap=True)
+    with Lab(model, backend="cpu", **small) as lab:
+        plain = lab.step(warm_up=False)
+        lab.set_state(overlapped)
+        real = lab.step(warm_up=False)
+        with pytest.raises(ValueError, match="'shared_experts' with moe_shared_expert_overlap, which Megatron-Core"):
+            lab.step(recompute("shared_experts"))
+    with Lab(model, backend=of_the_cpu_backend(), state=overlapped, **small) as lab:
+        fake = lab.step(warm_up=False)
+    assert real.loss == plain.loss
+    assert real.activation_peak_bytes == fake.activation_peak_bytes
+    assert real.residual_bytes == fake.residual_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "words"),
+    [
+        ("qwen3-moe-tiny", {}, "qwen3-moe-tiny has no shared experts: leave it out"),
+        ("deepseek-tiny", {"moe_token_dispatcher_type": "allgather"}, "must have alltoall by a rule of Megatron-Core"),
+    ],
+)
+def test_overlapped_shared_experts_have_megatron_s_rules(model: str, state: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scenario.of(model, state=TrainingState(moe_shared_expert_overlap=True, **state))

@@ -46,6 +46,7 @@ _BESIDE_BLOCK = MemorySettings(
 )
 _STAGES = Layout(pipeline_model_parallel_size=2)
 _MIDDLE = Layout(pipeline_model_parallel_size=3, rank=1)
+_THIRD = Layout(pipeline_model_parallel_size=4, rank=2)
 _CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 _BETWEEN = MemorySettings(offload_optimizer=True)
 _EXCEPT_UPDATE = MemorySettings(offload_optimizer=True, offload_optimizer_except_update=True)
@@ -299,23 +300,26 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
         require_identical(one, other)
 
 
-@pytest.mark.parametrize(("architecture", "num_replayed"), [("phi-4-tiny", 8), ("qwen3-moe-tiny", 4)])
-def test_the_first_and_the_last_layer_of_a_stage_are_replayed(architecture: str, num_replayed: int) -> None:
-    """Of both layers, all passes but the first; with experts, what the last one of a step leaves is stepped too."""
-    records: dict[bool, list[StepRecord]] = {}
-    arguments: dict[str, Any] = {
-        "num_layers": 8,
-        "num_microbatches": 5,
-        "layout": Layout(pipeline_model_parallel_size=4, rank=2),
-    }
+@pytest.mark.parametrize(
+    ("architecture", "layout", "settings", "num_replayed"),
+    [
+        ("phi-4-tiny", _THIRD, MemorySettings(), 8),  # all passes of both layers but the first
+        ("qwen3-moe-tiny", _THIRD, MemorySettings(), 4),  # nor the last, whose graphs the dispatchers keep
+        # Only the two layers between them: the first dispatcher keeps what was received too, in a recompute's graph.
+        ("qwen3-moe-tiny", replace(_STAGES, rank=1), _FULL, 8),
+    ],
+)
+def test_the_ends_of_a_stage_are_replayed_unless_a_recompute_keeps_what_it_has_received(
+    architecture: str, layout: Layout, settings: MemorySettings, num_replayed: int
+) -> None:
+    records: dict[bool, StepRecord] = {}
+    arguments: dict[str, Any] = {"num_layers": 8, "num_microbatches": 5, "layout": layout}
     for replay in (False, True):
         with Lab(architecture, seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            records[replay] = lab.step(settings)
             model: Any = inside(lab).model
-            records[replay] = [lab.step()]
             assert model.replay.num_replayed == (num_replayed if replay else 0)
-            records[replay].append(lab.step(_LAYERNORM))
-    for one, other in zip(*records.values(), strict=True):
-        require_identical(one, other)
+    require_identical(records[False], records[True])
 
 
 @pytest.mark.parametrize(

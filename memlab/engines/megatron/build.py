@@ -32,6 +32,8 @@ from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.adapters import add_adapters
 from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm
+from memlab.engines.megatron.layers.tensor_parallel import WHOLE
+from memlab.engines.megatron.layers.torch_layers import TorchLinear
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
@@ -142,6 +144,8 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
             config.memlab_routing.add_layers(layer for layer in _layers_of(model) if layer.is_moe_layer)
             if scenario.expert_buffers:
                 _spread_experts(model)
+            if config.moe_shared_expert_overlap:
+                _exchange_nothing_in_shared_experts(model)
             if scenario.state.lora is not None:
                 add_adapters(model, scenario, provider, number)
             if scenario.state.freeze_moe_router:
@@ -229,6 +233,15 @@ def _spread_experts(model: GPTModel) -> None:
     for layer in _layers_of(model):
         for weight in layer.mlp.experts.parameters() if layer.is_moe_layer else ():
             weight.allreduce = False
+
+
+def _exchange_nothing_in_shared_experts(model: GPTModel) -> None:
+    # Megatron gathers and scatters around them itself (``SharedExpertMLP.__init__``): TE's linears have a mode for it.
+    for layer in _layers_of(model):
+        shared = getattr(layer.mlp, "shared_experts", None)
+        for linear in () if shared is None else (shared.linear_fc1, shared.linear_fc2):
+            if isinstance(linear, TorchLinear):
+                linear.split = WHOLE
 
 
 def _fuse_adam(live: LiveModel) -> None:

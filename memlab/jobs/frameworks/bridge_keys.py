@@ -26,12 +26,13 @@ _OF_DEEPSEEK = {
 _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
     "llama": {"bias_activation_fusion": True, "apply_rope_fusion": True},
     "gpt_oss": {"bias_activation_fusion": True, "moe_router_load_balancing_type": "none"},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe"), _OF_DEEPSEEK),
+    "deepseek_v2": _OF_DEEPSEEK,
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _OF_DEEPSEEK | {"moe_shared_expert_overlap": True}),
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py``,
 ``models/deepseek/deepseek_v3_bridge.py``, ``models/glm/glm45_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``);
 those of other families set none of it."""
-_OVERLAPS_SHARED_EXPERTS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe")
+_TRAINS_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe")
 _EXTRA_LAYERS = {"deepseek-v3": 1, "glm-4.5": 1, "glm-4.5-air": 1, "glm-4.7-flash": 1}
 """Layers of multi-token prediction of published models (``num_nextn_predict_layers`` of their config.json), which
 Megatron-Bridge itself trains by default (``CONFIG_MAPPING`` in ``models/conversion/model_bridge.py``); verl and SkyRL
@@ -43,10 +44,6 @@ def complete_provider(reading: Reading, architecture: Architecture) -> None:
     said = {one.field for one in reading.taken if one.place != "default" or one.memlab_value != _CORE.get(one.field)}
     set_by_provider = _SET_BY_PROVIDER.get(architecture.family, {})
     reading.values.update({name: value for name, value in set_by_provider.items() if name not in said})
-    given = _given(reading)
-    if architecture.family in _OVERLAPS_SHARED_EXPERTS and "moe_shared_expert_overlap" not in given:
-        reason = "the provider of this family overlaps shared experts with the exchange of tokens"
-        reading.miss("moe_shared_expert_overlap", "more", reason)
 
 
 def complete_trained_provider(reading: Reading, architecture: Architecture) -> None:
@@ -55,11 +52,11 @@ def complete_trained_provider(reading: Reading, architecture: Architecture) -> N
     given = _given(reading)
     if "mtp_num_layers" not in given and architecture.name in _EXTRA_LAYERS:
         reading.take("model.mtp_num_layers", "mtp_num_layers", _EXTRA_LAYERS[architecture.name])
-    may_have = architecture.family in _OVERLAPS_SHARED_EXPERTS and architecture.name not in ARCHITECTURES
+    may_have = architecture.family in _TRAINS_EXTRA_LAYERS and architecture.name not in ARCHITECTURES
     if "mtp_num_layers" not in given and may_have:
         reason = "the provider of this family trains the layers of multi-token prediction that config.json has"
         reading.miss("mtp_num_layers", "more", reason)
-    if "cross_entropy_loss_fusion" not in given and architecture.family in _OVERLAPS_SHARED_EXPERTS:
+    if "cross_entropy_loss_fusion" not in given and architecture.family in _TRAINS_EXTRA_LAYERS:
         reason = "the provider of this family fuses the cross entropy, where the model computes it"
         reading.miss("cross_entropy_loss_fusion", "less", reason)
 

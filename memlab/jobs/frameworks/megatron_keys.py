@@ -208,7 +208,6 @@ MISSING = (
         True,
     ),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
-    Missing("moe_shared_expert_overlap", "more", "shared experts and exchange of tokens hold tensors at once"),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),

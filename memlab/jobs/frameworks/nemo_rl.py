@@ -113,6 +113,7 @@ KEYS = (
     # ``examples/configs/grpo_math_1B.yaml``
     Key(f"{_MEGATRON}.freeze_moe_router", "freeze_moe_router", SWITCH, True),
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
+    Key(f"{_MEGATRON}.moe_shared_expert_overlap", "moe_shared_expert_overlap", SWITCH),
     Key(f"{_MEGATRON}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
@@ -167,7 +168,7 @@ KEYS = (
 )
 _OWN_ARGUMENTS = (
     "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm",
-    "moe_shared_expert_overlap", "moe_token_dispatcher_type", "transformer_impl",
+    "moe_token_dispatcher_type", "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
 _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
