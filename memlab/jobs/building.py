@@ -208,27 +208,41 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     num_microbatches = _num_microbatches(reading, layout)
     _note_turns_of_chunks(reading, layout, num_microbatches)
     _check_whole_sequences(reading, layout, seq_length)
+    is_megatron = values.get("engine") in (None, "megatron")
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:
-        raise CannotStartError(str(error), *error.fields) from error
-    scenario = Scenario(
-        architecture=architecture,
-        num_layers=num_layers,
-        seq_length=seq_length,
-        micro_batch_size=values.get("micro_batch_size") or 1,
-        num_microbatches=num_microbatches,
-        packed_sequences=values.get("packed_sequences"),
-        dtype=values.get("dtype") or "bf16",
-        engine=values.get("engine") or "megatron",
-        layout=layout,
-        state=state_of(reading, layout),
-        allocator=_allocator(reading),
-        versions=versions,
-    )
+        if is_megatron:  # whose rules these are
+            raise CannotStartError(str(error), *error.fields) from error
+        reading.lacks.append(_together(error))
+        raise
+    try:
+        scenario = Scenario(
+            architecture=architecture,
+            num_layers=num_layers,
+            seq_length=seq_length,
+            micro_batch_size=values.get("micro_batch_size") or 1,
+            num_microbatches=num_microbatches,
+            packed_sequences=values.get("packed_sequences"),
+            dtype=values.get("dtype") or "bf16",
+            engine=values.get("engine") or "megatron",
+            layout=layout,
+            state=state_of(reading, layout),
+            allocator=_allocator(reading),
+            versions=versions,
+        )
+    except RuleError as error:
+        if not is_megatron:
+            reading.lacks.append(_together(error))
+        raise
     _drop_overlap(reading, scenario)
     _drop_what_fp8_reads(reading, scenario.state)
     return scenario
+
+
+def _together(error: RuleError) -> str:
+    """Names what the engine fsdp2 does not have together."""
+    return f"{' beside '.join(name for name in error.fields[:2] if name != 'engine')} under FSDP2"
 
 
 _OF_EXTRA_LAYERS: dict[str, tuple[Effect, str]] = {

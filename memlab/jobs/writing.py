@@ -184,7 +184,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
         reasons["routing"] = "a router decides where tokens go"
     if scenario.expert_buffers:
         reasons["expert_buffers"] = "Megatron decides it by the layout"
-    if scenario.layout.has_whole_sequences and framework.style != "flags":
+    if scenario.layout.has_whole_sequences and framework.style != "flags" and framework.engine == "megatron":
         reasons["sequence_parallel"] = f"memlab writes jobs of {framework.title} with sequence parallelism only"
     if scenario.layout.rank:
         reasons["rank"] = "a framework's file describes all ranks"

@@ -130,7 +130,9 @@ def test_rows_and_ranks(
     ("changes", "lacks"),
     [
         ("{recipe: FinetuneRecipeForVLM}", "the recipe FinetuneRecipeForVLM"),
-        ("{distributed.tp_size: 2}", "tensor parallelism by DTensor"),
+        ("{distributed.tp_size: 2}", "tensor_model_parallel_size under FSDP2"),
+        ("{distributed.tp_size: 2, distributed.sequence_parallel: true, model.pretrained_model_name_or_path: Qwen/Qwen3-8B}",
+         "tensor_model_parallel_size beside sequence_parallel under FSDP2"),
         ("{distributed.cp_size: 2}", "context parallelism of FSDP2"),
         ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
         ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
@@ -204,6 +206,16 @@ def test_a_recipe_that_is_refused_says_what_a_rank_keeps_at_least(
     assert job.scenario is None and all(one.effect != "unknown" for one in job.not_modelled)
     assert tuple(job.at_least.values()) == tuple(size * OF_A_RANK for size in at_least)
     assert ("at least" in job_table(job)) is bool(at_least)
+
+
+def test_tensor_parallel_ranks_divide_the_others(tmp_path: Path) -> None:
+    model = "model.pretrained_model_name_or_path: Qwen/Qwen3-8B"
+    scenario, settings = read(tmp_path, f"{{{model}, distributed.dp_size: 4, distributed.tp_size: 2}}").required()
+    assert scenario.layout == Layout(data_parallel_size=4, tensor_model_parallel_size=2, sequence_parallel=False)
+    assert scenario.num_microbatches == 4
+    said = written("automodel", scenario, settings)
+    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
+    assert not said.unsaid and Job.read(tmp_path / "recipe.yaml").required()[0] == scenario
 
 
 def test_a_model_of_more_ranks_than_a_node_has_takes_as_many_as_it_needs(tmp_path: Path) -> None:
@@ -381,8 +393,19 @@ def parts_of_layers(model: Any) -> None:
     ("key", "settings", "variant", "usual"),
     [
         ("model.backend.rms_norm", MemorySettings(), (fused_norms, "sdpa"), (lambda model: None, "sdpa")),
-        ("model.attn_implementation", MemorySettings(), (lambda model: None, "eager"), (lambda model: None, "sdpa")),
-        ("distributed.activation_checkpointing", FULL, (parts_of_layers, "sdpa"), (whole_layers, "sdpa")),
+        pytest.param(
+            *(
+                "model.attn_implementation",
+                MemorySettings(),
+                (lambda model: None, "eager"),
+                (lambda model: None, "sdpa"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("distributed.activation_checkpointing", FULL, (parts_of_layers, "sdpa"), (whole_layers, "sdpa")),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fused norms", "eager attention", "parts of layers"],
 )

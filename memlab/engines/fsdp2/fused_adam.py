@@ -20,11 +20,19 @@ class FusedAdamOfShards:
         parameters: The shards, as DTensors.
         state: With the options of the optimizer.
         learning_rate: Of every step.
+
+    Raises:
+        ValueError: If Transformer Engine is not there.
     """
 
     def __init__(self, parameters: list[Any], state: TrainingState, learning_rate: float) -> None:
-        from transformer_engine.pytorch.optimizers import FusedAdam
-
+        try:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+        except ImportError as error:
+            raise ValueError(
+                "adam_implementation is 'te_fused', which needs Transformer Engine, and it is not installed here: "
+                "choose foreach, or predict the step (memlab predict)"
+            ) from error
         self._parameters = parameters
         self._shards = [torch.nn.Parameter(each.to_local().detach(), requires_grad=False) for each in parameters]
         self._inner = FusedAdam(

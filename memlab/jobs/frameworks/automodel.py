@@ -15,6 +15,8 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FROZEN,
+    PARTS_OF_AUTOMODEL,
     automodel_keys,
     block,
     check_family,
@@ -165,8 +167,8 @@ FRAMEWORK_MISSING = (
     Missing("model.backend.cuda_graph.modules", "more", "CUDA graphs have pools of their own", is_given),
     Missing("optimizer.amsgrad", "more", "a third moment"),
     *(
-        Missing(f"freeze_config.freeze_{part}", "less", "frozen parts have no gradients and no optimizer state")
-        for part in ("language_model", "vision_tower", "audio_tower", "embeddings")
+        Missing(f"freeze_config.freeze_{part}", "less", FROZEN)
+        for part in PARTS_OF_AUTOMODEL
     ),
     Missing("neftune.noise_alpha", "more", "noise on the embeddings", is_given),
     Missing("tool_call_eval._target_", "more", "the model generates texts between steps", is_given),
@@ -240,7 +242,6 @@ def _refuse(reading: Reading) -> None:
     reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "tensor_model_parallel_size": (1, "tensor parallelism by DTensor"),
         "context_parallel_size": (1, "context parallelism of FSDP2"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
     }
@@ -255,11 +256,14 @@ def _refuse(reading: Reading) -> None:
 def _drop_keys_of_other_ranks(reading: Reading) -> None:
     """Moves keys that only ranks read which a recipe does not have to those without effect."""
     values = reading.values
+    shares_sequence = values.get("sequence_parallel") or False
     for field, (size, reason) in _OF_RANKS.items():
         values.pop(field, None)
         for one in [one for one in reading.taken if one.field == field and values[size] in (None, 1)]:
             reading.taken.remove(one)
             reading.without_effect[one.key] = reason
+    if values["tensor_model_parallel_size"] not in (None, 1):
+        values["sequence_parallel"] = shares_sequence
 
 
 def _class_of_model(reading: Reading) -> str:

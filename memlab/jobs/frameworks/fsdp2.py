@@ -12,6 +12,9 @@ from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
 
+FROZEN = "frozen parts have no gradients and no optimizer state"
+PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
+"""What ``freeze_config`` of NeMo Automodel can freeze."""
 _ALL = "all-linear"
 _RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
 

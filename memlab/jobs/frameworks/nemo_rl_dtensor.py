@@ -13,6 +13,8 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FROZEN,
+    PARTS_OF_AUTOMODEL,
     automodel_keys,
     block,
     check_family,
@@ -71,6 +73,10 @@ KEYS = (
 FRAMEWORK_MISSING = (
     *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
     Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
+    *(
+        Missing(f"{_DTENSOR}.automodel_kwargs.freeze_config.freeze_{part}", "less", FROZEN)
+        for part in PARTS_OF_AUTOMODEL
+    ),
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
 _READ_WITH_OTHERS = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")

@@ -208,6 +208,7 @@ VERL_FSDP = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=VERL.without_effect
+    | {f"{_FSDP}.mixed_precision.buffer_dtype", f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.policy_loss.tau_neg"}
     | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON) or ".model.lora." in key.name}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
