@@ -72,7 +72,7 @@ ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_
 def test_all_jobs_of_adapters_were_measured() -> None:
     for ranks, measured in ((1, [*ADAPTERS]), (2, [row["name"] for row in ADAPTERS_OF_TWO])):
         names = [job.name for job in jobs() if job.num_ranks == ranks and "lora_rank" in job.state]
-        assert set(measured) <= set(names) if ranks == 2 else sorted(measured) == sorted(names)
+        assert sorted(measured) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_all_jobs_of_adapters_were_measured() -> None:
     ],
 )
 def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words: str) -> None:
-    """The largest errors of all 40 ranks are 0.010 % of the peak and 0.029 % of the start.
+    """The largest errors of all 50 ranks are 0.020 % of the peak and 0.034 % of the start.
 
     That is less than 1 MiB: what stays allocated between steps takes one of two blocks of torch's cache in turn, of
     which torch leaves up to so much unsplit.
