@@ -63,7 +63,7 @@ DENSE, ADAPTERS = (
 def test_all_jobs_of_dense_families_and_of_frameworks_defaults_were_measured() -> None:
     measured = [job.name for job in jobs() if job.num_ranks == 1]
     first, after = (measured.index(f"{name} 4 layers one rank x1") for name in ("llama-3.1-8b", "gpt3-6.7b"))
-    assert list(DENSE) == measured[first:after]
+    assert sorted(DENSE) == sorted(measured[first:after])
 
 
 ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()]
