@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     automodel_keys,
     block,
     check_family,
+    freezes_language,
     take_automodel_adapters,
     take_checkpointed_layers,
     take_kept,
@@ -217,7 +218,8 @@ def _take_least(reading: Reading, optimizer: str) -> None:
     is_quantized = any(key.startswith("quantization.") for key in reading.entries.by_key)
     if not (reading.values["fsdp_cpu_offload"] or is_quantized or _class_of_model(reading) != _CAUSAL):
         is_torch_adam = optimizer in ("torch.optim.Adam", "torch.optim.AdamW")
-        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=is_torch_adam)
+        trains_all = not (_trains_adapters(reading) or freezes_language(reading, "freeze_config"))
+        take_kept(reading, trains_all=trains_all, is_torch_adam=is_torch_adam)
         if optimizer.endswith("FlashAdamW"):  # it may keep parameters of fp32 shards in fewer bytes
             reading.kept_of_parameter = dict.fromkeys(reading.kept_of_parameter, 2)
 
