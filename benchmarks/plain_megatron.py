@@ -219,10 +219,14 @@ def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
 
 def table_row(pair: tuple[dict[str, Any], int]) -> str:
     """Predicts one rank; returns its row of the table."""
+    from memlab.config.validation import RuleError
     from memlab.fitting.outside_torch import outside_torch_of
 
     job, rank = pair
-    predicted = predict_rank(job, rank)
+    try:
+        predicted = predict_rank(job, rank)
+    except RuleError as error:
+        return f"| {job['name']} | {rank} | refused: {error} |"
     step = job["ranks"][rank]["steps"][-1]
     outside = step.get("outside_torch_bytes")  # left out where other processes used the same GPU
     scenario = predicted.scenario

@@ -83,7 +83,9 @@ def _fill_workspaces(scenario: Scenario) -> None:
     if scenario.engine == "fsdp2":
         hold_fake_workspaces(linears=False)
         return
-    hold_fake_workspaces(cublas=multiplies_with_torch(scenario), grouped=has_experts(scenario))
+    grouped = has_experts(scenario)
+    beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
+    hold_fake_workspaces(cublas=multiplies_with_torch(scenario), grouped=grouped, gates_beside=beside)
 
 
 def _fill_workspaces_as_before_0_4(scenario: Scenario) -> None:

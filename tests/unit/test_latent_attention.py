@@ -151,7 +151,7 @@ def test_a_rank_of_the_whole_model_is_asked_for_in_one_line(capsys: pytest.Captu
     assert "16 stages do not divide its 61 layers, so the last stage has 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["deepseek-tiny", "qwen2-moe-tiny"])
+@pytest.mark.parametrize("model", [pytest.param("deepseek-tiny", marks=pytest.mark.slow), "qwen2-moe-tiny"])
 def test_overlapped_shared_experts_are_predicted_to_the_byte_and_change_no_value(model: str) -> None:
     small: dict[str, Any] = {"num_layers": 2, "seq_length": 32}
     overlapped = TrainingState(moe_shared_expert_overlap=True)

@@ -63,7 +63,7 @@ DENSE, ADAPTERS = (
 def test_all_jobs_of_dense_families_and_of_frameworks_defaults_were_measured() -> None:
     measured = [job.name for job in jobs() if job.num_ranks == 1]
     first, after = (measured.index(f"{name} 4 layers one rank x1") for name in ("llama-3.1-8b", "gpt3-6.7b"))
-    assert list(DENSE) == measured[first:after]
+    assert sorted(DENSE) == sorted(measured[first:after])
 
 
 ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()]
@@ -77,7 +77,12 @@ def test_all_jobs_of_adapters_were_measured() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [("TP2", "lora_rank=16"), ("EP2 DP2", "lora_rank=16"), ("EP2 DP2", "mcore_bridge"), ("TP2", "mcore_bridge")],
+    [
+        ("TP2", "lora_rank=16"),
+        ("EP2 DP2", "mcore_bridge"),
+        pytest.param("EP2 DP2", "lora_rank=16", marks=pytest.mark.slow),
+        pytest.param("TP2", "mcore_bridge", marks=pytest.mark.slow),
+    ],
 )
 def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words: str) -> None:
     """The largest errors of all 50 ranks are 0.020 % of the peak and 0.034 % of the start.
@@ -141,7 +146,7 @@ MEASURED = {
             "qwen1.5-moe-a2.7b 2 layers one rank x1 recompute_granularity=selective recompute_modules=shared_experts",
             1e-5,
         ),
-        ("qwen3-30b-a3b 2 layers one rank x1 moe_z_loss_coeff=0.001", 1e-4),
+        pytest.param("qwen3-30b-a3b 2 layers one rank x1 moe_z_loss_coeff=0.001", 1e-4, marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b 2 layers one rank x1 freeze_moe_router=True", 1e-4, marks=pytest.mark.slow),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_token_dispatcher_type=allgather", 5e-5),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_expert_capacity_factor=1.0", 2e-5),
@@ -151,10 +156,15 @@ MEASURED = {
             1e-6,
         ),
         ("qwen3-30b-a3b 2 layers one rank x1 mtp_num_layers=1", 1e-6),
-        ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=2", 2e-4),
+        pytest.param(
+            "moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=2", 2e-4, marks=pytest.mark.slow
+        ),
         ("glm-4.5-air 3 layers one rank x1 num_moe_experts=32 mtp_num_layers=1", 2e-5),
         ("mixtral-8x7b 2 layers one rank x1 offload_modules=expert_fc1+moe_act", 1e-5),
         ("gpt-oss-20b 2 layers one rank x1", 4e-5),
+        ("minimax-m2 2 layers one rank x1 num_moe_experts=32", 1e-5),
+        ("qwen1.5-moe-a2.7b 2 layers one rank x1 moe_shared_expert_overlap=True", 1e-4),
+        ("moonlight-16b-a3b 3 layers one rank x1 fp8_format=hybrid fp8_recipe=tensorwise num_moe_experts=16", 2e-4),
         ("gpt-oss-20b 2 layers one rank x1 bias_activation_fusion=False", 5e-5),  # its sigmoid is not kept
         (
             ("phi-4 2 layers one rank x1 recompute_granularity=selective recompute_modules=mlp mtp_num_layers=1"),

@@ -134,15 +134,19 @@ def fill_cublas_workspaces() -> None:
         torch.mm(weight, weight).sum().backward()
 
 
-def hold_fake_workspaces(*, cublas: bool = True, linears: bool = True, grouped: bool = False) -> None:
+def hold_fake_workspaces(
+    *, cublas: bool = True, linears: bool = True, grouped: bool = False, gates_beside: bool = False
+) -> None:
     """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
 
     Args:
         cublas: Whether torch itself multiplies matrices (`multiplies_with_torch`).
         linears: Whether the model has linears of Transformer Engine.
         grouped: Whether it has grouped linears.
+        gates_beside: Whether torch multiplies gates of shared experts on a stream of its own. Measured on an H200
+            (torch 2.11): four workspaces more. It is not known of which calls.
     """
-    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS * cublas
+    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS * (cublas + 2 * gates_beside)
     sizes += [TE_WORKSPACE_BYTES] * (linears + TE_GROUPED_GEMM_STREAMS * grouped)
     device = torch.cuda.current_device()
     _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
