@@ -85,10 +85,10 @@ def _sizes(model: Architecture, layout: Layout) -> dict[str, int]:
     sizes = {f"{size.field} on a rank": size.amount // layout.ranks_that_share(size) for size in shared}
     matrices = {weight for part in model.parts for weight in part.weights() if weight.is_matrix}
     sides = {
-        f"a side of {weight.name} on a rank": side
+        f"the number of {side} of {weight.name} on a rank": size
         for weight in sorted(matrices, key=lambda weight: weight.name)
         if weight.name not in ("mlp.router.weight", "mlp.shared_experts.gate_weight")
-        for side in layout.shape_of(weight)
+        for side, size in zip(("rows", "columns"), layout.shape_of(weight), strict=True)
     }
     return {"hidden_size": model.hidden_size} | sizes | sides
 

@@ -761,6 +761,8 @@ class Scenario:
             ]
             if unused:
                 reasons["lora_target_modules"] = f"{', '.join(unused)} names no linear of transformers' model"
+            if lora.exclude_modules and all(map(lora.adapts_module, (one.name for one in linears_of_model))):
+                reasons["lora_exclude_modules"] = "no linear of transformers' model has such a name"
             return reasons
         excludes = lora.adapts(OUTPUT_LAYER) != every.adapts(OUTPUT_LAYER) or any(
             [*lora.adapted(number, part.weights())] != [*every.adapted(number, part.weights())]

@@ -46,11 +46,12 @@ MOST_PEERS = 7
 """With buffers of their own: the other GPUs of a node. Over a network they are shared (``NCCL_NET_SHARED_BUFFERS``)."""
 CONTEXT_OF_FSDP2_BYTES = 815 * MIB
 """CUDA's context and all kernels of a job of FSDP2, which has no Transformer Engine: 820 to 840 MiB in 76 jobs of plain
-torch on one and two H200s (``labs/results/h200_plain_fsdp2.jsonl``, ``h200x2_plain_fsdp2.jsonl``). One group serves all
-its collectives, and a single rank has none."""
+torch on one and two H200s (``labs/results/h200_plain_fsdp2.jsonl``, ``h200x2_plain_fsdp2.jsonl``). A single rank has no
+group. More than one group was not measured."""
 MEASURED_RANKS = 4
 BEYOND_MEASURED_BYTES = 640 * MIB
-"""More at most in a job of more ranks than were measured. It is an assumption, not a measurement."""
+"""More at most in a job of more ranks, or of FSDP2 of more groups, than were measured. It is an assumption, not a
+measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,12 +122,27 @@ def outside_torch_of(job: Scenario) -> OutsideTorch:
     """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is."""
     if job.engine == "megatron":
         return estimate_outside_torch(job.layout, job.architecture, job.state)
-    size = job.layout.world_size
+    num_groups = _num_groups_of_fsdp2(job)
+    is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
     return OutsideTorch(
         context_and_libraries_bytes=CONTEXT_OF_FSDP2_BYTES,
-        nccl_bytes=WORLD_BYTES if size > 1 else 0,
-        uncertain_bytes=OTHER_KERNELS_BYTES + BEYOND_MEASURED_BYTES * (size > MEASURED_RANKS),
+        nccl_bytes=WORLD_BYTES + RING_BYTES * (num_groups - 1) if num_groups else 0,
+        uncertain_bytes=OTHER_KERNELS_BYTES + BEYOND_MEASURED_BYTES * (not is_measured),
     )
+
+
+def _num_groups_of_fsdp2(job: Scenario) -> int:
+    """Returns how many groups of more than one rank a step uses.
+
+    There is one along each dimension of the mesh, and maybe a smaller one that gathers for backward
+    (``_get_post_forward_mesh_info`` in torch's ``distributed/fsdp/_fully_shard/_fsdp_init.py``, 2.13).
+    """
+    state, shards = job.state, job.ranks_of_shards
+    sizes = [shards, state.dp_replicate_size, job.layout.tensor_model_parallel_size]
+    of_layers = state.reshard_after_forward_ranks
+    if of_layers is not None and of_layers < shards and state.reshard_after_forward != "none":
+        sizes.append(of_layers)
+    return sum(size > 1 for size in sizes)
 
 
 def outside_torch_of_every_stage(job: Scenario) -> OutsideTorch:

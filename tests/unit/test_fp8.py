@@ -227,6 +227,20 @@ def test_the_delayed_recipe_refuses_what_needs_the_original_input(settings: Any)
     check_on_model(settings, replace(scenario, state=fp8("blockwise", fp8_param_gather=True)))
 
 
+@pytest.mark.parametrize(
+    ("modules", "saves"),
+    [((), True), (("layernorm",), True), (("shared_experts",), False), (("layernorm", "shared_experts"), False)],
+)
+def test_shared_experts_save_the_router_s_input_unless_a_checkpoint_saves_it(
+    modules: tuple[str, ...], saves: bool
+) -> None:
+    """As ``SharedExpertMLP.__init__`` and ``MoELayer.set_for_recompute_pre_mlp_layernorm`` of megatron-core 0.16.1."""
+    with Lab("qwen2-moe-tiny", num_layers=1, seq_length=256, backend="simulated", state=fp8()) as lab:
+        lab.step(recompute(*modules) if modules else MemorySettings(), warm_up=False)
+        shared = inside(lab).model.engine.live.chunk.module.decoder.layers[0].mlp.shared_experts
+        assert shared.linear_fc1.save_original_input is saves
+
+
 @pytest.mark.parametrize("name", ["qkv_linear", "attn_proj", "expert_fc1"])
 def test_megatron_cannot_offload_a_cached_weight_in_fp8(name: str) -> None:
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=256, state=fp8())

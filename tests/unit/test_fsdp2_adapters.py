@@ -70,3 +70,10 @@ def test_names_of_experts_are_without_effect() -> None:
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=LoRA(rank=4)))
     said = scenario.without_effect()
     assert said["lora_target_modules"] == "linear_fc1, linear_fc2 names no linear of transformers' model"
+
+
+@pytest.mark.parametrize(("excluded", "is_idle"), [("linear_q", True), ("*.v_proj", False), ("output_layer", False)])
+def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: bool) -> None:
+    lora = LoRA(rank=4, target_modules=(), exclude_modules=(excluded,))
+    scenario = Scenario.of("llama-3-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=lora))
+    assert ("lora_exclude_modules" in scenario.without_effect()) == is_idle

@@ -107,9 +107,14 @@ def test_the_fused_rotation_is_the_one_of_torch_s_operations() -> None:
     ("model", "others", "words"),
     [
         (
-            replace(DEEPSEEK, kv_lora_rank=40),
+            replace(DEEPSEEK, kv_lora_rank=40, qk_pos_emb_head_dim=8),
             {"state": TrainingState(fp8_format="hybrid"), "seq_length": 512},
-            "linear_kv_up_proj.weight on a rank is 40, must be a multiple of 16",
+            "columns of self_attention.linear_kv_up_proj.weight on a rank is 40, must be a multiple of 16",
+        ),
+        (
+            replace(DEEPSEEK, qk_pos_emb_head_dim=8),
+            {"state": TrainingState(fp8_format="hybrid"), "seq_length": 512},
+            "rows of self_attention.linear_kv_down_proj.weight on a rank is 40, must be a multiple of 16",
         ),
         (replace(DEEPSEEK, rope_type="rope"), {"state": TrainingState(apply_rope_fusion=True)}, "rope_type is 'rope'"),
         (DEEPSEEK, {"layout": Layout(tensor_model_parallel_size=8)}, "must divide the 4 attention heads"),

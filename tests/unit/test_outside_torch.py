@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,15 +31,45 @@ def of(text: str, model: str | None = None, rank: int = 0) -> OutsideTorch:
     return estimate_outside_torch(layout, None if model is None else find_architecture(model))
 
 
-@pytest.mark.parametrize("file", ["h200_plain_fsdp2.jsonl", "h200x2_plain_fsdp2.jsonl"])
+@pytest.mark.parametrize("file", [f"h200{number}_plain_fsdp2.jsonl" for number in ("", "x2", "x4")])
 def test_every_rank_of_fsdp2_is_within_its_range(file: str) -> None:
     jobs = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
     assert len(jobs) >= 37
     for job in jobs:
         for number, rank in enumerate(job["ranks"]):
-            layout = Layout(data_parallel_size=len(job["ranks"]), rank=number)
-            stated = outside_torch_of(Scenario.of(job["job"]["model"], layout=layout, engine="fsdp2"))
+            tensor, replicas = (job["job"].get(name, 1) for name in ("tensor_model_parallel_size", "dp_replicate_size"))
+            sizes = {"tensor_model_parallel_size": tensor, "data_parallel_size": len(job["ranks"]) // tensor}
+            layout = Layout(**sizes, sequence_parallel=False, rank=number)
+            state = TrainingState(dp_replicate_size=replicas)
+            stated = outside_torch_of(Scenario.of(job["job"]["model"], layout=layout, engine="fsdp2", state=state))
             assert stated.total_bytes <= rank["outside_torch"] <= stated.most_bytes, job["name"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "more_groups"),
+    [
+        ({"data_parallel_size": 4}, {}, 0),
+        ({"data_parallel_size": 4}, {"dp_replicate_size": 2}, 1),
+        ({"data_parallel_size": 4}, {"dp_replicate_size": 4}, 0),
+        ({"data_parallel_size": 4}, {"reshard_after_forward_ranks": 2}, 1),
+        ({"data_parallel_size": 4}, {"reshard_after_forward_ranks": 4}, 0),
+        ({"data_parallel_size": 4}, {"reshard_after_forward_ranks": 2, "reshard_after_forward": "none"}, 0),
+        ({"data_parallel_size": 2, "tensor_model_parallel_size": 2}, {}, 1),
+        ({"data_parallel_size": 4, "tensor_model_parallel_size": 2}, {"dp_replicate_size": 2}, 2),
+    ],
+)
+def test_fsdp2_has_a_group_along_each_dimension_of_its_mesh(
+    layout: dict[str, int], options: dict[str, Any], more_groups: int
+) -> None:
+    scenario = Scenario.of(
+        "llama-3.1-8b",
+        layout=Layout(**layout, sequence_parallel=False),
+        engine="fsdp2",
+        state=TrainingState(**options),
+    )
+    stated = outside_torch_of(scenario)
+    assert stated.nccl_bytes == (770 + 484 * more_groups) * MIB
+    assert (stated.uncertain_bytes > 160 * MIB) == (more_groups > 0), "only one group was measured"
 
 
 def test_one_rank_is_what_an_h200_held() -> None:

@@ -60,8 +60,9 @@ def _save_original_inputs(module: Any, settings: MemorySettings, recipe: str) ->
     """
     modules = settings.recompute_modules or ()
     if getattr(module, "shared_experts", None) is not None:
-        own = recipe != "delayed" and "shared_experts" not in modules
-        module.shared_experts.linear_fc1.save_original_input = own or "layernorm" in modules
+        # With the delayed recipe, which cannot, the norm is not recomputed either. A checkpoint saves its input itself.
+        saves = recipe != "delayed" and "shared_experts" not in modules
+        module.shared_experts.linear_fc1.save_original_input = saves
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         if hasattr(module, name):
             getattr(module, name).save_original_input = "layernorm" in modules
