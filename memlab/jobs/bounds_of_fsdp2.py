@@ -126,7 +126,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
     **dict.fromkeys(("distributed.activation_checkpointing", "dtensor_cfg.activation_checkpointing"), _parts_of_layers),
-    "model.attn_implementation": _scores,
+    **dict.fromkeys(("model.attn_implementation", "override_config.attn_implementation"), _scores),
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
     **dict.fromkeys(

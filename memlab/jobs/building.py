@@ -300,15 +300,15 @@ bf16 it keeps no copy of a weight at all (``quantize_weight`` in ``pytorch/modul
 
 def _drop_what_fp8_reads(reading: Reading, state: TrainingState) -> None:
     """Moves what says how FP8 is computed, where a job computes in neither FP8 nor FP4, to what has no effect."""
-    names = {one.key.rpartition(".")[2]: one for one in reading.not_modelled}
-    if "fp4" in names:
+    by_name = [(one.key.rpartition(".")[2], one) for one in reading.not_modelled]
+    if any(name in ("fp4", "fp4_format") for name, _ in by_name):
         return
     unread: tuple[str, ...] = _READ_IN_FP8
     reason = "nothing is computed in FP8"
     if state.fp8_format is not None:
         # A weight that is FP8 is not quantized in any micro-batch.
         unread, reason = _READ_IN_FP8[:1] * state.fp8_param_gather, "the weights themselves are FP8"
-    for one in [one for name, one in names.items() if name in unread]:
+    for one in [one for name, one in by_name if name in unread]:
         reading.not_modelled.remove(one)
         reading.without_effect[one.key] = reason
 

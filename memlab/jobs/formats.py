@@ -97,7 +97,7 @@ def _read_text(
     if path.suffix in (".py", ".ipynb"):
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
-        return _toml_format(text, path)
+        return _toml_format(text, path, format_name)
     script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -145,7 +145,12 @@ def _text(path: Path) -> tuple[str, bool]:
     return text, not rest
 
 
-def _toml_format(text: str, path: Path) -> tuple[str, Entries]:
+def _toml_format(text: str, path: Path, format_name: str | None) -> tuple[str, Entries]:
+    if format_name is not None:
+        raise ValueError(
+            f"{path.name} is a TOML file, which memlab reads as a job of torchtitan only: leave --format {format_name} "
+            "out"
+        )
     entries = read_toml(text, path.name)
     sections = {key.partition(".")[0] for key in entries.by_key}
     if not {"model", "training"} <= sections:

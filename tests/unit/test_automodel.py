@@ -193,6 +193,7 @@ OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
         ("{distributed.tp_size: 4, model.torch_dtype: float32}", (4, 4, 8)),
         ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW, model.torch_dtype: float32}", (2, 2)),
         ("{distributed.pp_size: 2, peft.dim: 8}", (2,)),
+        ("{distributed.pp_size: 2, freeze_config.freeze_language_model: true}", (2,)),
         ("{distributed.pp_size: 2, quantization.load_in_4bit: true}", ()),
         ("{distributed.pp_size: 2, model.pretrained_model_name_or_path: a/b}", ()),
         ("{distributed.pp_size: 2, distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", ()),
@@ -261,6 +262,8 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
         ("{distributed.activation_checkpointing: selective}", {"distributed.activation_checkpointing": "less"}),
         ("{peft.use_dora: true}", {"peft": "less"}),
         ("{peft.dim: 8, peft.use_triton: true}", {"peft.use_triton": "either"}),
+        ("{peft.dim: 8, peft.lora_dtype: torch.float32}", {"peft": "less"}),
+        ("{peft.dim: 8, peft.lora_dtype: torch.bfloat16}", {}),
         ("{optimizer.weight_decay: 0.1}", {"optimizer.weight_decay": "more"}),
         ("{optimizer.weight_decay: 0.1, optimizer._target_: torch.optim.AdamW}", {}),
         ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam, optimizer.exp_avg_dtype: torch.bfloat16}",
@@ -321,6 +324,15 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
     )
     first = written("automodel", scenario, MemorySettings(**{**FULL.to_dict(), "recompute_method": "block"}))
     assert first.unsaid == {"recompute_method": "Automodel checkpoints all layers, each by itself"}
+
+
+def test_adapters_are_named_and_no_part_of_them_is_written() -> None:
+    state = TrainingState(lora=LoRA(rank=8, fsdp2_library="automodel"))
+    said = written("automodel", Scenario.of("llama-3.1-8b", engine="fsdp2", state=state), MemorySettings())
+    assert "lora_rank" in said.unsaid
+    tree = yaml.safe_load("\n".join(said.lines))
+    assert "peft" not in tree, "Automodel trains adapters wherever a recipe has this section"
+    assert "sequence_parallel" not in tree["distributed"], "of one tensor parallel rank"
 
 
 def test_a_reduction_in_bf16_leaves_what_layers_compute_in(tmp_path: Path) -> None:

@@ -281,6 +281,11 @@ def test_an_argument_that_a_pattern_called_without_effect(tmp_path: Path, flags:
     assert missing(read(tmp_path, MOE + flags), key).effect == effect
 
 
+@pytest.mark.parametrize("kind", ["--fp4-format e2m1", "--fp8-format hybrid"])
+def test_layers_that_stay_in_bf16_are_said_in_fp4_and_fp8(tmp_path: Path, kind: str) -> None:
+    assert missing(read(tmp_path, f"{MOE} {kind} --first-last-layers-bf16"), "first_last_layers_bf16").effect == "more"
+
+
 @pytest.mark.parametrize("flag", ["--moe-router-of-the-next-release", "--lr-of-next", "--save-activations-on-gpu"])
 def test_an_argument_in_no_list_is_unknown(tmp_path: Path, flag: str) -> None:
     assert missing(read(tmp_path, flag), flag[2:].replace("-", "_")).effect == "unknown"

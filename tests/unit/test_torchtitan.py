@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,12 @@ LAYER = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096
 LLAMA = 32 * LAYER + 2 * 128256 * 4096 + 4096
 
 
-def read(folder: Path, training: str = "", **changes: str) -> Job:
+def read(folder: Path, training: str = "", *, options: dict[str, Any] | None = None, **changes: str) -> Job:
     text = CONFIG.format(training=training)
     for old, new in changes.items():
         text = text.replace(old, new)
     (folder / "job.toml").write_text(text)
-    return Job.read(folder / "job.toml")
+    return Job.read(folder / "job.toml", **(options or {}))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,22 @@ def test_the_number_of_ranks_is_the_launcher_s_unless_the_file_has_it(tmp_path: 
     job = read(tmp_path, data_parallel_shard_degree="unused_degree")
     assert job.guesses == ("the number of ranks",) and sum(job.at_least.values()) == 16 * LLAMA // 8
     assert [one.key for one in job.not_modelled if one.effect == "unknown"] == ["parallelism.unused_degree"]
+
+
+def test_gradients_of_one_parameter_at_a_time_are_not_kept(tmp_path: Path) -> None:
+    job = read(tmp_path, AdamW='AdamW"\nearly_step_in_backward = true\n#"')
+    assert job.at_least == {"parameters": 4 * LLAMA // 8, "optimizer state": 8 * LLAMA // 8}
+
+
+def test_another_model_in_its_place_is_not_predicted_either(tmp_path: Path) -> None:
+    job = read(tmp_path, "global_batch_size = 8", options={"architecture": "llama-3.1-8b"})
+    assert job.scenario is None and job.cannot_start is None
+    assert "torchtitan's own llama-3.1-8b" in str(job.not_supported) and sum(job.at_least.values()) == 16 * LLAMA // 8
+
+
+def test_a_toml_file_is_of_no_other_framework(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a job of torchtitan only: leave --format nemo-rl out"):
+        read(tmp_path, options={"format_name": "nemo-rl"})
 
 
 def test_another_model_is_read_without_a_bound(tmp_path: Path) -> None:

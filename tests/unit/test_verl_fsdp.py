@@ -63,6 +63,8 @@ def test_fsdp_does_not_read_megatron_s_section_of_adapters(tmp_path: Path) -> No
         (f"{FSDP}.mixed_precision.reduce_dtype=bf16", {"grad_reduce_in_bf16": True}, {}),
         (f"+{FSDP}.mixed_precision.param_dtype=fp32", {"fp32_sharded_params": False}, {}),
         (f"{FSDP}.reshard_after_forward=False", {"reshard_after_forward": "none"}, {}),
+        # torch 2.13 takes the number 1 for False (``_get_post_forward_mesh_info``).
+        (f"{FSDP}.reshard_after_forward=1", {"reshard_after_forward": "none"}, {}),
         (f"{FSDP}.fsdp_size=4", {"dp_replicate_size": 2}, {}),
         (f"{FSDP}.fsdp_size=-1", {}, {}),
         (f"{FSDP}.forward_prefetch=True", {"fsdp2_forward_prefetch_depth": 1}, {}),
@@ -90,6 +92,10 @@ def test_types_shards_and_what_leaves_the_device(
         (f"{MODEL}.use_remove_padding=False", {f"{MODEL}.use_remove_padding": "more"}),
         (f"{ACTOR}.entropy_coeff=0.01", {f"{ACTOR}.entropy_coeff": "more"}),
         (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
+        (f"+{MODEL}.override_config.num_hidden_layers=2", {f"{MODEL}.override_config.num_hidden_layers": "either"}),
+        (f"+{MODEL}.override_config.attn_implementation=flash_attention_2", {}),
+        (f"+{MODEL}.override_config.attn_implementation=eager",
+         {f"{MODEL}.override_config.attn_implementation": "more"}),
         (f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16", {f"{MODEL}.lora_rank": "less"}),
         (f"{MODEL}.use_fused_kernels=True", {f"{MODEL}.use_fused_kernels": "less"}),
         (f"{ACTOR}.optim.optimizer=AdamW8bit {ACTOR}.optim.optimizer_impl=torchao.optim",
@@ -114,6 +120,7 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     [
         (f"{FSDP}.ulysses_sequence_parallel_size=2", "ranks that share sequences (Ulysses)", (4, 4, 8)),
         (f"{ACTOR}.strategy=fsdp_turbo {FSDP}.model_dtype=bf16", "the engine fsdp_turbo", (2, 2, 4)),
+        ("model_engine=fsdp_turbo", "the engine fsdp_turbo", (4, 4, 8)),
         (f"{MODEL}.path=zai-org/GLM-4.5-Air", "the family glm4_moe under FSDP2", None),
     ],
 )
@@ -125,6 +132,11 @@ def test_what_the_engine_does_not_have_is_refused_by_name(
     if at_least is not None:
         of_a_rank = 8_190_735_360 // 8  # as Qwen publishes the model: 8.2 billion parameters
         assert tuple(job.at_least.values()) == tuple(size * of_a_rank for size in at_least)
+
+
+def test_groups_of_shards_have_all_ranks(tmp_path: Path) -> None:
+    job = read(tmp_path, f"{FSDP}.fsdp_size=3")
+    assert job.cannot_start is not None and f"{FSDP}.fsdp_size is 3, must divide the 8 ranks" in job.cannot_start
 
 
 SFT = (

@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     automodel_keys,
     block,
     check_family,
+    freezes_language,
     take_automodel_adapters,
     take_checkpointed_layers,
     take_kept,
@@ -217,7 +218,8 @@ def _take_least(reading: Reading, optimizer: str) -> None:
     is_quantized = any(key.startswith("quantization.") for key in reading.entries.by_key)
     if not (reading.values["fsdp_cpu_offload"] or is_quantized or _class_of_model(reading) != _CAUSAL):
         is_torch_adam = optimizer in ("torch.optim.Adam", "torch.optim.AdamW")
-        take_kept(reading, trains_all=not _trains_adapters(reading), is_torch_adam=is_torch_adam)
+        trains_all = not (_trains_adapters(reading) or freezes_language(reading, "freeze_config"))
+        take_kept(reading, trains_all=trains_all, is_torch_adam=is_torch_adam)
         if optimizer.endswith("FlashAdamW"):  # it may keep parameters of fp32 shards in fewer bytes
             reading.kept_of_parameter = dict.fromkeys(reading.kept_of_parameter, 2)
 
@@ -386,9 +388,10 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     state = scenario.state
     is_fp32 = scenario.dtype == "fp32"
+    shares_sequence = scenario.layout.sequence_parallel if scenario.layout.tensor_model_parallel_size > 1 else None
+    values = common(scenario, settings) | named(scenario)
     return (
-        common(scenario, settings)
-        | named(scenario)
+        {name: value for name, value in values.items() if not name.startswith("lora_")}  # `cannot_write` names them
         | {
             "storage": "fp32" if is_fp32 or state.fp32_sharded_params else "bf16",
             "compute": scenario.dtype,
@@ -397,6 +400,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "data_ranks": scenario.layout.data_parallel_size,
             "checkpointing": settings.recompute_granularity,
             "longest": scenario.seq_length,
+            "sequence_parallel": shares_sequence,
             "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
             "is_foreach": False if state.adam_implementation == "for_loop" else None,
             "is_fused": True if state.adam_implementation == "fused" else None,

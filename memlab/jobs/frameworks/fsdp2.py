@@ -9,7 +9,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.lora import NAMES_OF_TRANSFORMERS
 from memlab.config.scenario import FAMILIES_OF_FSDP2
 from memlab.jobs.frameworks.adapters import LORA
-from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
@@ -20,13 +20,14 @@ _RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value 
 
 
 def _read_resharding(value: Any) -> Any:
-    if isinstance(value, int) and value not in (True, False):
-        return COUNT.read(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "none" if value == 1 else COUNT.read(value)
     return "all" if SWITCH.read(value) else "none"
 
 
 RESHARDING = Conversion(_read_resharding, lambda value: {"all": True, "none": False}.get(value, value))
-"""``reshard_after_forward`` of torch's `fully_shard`: whether layers are sharded again, or over how many ranks."""
+"""``reshard_after_forward`` of torch's `fully_shard`: whether layers are sharded again, or over how many ranks. Over a
+single rank is not at all (``_get_post_forward_mesh_info`` in ``_fully_shard/_fsdp_init.py``, torch 2.13)."""
 
 
 def take_resharding(reading: Reading) -> None:
@@ -41,6 +42,22 @@ def take_shards(reading: Reading, key: str) -> None:
     ranks, shards = reading.values["world_size"], reading.values.pop("ranks_of_shards")
     if 0 < shards < ranks:
         reading.take(key, "dp_replicate_size", ranks // shards)
+
+
+def check_shards(reading: Reading) -> None:
+    """Checks that the groups of `take_shards` have all ranks together.
+
+    Raises:
+        CannotStartError: If they do not, which torch's ``init_device_mesh`` refuses.
+    """
+    ranks = reading.values["world_size"]
+    for one in reading.taken:
+        if one.field == "ranks_of_shards" and 0 < one.memlab_value < ranks and ranks % one.memlab_value:
+            raise CannotStartError(
+                f"{one.key} is {one.value}, must divide the {ranks} ranks, by a rule of torch's device mesh: choose "
+                "another, or -1 for one group of all",
+                one.field,
+            )
 
 
 def note_packing(reading: Reading, key: str) -> None:
@@ -108,6 +125,10 @@ def take_automodel_adapters(reading: Reading, section: str, *, is_on: bool) -> N
         lacks.append("adapters of the kind DoRA")
     if reading.get(f"{section}.use_memory_efficient_lora") is False:
         lacks.append("adapters without its memory-efficient function")
+    own, is_fp32 = reading.get(f"{section}.lora_dtype"), values["fp32_sharded_params"] or values["dtype"] == "fp32"
+    of_shards = ("float32", "fp32") if is_fp32 else ("bfloat16", "bf16")
+    if own not in (None, "None") and str(own).rpartition(".")[2] not in of_shards:
+        lacks.append(f"adapters in {own}, another type than the shards'")
     reading.known |= {key for key in reading.entries.by_key if key.startswith(f"{section}.")}
     if is_on and reading.get(f"{section}.use_triton"):
         reading.miss(f"{section}.use_triton", "either", "Triton's kernels keep other tensors of the adapters' rank")
@@ -139,6 +160,11 @@ def take_adapters(
         reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} under FSDP2)")
     for name in [name for name in values if name.startswith("lora_")]:
         del values[name]
+
+
+def freezes_language(reading: Reading, section: str) -> bool:
+    """Whether a ``freeze_config`` of NeMo Automodel freezes a part that every language model has."""
+    return any(reading.get(f"{section}.freeze_{part}") for part in ("language_model", "embeddings"))
 
 
 def block(reading: Reading, key: str, what: str) -> None:

@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     automodel_keys,
     block,
     check_family,
+    freezes_language,
     note_packing,
     take_automodel_adapters,
     take_checkpointed_layers,
@@ -150,6 +151,7 @@ def _take_optimizer(reading: Reading) -> None:
     trains_all = not values.pop("has_adapters")
     take_automodel_adapters(reading, f"{_DTENSOR}.lora_cfg", is_on=not trains_all)
     if not values["fsdp_cpu_offload"]:
+        trains_all = trains_all and not freezes_language(reading, f"{_DTENSOR}.automodel_kwargs.freeze_config")
         take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
 
 

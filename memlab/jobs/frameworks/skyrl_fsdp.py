@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     block,
     check_family,
+    check_shards,
     note_packing,
     peft_keys,
     take_checkpointed_layers,
@@ -139,6 +140,7 @@ SKYRL_FSDP = Framework(
     | {row.name for row in SKYRL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
+    check=check_shards,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
 """Read only: `memlab.jobs.frameworks.registry` says when."""

@@ -6,6 +6,7 @@ Names and defaults: ``torchtitan/config/job_config.py`` (0.2.2). Later versions 
 
 from __future__ import annotations
 
+from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import block, take_kept, take_types
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key
@@ -50,11 +51,14 @@ KEYS = (
 )
 
 
+_OWN = "torchtitan's own {}, whose layers keep other tensors than transformers'"
+
+
 def complete(reading: Reading) -> None:
     """Notes that the model is torchtitan's own, and takes what a rank keeps of it."""
     values = reading.values
     model, flavor = values.pop("model"), values.pop("flavor")
-    block(reading, "model.name", f"torchtitan's own {model}, whose layers keep other tensors than transformers'")
+    block(reading, "model.name", _OWN.format(model))
     name = _MODELS.get(model, {}).get(flavor)
     if name is not None:
         values["architecture"] = name
@@ -63,6 +67,17 @@ def complete(reading: Reading) -> None:
         _take_ranks(reading)
     if not values["fsdp_cpu_offload"]:
         take_kept(reading, trains_all=True, is_torch_adam=values["optimizer"] in ("Adam", "AdamW"))
+        if reading.get("optimizer.early_step_in_backward"):  # each parameter's gradient is freed when it is updated
+            reading.kept_of_parameter.pop("gradients")
+
+
+def complete_of_model(_: Reading, architecture: Architecture) -> None:
+    """Refuses every model, also one that is given in place of the job's: its layers are torchtitan's own.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(f"memlab does not have what the job asks for: {_OWN.format(architecture.name)}")
 
 
 def _take_ranks(reading: Reading) -> None:
@@ -91,6 +106,7 @@ TORCHTITAN = Framework(
     missing=(),
     without_effect=keys_without_effect("torchtitan"),
     complete=complete,
+    complete_of_model=complete_of_model,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
 """Read only: `memlab.jobs.formats` recognizes it."""

@@ -13,6 +13,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     block,
     check_family,
+    check_shards,
     note_packing,
     peft_keys,
     take_checkpointed_layers,
@@ -23,7 +24,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_types,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false
-from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
+from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
 from memlab.jobs.frameworks.verl import VERL, note_critic
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -80,6 +81,12 @@ def engine_missing(engine: str, model: str) -> tuple[Missing, ...]:
         Missing(f"{model}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
         Missing(f"{model}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
         Missing(f"{model}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
+        Missing(
+            f"{model}.override_config.attn_implementation",
+            "more",
+            "attention keeps the scores of all heads",
+            lambda value: value == "eager",
+        ),
     )
 
 
@@ -119,7 +126,10 @@ def complete(reading: Reading) -> None:
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     del values["nodes"], values["ranks_per_node"]
-    is_chosen = values.pop("model_engine", None) is not None or reading.get(f"actor@{_ACTOR}") is not None
+    engine, configuration = values.pop("model_engine", None), reading.get(f"actor@{_ACTOR}")
+    is_chosen = engine is not None or configuration is not None
+    if "fsdp_turbo" in (engine, str(configuration).removesuffix("_actor")):
+        values["strategy"] = "fsdp_turbo"
     if not is_chosen and f"{_ACTOR}.strategy" not in reading.entries.by_key:
         reading.warnings.append(
             "no key chooses an engine, and verl takes FSDP then: give model_engine=megatron for Megatron"
@@ -145,6 +155,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
         loss: By which key the difference of the loss is named.
     """
     values = reading.values
+    note_replaced_values(reading, f"{model}.override_config")
     _take_strategy(reading, strategy)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
@@ -213,6 +224,7 @@ VERL_FSDP = Framework(
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
+    check=check_shards,
     versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
-from memlab.jobs.frameworks.fsdp2 import check_family, note_packing
+from memlab.jobs.frameworks.fsdp2 import check_family, check_shards, note_packing
 from memlab.jobs.frameworks.keys import TEXT, Key
 from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
 from memlab.jobs.frameworks.verl_fsdp import complete_engine, engine_keys, engine_missing
@@ -59,6 +59,7 @@ VERL_SFT_FSDP = Framework(
     without_effect=VERL_SFT.without_effect | keys_without_effect("verl_fsdp"),
     complete=complete,
     complete_of_model=check_family,
+    check=check_shards,
     versions=VERL_SFT.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
