@@ -106,13 +106,11 @@ class Storages:
     def after_operation(self, results: Any, arguments: Any = ()) -> None:
         """Counts the storages of an operation's results that are new or that changed their size."""
         if isinstance(results, torch.Tensor):
-            self.count(results.untyped_storage(), arguments)
+            if not hasattr(type(results), "__tensor_flatten__"):  # what wraps tensors has no memory beside theirs
+                self.count(results.untyped_storage(), arguments)
         elif isinstance(results, (tuple, list)):
             for result in results:
-                if isinstance(result, torch.Tensor):
-                    self.count(result.untyped_storage(), arguments)
-                elif isinstance(result, (tuple, list)):
-                    self.after_operation(result, arguments)
+                self.after_operation(result, arguments)
 
     def count(self, storage: Any, arguments: Any = ()) -> None:
         """Counts a storage, if it is new or has changed its size.
