@@ -1,4 +1,4 @@
-"""Slides from the cells of a lab: one per section, with its first paragraphs, its tables, figures, what to look at."""
+"""Slides from the cells of a lab: one per section, with its first paragraphs, tables, figures and what to look at."""
 
 from __future__ import annotations
 

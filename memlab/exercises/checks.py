@@ -55,7 +55,7 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
     if isinstance(measured, (list, tuple)):
         kinds = sorted({type(each).__name__ for each in numbers})
         raise ValueError(
-            f"check got a list of {listed(kinds) or 'nothing'}, must be a list of numbers: give the bytes of each case"
+            f"check got a list of {listed(kinds) or 'nothing'}, must be a list of numbers: give one for each case"
         )
     action = "pass what lab.step(...) returned, or a number"
     if measured is None:

@@ -21,8 +21,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
 
     Their shapes differ from those of lab 06 in what a careless rule looks at: peaks vary under a leak, a leak begins
     late or rises by less than 1 % in each step, a spike comes in the first or in the last step, state is allocated in
-    the third step or in two steps, a retention lies under peaks that vary, one step alone has a residual, and caches
-    for new lengths lift the start of a spike a little.
+    the third step or in two steps, a retention lies under peaks that vary, one step alone has a residual, growth comes
+    with a retention, and caches for new lengths lift the start of a spike a little.
     """
     flat = [60.0] * 8
     varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
@@ -39,6 +39,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("growth", _steps([10.0, 10.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0], [40.0] * 8)),
         ("spike", _steps([20.0] * 8, varying, [0.0] * 7 + [1.5])),
         ("spike", _steps([20.0] * 8, varying, [1.5] + [0.0] * 7)),
+        ("growth", _steps([10.0, 10.0] + [20.0] * 6, varying, [0.5] * 8)),
+        ("leak", _steps([50 + 0.15 * step for step in range(12)], [80.0] * 12)),
     ]
 
 

@@ -326,6 +326,15 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
     assert first.unsaid == {"recompute_method": "Automodel checkpoints all layers, each by itself"}
 
 
+def test_adapters_are_named_and_no_part_of_them_is_written() -> None:
+    state = TrainingState(lora=LoRA(rank=8, fsdp2_library="automodel"))
+    said = written("automodel", Scenario.of("llama-3.1-8b", engine="fsdp2", state=state), MemorySettings())
+    assert "lora_rank" in said.unsaid
+    tree = yaml.safe_load("\n".join(said.lines))
+    assert "peft" not in tree, "Automodel trains adapters wherever a recipe has this section"
+    assert "sequence_parallel" not in tree["distributed"], "of one tensor parallel rank"
+
+
 def test_a_reduction_in_bf16_leaves_what_layers_compute_in(tmp_path: Path) -> None:
     job = read(tmp_path, "{model.torch_dtype: float32}")
     scenario, settings = job.required()

@@ -400,6 +400,10 @@ WRONG_KINDS = {
         "if steps[-1].residual_bytes: return 'retention'\n" + KIND_OF.strip(),
         "your function says retention, which is wrong",
     ),
+    "a retention before growth": (
+        KIND_OF.replace("if starts[-1] - starts[0]", "if not steps[0].residual_bytes and starts[-1] - starts[0]"),
+        "your function says retention, which is wrong",
+    ),
     "no growth": (KIND_OF.replace("return 'growth'", "return 'leak'").replace('"growth"', '"leak"'), "which is wrong"),
     "no retention": (KIND_OF.replace('"retention"', '"spike"'), "your function says spike, which is wrong"),
     "another word": (KIND_OF.replace('"leak"', '"memory leak"'), "must be one of leak, retention, growth and spike"),

@@ -370,6 +370,27 @@ def test_how_tokens_are_permuted_is_written_once(name: str, is_fused: bool, tmp_
     assert job.scenario.state.moe_permute_fusion == is_fused
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", OF_MEGATRON)
+def test_how_tokens_are_dispatched_is_written_once_or_named(name: str, dispatcher: Any, tmp_path: Path) -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", state=TrainingState(moe_token_dispatcher_type=dispatcher))
+    new = written(name, scenario, MemorySettings())
+    assert sum("dispatcher" in line for line in new.lines) <= 1, new.lines
+    job = read_lines(name, list(new.lines), scenario.layout.world_size, tmp_path / FILES.get(name, "run.sh"))
+    is_same = job.required()[0].state.moe_token_dispatcher_type == dispatcher
+    assert is_same != ("moe_token_dispatcher_type" in new.unsaid)
+
+
+def test_megatron_bridge_s_config_holds_the_function_of_an_activation(tmp_path: Path) -> None:
+    """``instantiate_node`` (utils/instantiate_utils.py) calls a ``_target_`` unless ``_call_`` is false."""
+    lines = written("bridge", Scenario.of("gpt-oss-20b"), MemorySettings()).lines
+    function = {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False}
+    assert yaml.safe_load("\n".join(lines))["model"]["activation_func"] == function
+    job = read_lines("bridge", list(lines), 1, tmp_path / "run_config.yaml")
+    assert job.required()[0].architecture.quick_geglu
+    assert "model.activation_func" not in {one.key for one in job.not_modelled}
+
+
 @pytest.mark.parametrize("name", OF_MEGATRON)
 def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Path) -> None:
     dice = random.Random(f"changes {name}")
@@ -438,8 +459,10 @@ def test_whole_sequences_are_never_written_as_sequence_parallelism(name: str, tm
     scenario = Scenario(architecture=find_architecture("llama-3.2-1b"), num_layers=16, seq_length=128, layout=layout)
     new = written(name, scenario, MemorySettings())
     is_named = "sequence_parallel" in new.unsaid
-    assert is_named == (FRAMEWORKS[name].style != "flags")
-    assert is_named or not any("sequence-parallel" in line.replace("_", "-") for line in new.lines)
+    is_of_fsdp2 = name == "automodel"  # which has a key for it
+    assert is_named == (FRAMEWORKS[name].style != "flags" and not is_of_fsdp2)
+    said = [line.strip() for line in new.lines if "sequence-parallel" in line.replace("_", "-")]
+    assert is_named or said == (["sequence_parallel: false"] if is_of_fsdp2 else [])
     if name == "megatron-lm":
         (tmp_path / "run.sh").write_text("pretrain_gpt.py " + " ".join(new.lines[1:]))
         job = Job.read(tmp_path / "run.sh", format_name=name, world_size=2)

@@ -108,6 +108,13 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert named.required()[0].state.options()["lora_target_modules"] == ("q_proj", "v_proj")
 
 
+@pytest.mark.parametrize("key", ["trainer.fused_lm_head_logprob", f"{POLICY}.model.fake_int4_qat.enabled"])
+def test_what_skyrl_has_with_megatron_only_cannot_start(key: str, tmp_path: Path) -> None:
+    job = read(tmp_path, f"{key}=true")
+    assert job.cannot_start is not None and f"{key} is true" in job.cannot_start
+    assert read(tmp_path, f"{key}=false").cannot_start is None
+
+
 def test_ranks_that_share_sequences_are_refused_by_name(tmp_path: Path) -> None:
     job = read(tmp_path, f"{POLICY}.sequence_parallel_size=2")
     assert job.scenario is None and job.lacks == ("ranks that share sequences (Ulysses)",)

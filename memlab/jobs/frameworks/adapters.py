@@ -43,7 +43,7 @@ def _read_targets(value: Any) -> Any:
     return tuple(dict.fromkeys((*LINEARS, *(name for name in names if name != ALL_LINEAR))))
 
 
-_RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
+RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
 """verl and SkyRL train no adapters of rank 0."""
 TARGETS = Conversion(_read_targets, WORDS.write)
 """SkyRL and ms-swift have a word for all linears."""
@@ -58,7 +58,7 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
         **defaults: The framework's own, by the fields of `LoRA`; a key without one does not exist there.
     """
     rows = {
-        "rank": (rank_key, _RANK if rank_key == "rank" else WHOLE),
+        "rank": (rank_key, RANK if rank_key == "rank" else WHOLE),
         "alpha": ("alpha", NUMBER),
         "dropout": ("dropout", NUMBER),
         "dropout_position": ("dropout_position", TEXT),

@@ -388,9 +388,10 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     state = scenario.state
     is_fp32 = scenario.dtype == "fp32"
+    shares_sequence = scenario.layout.sequence_parallel if scenario.layout.tensor_model_parallel_size > 1 else None
+    values = common(scenario, settings) | named(scenario)
     return (
-        common(scenario, settings)
-        | named(scenario)
+        {name: value for name, value in values.items() if not name.startswith("lora_")}  # `cannot_write` names them
         | {
             "storage": "fp32" if is_fp32 or state.fp32_sharded_params else "bf16",
             "compute": scenario.dtype,
@@ -399,6 +400,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "data_ranks": scenario.layout.data_parallel_size,
             "checkpointing": settings.recompute_granularity,
             "longest": scenario.seq_length,
+            "sequence_parallel": shares_sequence,
             "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
             "is_foreach": False if state.adam_implementation == "for_loop" else None,
             "is_fused": True if state.adam_implementation == "fused" else None,

@@ -72,8 +72,15 @@ def _is_quick_gelu(name: Any) -> bool:
     return str(name).endswith("quick_gelu")
 
 
-def _quick_gelu(value: bool) -> str | None:
-    return _QUICK_GELU if value else None
+def _quick_gelu(value: bool) -> dict[str, Any] | None:
+    # The config holds the function, and its result only without `_call_`.
+    return {"_target_": _QUICK_GELU, "_call_": False} if value else None
+
+
+def _of_bridge(row: Missing) -> Missing:
+    if row.name != "activation_func":
+        return row
+    return replace(row, is_on=lambda value: row.is_on(value) and not _is_quick_gelu(value))
 
 
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
@@ -87,7 +94,7 @@ KEYS = (
     *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True, **PROVIDER_DEFAULTS),
     *under("model", (*ARCHITECTURE, *LAYERS)),
     Key("model.add_bias_linear", "add_bias_linear", SWITCH),
-    Key("model.activation_func._target_", "quick_geglu", Conversion(_is_quick_gelu, _quick_gelu)),
+    Key("model.activation_func", "quick_geglu", Conversion(_is_quick_gelu, _quick_gelu)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", COUNT),
@@ -173,7 +180,9 @@ FRAMEWORK_MISSING = (
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,
     *_OF_THE_COMMAND,
-    *missing_under("model", (row for row in (*MISSING, *PROVIDER_MISSING) if row.name != "add_bias_linear")),
+    *missing_under(
+        "model", (_of_bridge(row) for row in (*MISSING, *PROVIDER_MISSING) if row.name != "add_bias_linear")
+    ),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),

@@ -8,15 +8,13 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.lora import NAMES_OF_TRANSFORMERS
 from memlab.config.scenario import FAMILIES_OF_FSDP2
-from memlab.jobs.frameworks.adapters import LORA
+from memlab.jobs.frameworks.adapters import ALL_LINEAR, LORA, RANK
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
-_ALL = "all-linear"
-_RANK = Conversion(lambda value: WHOLE.read(value) or None, lambda value: value or 0)
 
 
 def _read_resharding(value: Any) -> Any:
@@ -74,9 +72,9 @@ def peft_keys(section: str, start: str = "") -> tuple[Key, ...]:
         start: How the rank's and the scale's keys begin in it.
     """
     return (
-        Key(f"{section}.{start}rank", "lora_rank", _RANK, None),
+        Key(f"{section}.{start}rank", "lora_rank", RANK, None),
         Key(f"{section}.{start}alpha", "lora_alpha", NUMBER, 16),
-        Key(f"{section}.target_modules", "lora_target_modules", WORDS, (_ALL,)),
+        Key(f"{section}.target_modules", "lora_target_modules", WORDS, (ALL_LINEAR,)),
         Key(f"{section}.exclude_modules", "lora_exclude_modules", WORDS, None),
     )
 
@@ -89,7 +87,7 @@ def take_peft(reading: Reading, key: str) -> None:
     """
     values = reading.values
     targets, excluded = values.get("lora_target_modules") or (), values.get("lora_exclude_modules") or ()
-    if _ALL in targets:
+    if ALL_LINEAR in targets:
         targets, excluded = (), ("lm_head", *excluded)
     lacks = [] if values["fp32_sharded_params"] else ["adapters of shards in bf16"]
     values |= {"lora_fsdp2_library": "peft", "lora_enable_input_require_grads": True}

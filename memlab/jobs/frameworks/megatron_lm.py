@@ -634,7 +634,7 @@ def render(values: dict[str, Any]) -> list[str]:
     if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
-        lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm"]
+        lines.append("--moe-grouped-gemm")
     if "hidden_size" in values:
         lines.append("--no-create-attention-mask-in-dataloader")
     return [*([f"# torchrun --nnodes 1 --nproc-per-node {ranks}"] if ranks else []), *lines]

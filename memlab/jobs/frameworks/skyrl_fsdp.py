@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     block,
@@ -31,6 +31,7 @@ from memlab.jobs.frameworks.skyrl import SKYRL
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
 _OF_MEGATRON = f"{_POLICY}.megatron_config."
+_OF_MEGATRON_ONLY = ("trainer.fused_lm_head_logprob", f"{_POLICY}.model.fake_int4_qat.enabled")
 _TRAINER = (
     "architecture",
     "nodes",
@@ -113,6 +114,24 @@ def complete(reading: Reading) -> None:
     )
 
 
+def check(reading: Reading) -> None:
+    """Checks the groups of shards, and that the job asks for nothing that SkyRL has with Megatron only.
+
+    See ``TrainerConfig.__post_init__`` in ``skyrl/train/config/config.py``.
+
+    Raises:
+        CannotStartError: If SkyRL or torch refuses the job.
+    """
+    check_shards(reading)
+    for key in _OF_MEGATRON_ONLY:
+        if reading.get(key):
+            raise CannotStartError(
+                f"{key} is true, must be false unless trainer.strategy is megatron, by a rule of SkyRL: change one of "
+                "them",
+                "strategy",
+            )
+
+
 def _take_rows(reading: Reading) -> None:
     values = reading.values
     prompt = values.pop("prompt_length")
@@ -140,7 +159,7 @@ SKYRL_FSDP = Framework(
     | {row.name for row in SKYRL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
-    check=check_shards,
+    check=check,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
 )
 """Read only: `memlab.jobs.frameworks.registry` says when."""
