@@ -334,6 +334,12 @@ class Layout:
                 f"expert_tensor_parallel_size is {tensor}, and {architecture.name} is dense: leave it out",
                 "expert_tensor_parallel_size",
             )
+        if self.expert_tensor_size > 1 and architecture.routes and architecture.add_bias_linear:
+            raise RuleError(
+                f"expert_tensor_parallel_size is {self.expert_tensor_size}, must be 1 for {architecture.name}, whose "
+                "experts have biases, by a rule of Megatron-Core: choose 1",
+                *("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+            )
         if experts > 1 and not architecture.is_divided_by("expert_model_parallel_size"):
             raise RuleError(
                 f"expert_model_parallel_size is {experts}, must be 1, since {architecture.name} is dense: choose 1",
@@ -355,13 +361,19 @@ class Layout:
                 return f"must divide the {heads} attention heads of {architecture.name}"
             if groups % size and size % groups:
                 return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
-            if size > groups and architecture.norms_all_heads:
-                return f"must be at most {groups}, the query groups of {architecture.name}, whose ranks norm all heads"
             return f"must divide the {rows} rows of query, key and value" if rows % size else None
 
+        most = groups if architecture.norms_all_heads else heads
+        if architecture.norms_all_heads and self.tensor_model_parallel_size > groups:
+            raise RuleError(
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, must be at most {groups}, the query "
+                f"groups of {architecture.name}, since memlab does not predict a norm of all heads where ranks have "
+                f"the same keys: choose {groups} or fewer",
+                "tensor_model_parallel_size",
+            )
         rule = broken(self.tensor_model_parallel_size)
         if rule is not None:
-            choices = ", ".join(str(size) for size in range(1, min(heads, 128) + 1) if broken(size) is None)
+            choices = ", ".join(str(size) for size in range(1, min(most, 128) + 1) if broken(size) is None)
             raise RuleError(
                 f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, {rule}, by a rule of Megatron-Core: "
                 f"choose from {choices}",

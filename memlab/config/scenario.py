@@ -520,6 +520,14 @@ class Scenario:
                 "alltoall, or leave moe_shared_expert_overlap out",
                 *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
             )
+        has_adapters = any(".shared_experts." in name for _, name in self._linears_with_adapters())
+        if has_adapters and self.layout.tensor_model_parallel_size > 1:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with tensor_model_parallel_size "
+                f"{self.layout.tensor_model_parallel_size} and adapters of shared experts, which memlab does not "
+                "predict together yet: leave one of the three out",
+                *("moe_shared_expert_overlap", "tensor_model_parallel_size", "lora_target_modules"),
+            )
 
     @classmethod
     def of(
@@ -803,6 +811,8 @@ class Scenario:
                 reasons["store_param_remainders"] = "the shards are fp32"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
+        elif state.reshard_after_forward_ranks == self.ranks_of_shards:
+            reasons["reshard_after_forward_ranks"] = "these are all ranks that have shards"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -72,6 +73,20 @@ class TestLive:
             assert session.state_changes[-1].rebuilt == rebuilt
             assert session.take(StepRequest()).loss == plain.loss
         assert session.take(StepRequest()).peak_allocated_bytes == plain.peak_allocated_bytes
+
+    def test_a_fused_update_that_fails_leaves_no_main_parameter_that_was_not_written(self, session: OneProcess) -> None:
+        session.set_state(TrainingState(adam_implementation="te_fused", master_weights=True), MemorySettings())
+        optimizer = session.model.engine.live.optimizer
+
+        def fails() -> None:
+            for shard in optimizer._shards:
+                optimizer.state[shard]["exp_avg_sq"] = optimizer.state[shard]["master_param"] = torch.zeros(1)
+            raise MemoryError
+
+        with patch.object(optimizer._inner, "step", fails), pytest.raises(MemoryError):
+            session.run_exclusive(optimizer.step)
+        assert not optimizer.state
+        session.set_state(TrainingState(), MemorySettings())
 
     def test_a_forward_only_pass_leaves_what_is_not_resharded_gathered(self, session: OneProcess) -> None:
         before = session.take(StepRequest())
@@ -228,6 +243,9 @@ def test_options_of_fsdp2_that_do_nothing_are_named() -> None:
     state = TrainingState(reshard_after_forward="none", reshard_after_forward_ranks=2)
     of_two = replace(scenario, layout=Layout(data_parallel_size=2), state=state)
     assert set(of_two.without_effect()) == {"reshard_after_forward_ranks"}
+    of_all = replace(of_two, state=TrainingState(reshard_after_forward_ranks=2))
+    assert set(of_all.without_effect()) == {"reshard_after_forward_ranks"}
+    assert not replace(of_all, layout=Layout(data_parallel_size=4)).without_effect()
 
 
 def test_host_memory_is_asked_for_what_is_there_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

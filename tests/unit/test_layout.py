@@ -16,6 +16,7 @@ from memlab.commands.shared.asked_step import asked_step
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
+from memlab.config.validation import RuleError
 from memlab.lab.lab import Lab
 from memlab.views.text.ranks import ranks_table
 from tests.unit.builders import record_of
@@ -262,3 +263,24 @@ def test_words_that_are_no_sizes_are_refused_with_the_choices(text: str) -> None
     for other in ("SP0", "num_layers_in_last_pipeline_stage=VALUE", "pipeline_model_parallel_layout=VALUE"):
         assert other in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "words"),
+    [
+        ("gpt-oss-tiny", {"tensor_model_parallel_size": 2}, "expert_tensor_parallel_size is 2, must be 1 for gpt-oss"),
+        ("gpt-oss-tiny", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, None),
+        (
+            "minimax-tiny",
+            {"tensor_model_parallel_size": 4},
+            "at most 2, the query groups of minimax-tiny, since memlab",
+        ),
+        ("minimax-tiny", {"tensor_model_parallel_size": 3}, "at most 2"),
+        ("minimax-tiny", {"tensor_model_parallel_size": 2}, None),
+    ],
+)
+def test_biases_of_experts_and_a_norm_of_all_heads_limit_tensor_parallelism(
+    architecture: str, sizes: dict[str, int], words: str | None
+) -> None:
+    with nullcontext() if words is None else pytest.raises(RuleError, match=words):
+        Scenario.of(architecture, layout=Layout(**sizes))

@@ -48,11 +48,17 @@ class FusedAdamOfShards:
         return self._inner.state
 
     def step(self) -> None:
-        """Updates every shard that has a gradient."""
+        """Updates every shard that has a gradient; a step that fails leaves no state that it has begun."""
+        begun = [shard for shard in self._shards if not self._inner.state.get(shard)]
         try:
             for parameter, shard in zip(self._parameters, self._shards, strict=True):
                 shard.grad = None if parameter.grad is None else parameter.grad.to_local()
             self._inner.step()
+        except BaseException:
+            # Transformer Engine adds main parameters before it writes them, and would take these for complete ones.
+            for shard in begun:
+                self._inner.state.pop(shard, None)
+            raise
         finally:
             for shard in self._shards:
                 shard.grad = None
