@@ -62,6 +62,7 @@ def test_keys_have_their_lines_and_defaults(tmp_path: Path) -> None:
     taken = {one.key: (one.memlab_value, one.place) for one in read(tmp_path).taken}
     assert taken["training.seq_len"] == (8192, "line 12")
     assert taken["parallelism.tensor_parallel_degree"] == (2, "line 17")
+    assert taken["model.flavor"] == ("meta-llama/Llama-3.1-8B", "line 5")
     assert taken["training.mixed_precision_param"] == ("bf16", "default")
 
 
