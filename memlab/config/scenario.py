@@ -183,13 +183,20 @@ class Scenario:
             )
 
     def _check_capacity(self) -> None:
-        """Checks that an expert that is padded has no more rows than there are tokens.
+        """Checks that an expert that is padded has a capacity, and no more rows than there are tokens.
 
-        Megatron's ``permute`` fails there (megatron/core/transformer/moe/moe_utils.py, 0.16.1).
+        ``TransformerConfig.__post_init__`` refuses the former, and ``permute`` fails with the latter
+        (megatron/core/transformer/moe/moe_utils.py, 0.16.1).
         """
         factor, experts = self.state.moe_expert_capacity_factor, self.architecture.num_moe_experts
-        if factor is None or experts is None or not self.state.moe_pad_expert_input_to_capacity:
+        if experts is None or not self.state.moe_pad_expert_input_to_capacity:
             return
+        if factor is None:
+            raise RuleError(
+                "moe_pad_expert_input_to_capacity is True, must have moe_expert_capacity_factor, by a rule of "
+                "Megatron-Core: give a factor, or do not pad",
+                *("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
+            )
         most = experts / self.architecture.moe_router_topk
         if factor > most:
             raise RuleError(

@@ -84,6 +84,8 @@ def test_an_expert_is_not_padded_to_more_rows_than_there_are_tokens() -> None:
         ValueError, match=r"moe_expert_capacity_factor is 5 .* must be at most 4 \(experts / moe_router"
     ):
         Scenario.of("qwen3-moe-tiny", state=state)
+    with pytest.raises(ValueError, match=r"True, must have moe_expert_capacity_factor, by a rule of Megatron-Core"):
+        Scenario.of("qwen3-moe-tiny", state=TrainingState(moe_pad_expert_input_to_capacity=True))
 
 
 @pytest.mark.parametrize(
