@@ -50,6 +50,9 @@ def sharding_on_fake_tensors() -> Iterator[None]:
             f"{_FSDP}._fsdp_param_group.FSDPParamGroup.{name}": lambda group: None
             for name in ("_validate_no_meta_params", "_validate_cpu_offload_params")
         },
+        # torch registers a new tensor as its result for fake tensors (2.11 and 2.13): all logits once more, if the
+        # vocabulary is divided. On a device, the result has the collective's own storage (`AsyncCollectiveTensor`).
+        "torch.distributed._functional_collectives._maybe_wrap_tensor": lambda output: output,
         "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
         "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
         **{

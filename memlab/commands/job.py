@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memlab.commands.shared.job_flags import add_job_file_options, add_writing_option, job_of
+from memlab.jobs.writing import check_engine_of
 from memlab.views.text.job import job_table, lines_for
 
 
@@ -35,9 +36,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Reads the job's file.
 
     Raises:
-        ValueError: If it cannot be understood.
+        ValueError: If it cannot be understood, or ``--as`` names a framework of another engine.
     """
     job = job_of(arguments.file, arguments, architecture=arguments.architecture, world_size=arguments.world_size)
+    if job.scenario is not None:
+        check_engine_of(arguments.as_framework, job.scenario)
 
     def report() -> int:
         values = job.to_dict()

@@ -12,6 +12,8 @@ from memlab.record.transfer import GROUPS
 class ResidencyCheck(Goals):
     """Goals for one audit of what is where between two steps."""
 
+    subject = "an audit"
+
     def __init__(self, audit: ResidencyAudit) -> None:
         super().__init__()
         self._audit = audit

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, ValuesView
+from numbers import Real
 from typing import Any, overload
 
 from memlab.exercises.audits import ResidencyCheck
@@ -24,7 +25,7 @@ def check(measured: ResidencyAudit) -> ResidencyCheck: ...
 @overload
 def check(measured: Callable[..., object] | tuple[Callable[..., object], ...]) -> CodeCheck: ...
 @overload
-def check(measured: float | Sequence[float]) -> FormulaCheck: ...
+def check(measured: float | Sequence[float] | Iterator[float]) -> FormulaCheck: ...
 def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck | CodeCheck:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
@@ -50,8 +51,8 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
     if functions and all(map(callable, functions)):
         return CodeCheck(functions)
     numbers = _plain(measured)
-    if numbers and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-        return FormulaCheck(numbers)
+    if numbers and all(isinstance(number, Real) and not isinstance(number, bool) for number in numbers):
+        return FormulaCheck([number if isinstance(number, int) else float(number) for number in numbers])
     if isinstance(measured, (list, tuple)):
         kinds = sorted({type(each).__name__ for each in numbers})
         raise ValueError(
@@ -69,7 +70,7 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
 def _plain(measured: Any) -> list[Any]:
     """Returns numbers as Python has them: numpy's and torch's arrays and scalars have a method for that."""
     values = measured.tolist() if hasattr(measured, "tolist") else measured
-    values = list(values) if isinstance(values, (list, tuple)) else [values]
+    values = list(values) if isinstance(values, (list, tuple, Iterator, ValuesView)) else [values]
     return [value.item() if getattr(value, "shape", None) == () else value for value in values]
 
 

@@ -21,6 +21,8 @@ _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("withou
 class CodeCheck(Goals):
     """Goals for one function of the reader's, or for two that belong together."""
 
+    subject = "a function"
+
     def __init__(self, functions: Sequence[Callable[..., object]]) -> None:
         super().__init__()
         self._functions = functions

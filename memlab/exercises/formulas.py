@@ -12,6 +12,8 @@ from memlab.exercises.goals import Goals
 class FormulaCheck(Goals):
     """Goals for the numbers that a formula gave, for one case (a model, a number of tokens) or for each of several."""
 
+    subject = "numbers"
+
     def __init__(self, numbers: Sequence[float]) -> None:
         super().__init__()
         self._numbers = list(numbers)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self
 
 
 class Goals:
@@ -12,6 +12,9 @@ class Goals:
     A missed goal does not raise: the notebook goes on, and the line says what is missing. ``assert check(...)...`` is
     for claims of a lab's own that have to hold.
     """
+
+    subject = "an answer"
+    """What these goals are about, in the words of a line."""
 
     def __init__(self) -> None:
         self._all_reached = True
@@ -40,6 +43,15 @@ class Goals:
             line = f"reached: {what}" if reached else f"not yet: {what}"
             print(line if reached or not hint else f"{line}. Hint: {hint}.")  # noqa: T201  # an exercise's answer
         return self
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Self]:
+            """Misses a goal that only another kind of answer has: the exercise asks for that kind."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            what = f"the check got {self.subject}, and this exercise asks for something else"
+            return lambda *_, **__: self.goal(False, what, "give what the marked line gave before you changed it")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -32,6 +32,8 @@ _SETS_BACK = {"seq_length": "set_workload", "micro_batch_size": "set_workload", 
 class Check(Goals):
     """Goals for one record. Each returns the check, so that goals can be chained."""
 
+    subject = "the record of a step"
+
     def __init__(self, record: StepRecord) -> None:
         super().__init__()
         self._record = record

@@ -186,7 +186,7 @@ def _named(one: NotModelled) -> str:
 
 
 def _model(job: Job) -> str:
-    names = [str(one.value) for one in job.taken if one.field == "architecture" and one.value]
+    names = [str(one.memlab_value) for one in job.taken if one.field == "architecture" and one.memlab_value]
     if not names:
         return "not named"
     known = published_architecture(names[-1])

@@ -14,7 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.keys import ABSENT, Key
-from memlab.jobs.frameworks.registry import framework_named
+from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
 
 
@@ -165,9 +165,10 @@ def check_engine_of(framework_name: str | None, scenario: Scenario) -> None:
     """
     framework = None if framework_name is None else framework_named(framework_name)
     if framework is not None and framework.engine != scenario.engine:
+        others = ", ".join(name for name, other in FRAMEWORKS.items() if other.engine == scenario.engine)
         raise ValueError(
             f"--as is {framework.name!r}, whose jobs memlab writes for engine {framework.engine!r}, and engine is "
-            f"{scenario.engine!r}: leave one of the two out"
+            f"{scenario.engine!r}: choose one of {others}, or leave --as out"
         )
 
 
@@ -180,6 +181,8 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     reasons |= framework.cannot_write_of(scenario, settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
         reasons["packed_sequences"] = f"{framework.title} has no key for this number of sequences in a row"
+    if scenario.engine != framework.engine:
+        reasons["engine"] = f"memlab writes jobs of {framework.title} for engine {framework.engine!r} only"
     if scenario.routing != Routing():
         reasons["routing"] = "a router decides where tokens go"
     if scenario.expert_buffers:

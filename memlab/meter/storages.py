@@ -106,13 +106,14 @@ class Storages:
     def after_operation(self, results: Any, arguments: Any = ()) -> None:
         """Counts the storages of an operation's results that are new or that changed their size."""
         if isinstance(results, torch.Tensor):
-            self.count(results.untyped_storage(), arguments)
+            results = (results,)
         elif isinstance(results, (tuple, list)):
-            for result in results:
-                if isinstance(result, torch.Tensor):
-                    self.count(result.untyped_storage(), arguments)
-                elif isinstance(result, (tuple, list)):
-                    self.after_operation(result, arguments)
+            results = tensors_in(results)
+        else:
+            return
+        for tensor in results:
+            if not hasattr(type(tensor), "__tensor_flatten__"):  # what wraps tensors has no memory beside theirs
+                self.count(tensor.untyped_storage(), arguments)
 
     def count(self, storage: Any, arguments: Any = ()) -> None:
         """Counts a storage, if it is new or has changed its size.

@@ -217,6 +217,11 @@ _TORCH = (
     *_in(
         "backends/fully_sharded.py",
         _replaced(
+            "torch.distributed._functional_collectives",
+            "_maybe_wrap_tensor",
+            "It makes a second tensor of a collective's output where tensors are fake.",
+        ),
+        _replaced(
             "torch.distributed.fsdp._fully_shard._fully_shard",
             "_get_device_from_mesh",
             "A mesh has no device type for fake tensors.",

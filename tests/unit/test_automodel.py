@@ -264,6 +264,7 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
         ("{peft.dim: 8, peft.use_triton: true}", {"peft.use_triton": "either"}),
         ("{peft.dim: 8, peft.lora_dtype: torch.float32}", {"peft": "less"}),
         ("{peft.dim: 8, peft.lora_dtype: torch.bfloat16}", {}),
+        ("{peft.dim: 8, peft._target_: peft.LoraConfig}", {"peft": "less"}),
         ("{optimizer.weight_decay: 0.1}", {"optimizer.weight_decay": "more"}),
         ("{optimizer.weight_decay: 0.1, optimizer._target_: torch.optim.AdamW}", {}),
         ("{optimizer._target_: transformer_engine.pytorch.optimizers.FusedAdam, optimizer.exp_avg_dtype: torch.bfloat16}",
@@ -282,6 +283,12 @@ def test_what_is_not_modelled_has_a_bound(changes: str, missing: dict[str, str],
     job = read(tmp_path, changes)
     assert {one.key: one.effect for one in job.not_modelled} == missing
     assert all(one.bound_bytes for one in job.not_modelled)
+
+
+def test_a_key_of_adapters_that_automodel_does_not_have_is_unknown(tmp_path: Path) -> None:
+    job = read(tmp_path, "{peft.dim: 8, peft.r: 16, peft.lora_A_init: xavier}")
+    assert [(one.key, one.effect) for one in job.not_modelled] == [("peft.r", "unknown")]
+    assert "peft.lora_A_init" in job.without_effect
 
 
 def test_one_rank_is_not_sharded_by_automodel(tmp_path: Path) -> None:

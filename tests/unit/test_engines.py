@@ -269,7 +269,8 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
         "model=qwen3-30b-a3b num_layers=4 num_microbatches=2 num_ranks=2 defer_fsdp_grad_sync adam_implementation=fused",
         "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
         "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
-        "model=llama-3.1-8b num_layers=8 seq_length=4096 num_ranks=2 lora_rank=8",
+        "model=qwen3-8b num_layers=8 seq_length=4096 num_ranks=2 checkpointing tensor_model_parallel_size=2",
+        pytest.param("model=llama-3.1-8b num_layers=8 seq_length=4096 num_ranks=2 lora_rank=8", marks=pytest.mark.slow),
     ],
 )
 def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:

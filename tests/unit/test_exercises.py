@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -255,6 +256,15 @@ def test_another_job_is_refused_and_its_first_other_part_named(
 ) -> None:
     assert not check(job_with(**changed)).same_job_as(PLAIN, *but)
     assert capsys.readouterr().out.startswith(f"not yet: {line}")
+
+
+def test_an_answer_of_another_kind_misses_the_goal_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer, subject in ((lambda: 3, "a function"), (3, "numbers"), (PLAIN, "the record of a step")):
+        judged: Any = check(answer)
+        assert not judged.complains_like(PLAIN)
+        assert capsys.readouterr().out.startswith(f"not yet: the check got {subject}, and this exercise asks for")
+    thirds: Any = check(Fraction(each, 3) for each in (3, 6))  # type: ignore[call-overload]
+    assert thirds.is_exactly([1, 2])
 
 
 def test_where_settings_can_change_next_to_nothing_the_hint_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -530,7 +530,7 @@ HOSTILE = {
     "dollars": "run " + "$" * 100_000,
     "braces": "run " + "${" * 20_000,
     "quotes": "run " + "'a'" * 50_000,
-    "continuations": "run \\n" * 50_000,
+    "continuations": "run \\\n" * 50_000,
     "blocks": "if [ 1 = 1 ]; then\n" * 5000,
     "sources": "source run.sh\n" * 50,
     "brackets": "(" * 10_000,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _maybe_wrap_tensor
 from torch.profiler import ProfilerActivity, profile
 
 import memlab.lab.one_process
@@ -139,6 +140,14 @@ def test_views_are_not_new_bytes_and_the_last_reference_ends_a_storage() -> None
         assert meter.live_bytes() == 1000
         del view
         assert meter.live_bytes() == 0
+
+    assert metered(Labels(), work).delta_bytes.tolist() == [1000, -1000]
+
+
+def test_what_wraps_a_collective_s_output_until_it_is_there_has_no_bytes() -> None:
+    def work(meter: StorageMeter) -> None:
+        wrapped = _maybe_wrap_tensor(torch.empty(1000, dtype=torch.uint8))
+        assert isinstance(wrapped, AsyncCollectiveTensor) and meter.live_bytes() == 1000
 
     assert metered(Labels(), work).delta_bytes.tolist() == [1000, -1000]
 

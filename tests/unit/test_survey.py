@@ -175,3 +175,10 @@ def test_a_folder_that_may_not_be_read_is_named(checkout: Path, monkeypatch: pyt
     (checkout / "closed").mkdir()
     monkeypatch.setattr(os, "scandir", refusing)
     assert survey(checkout).unreadable["closed"] == "Permission denied: nothing in it was read"
+
+
+def test_a_flavor_of_torchtitan_counts_as_the_model_that_it_stands_for(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n')
+    (surveyed,) = survey(tmp_path).files
+    assert (surveyed.model, surveyed.outcome) == ("llama", "read")
+    assert surveyed.least_bytes == 16 * 8_030_261_248 // 8  # as Meta publishes the model: 8.03 billion parameters

@@ -62,6 +62,7 @@ def test_keys_have_their_lines_and_defaults(tmp_path: Path) -> None:
     taken = {one.key: (one.memlab_value, one.place) for one in read(tmp_path).taken}
     assert taken["training.seq_len"] == (8192, "line 12")
     assert taken["parallelism.tensor_parallel_degree"] == (2, "line 17")
+    assert taken["model.flavor"] == ("meta-llama/Llama-3.1-8B", "line 5")
     assert taken["training.mixed_precision_param"] == ("bf16", "default")
 
 
@@ -74,6 +75,8 @@ def test_the_number_of_ranks_is_the_launcher_s_unless_the_file_has_it(tmp_path: 
 def test_gradients_of_one_parameter_at_a_time_are_not_kept(tmp_path: Path) -> None:
     job = read(tmp_path, AdamW='AdamW"\nearly_step_in_backward = true\n#"')
     assert job.at_least == {"parameters": 4 * LLAMA // 8, "optimizer state": 8 * LLAMA // 8}
+    again = read(tmp_path, options={"overrides": ["optimizer.early_step_in_backward=true"]})
+    assert again.at_least == job.at_least
 
 
 def test_another_model_in_its_place_is_not_predicted_either(tmp_path: Path) -> None:

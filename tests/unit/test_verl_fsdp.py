@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from memlab.cli import main
 from memlab.config.layout import Layout
 from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -137,6 +139,15 @@ def test_what_the_engine_does_not_have_is_refused_by_name(
 def test_groups_of_shards_have_all_ranks(tmp_path: Path) -> None:
     job = read(tmp_path, f"{FSDP}.fsdp_size=3")
     assert job.cannot_start is not None and f"{FSDP}.fsdp_size is 3, must divide the 8 ranks" in job.cannot_start
+
+
+def test_a_job_is_not_written_for_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario, settings = read(tmp_path).required()
+    assert "engine" in written("verl", scenario, settings).unsaid
+    assert "engine" not in written("automodel", scenario, settings).unsaid
+    assert main(["job", str(tmp_path / "run.sh"), "--as", "verl"]) == 2
+    assert "for engine 'megatron', and engine is 'fsdp2': choose one of automodel, or" in capsys.readouterr().err
+    assert main(["job", str(tmp_path / "run.sh"), "--as", "automodel"]) == 0
 
 
 SFT = (

@@ -15,6 +15,7 @@ from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORD
 FROZEN = "frozen parts have no gradients and no optimizer state"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
+_CLASS_OF_AUTOMODEL = "PeftConfig"
 
 
 def _read_resharding(value: Any) -> Any:
@@ -127,7 +128,9 @@ def take_automodel_adapters(reading: Reading, section: str, *, is_on: bool) -> N
     of_shards = ("float32", "fp32") if is_fp32 else ("bfloat16", "bf16")
     if own not in (None, "None") and str(own).rpartition(".")[2] not in of_shards:
         lacks.append(f"adapters in {own}, another type than the shards'")
-    reading.known |= {key for key in reading.entries.by_key if key.startswith(f"{section}.")}
+    kind = str(reading.get(f"{section}._target_", _CLASS_OF_AUTOMODEL)).rpartition(".")[2]
+    if kind != _CLASS_OF_AUTOMODEL:
+        lacks.append(f"adapters of the class {kind}")
     if is_on and reading.get(f"{section}.use_triton"):
         reading.miss(f"{section}.use_triton", "either", "Triton's kernels keep other tensors of the adapters' rank")
     values["lora_fsdp2_library"] = "automodel"

@@ -80,7 +80,8 @@ FRAMEWORK_MISSING = (
     ),
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
-_READ_WITH_OTHERS = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
+_OF_THIS_POLICY = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
+"""Patterns of keys that have no effect on a job with Megatron, and are read here."""
 
 
 def chooses_dtensor(values: dict[str, Any]) -> bool:
@@ -198,7 +199,7 @@ NEMO_RL_DTENSOR = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=(NEMO_RL.without_effect - {*_READ_WITH_OTHERS})
+    without_effect=(NEMO_RL.without_effect - set(_OF_THIS_POLICY))
     | keys_without_effect("nemo_rl_dtensor")
     | {key.name for key in NEMO_RL.keys if not key.name.startswith(_MEGATRON)}
     | {row.name for row in NEMO_RL.missing if not row.name.startswith(_MEGATRON)},

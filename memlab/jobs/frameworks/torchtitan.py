@@ -61,7 +61,7 @@ def complete(reading: Reading) -> None:
     block(reading, "model.name", _OWN.format(model))
     name = _MODELS.get(model, {}).get(flavor)
     if name is not None:
-        values["architecture"] = name
+        reading.take("model.flavor", "architecture", name)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     if values.get("world_size") is None:
         _take_ranks(reading)
