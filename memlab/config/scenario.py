@@ -816,6 +816,8 @@ class Scenario:
                 reasons["store_param_remainders"] = "only master_weights reads it"
             elif self.dtype == "fp32" or state.fp32_sharded_params:
                 reasons["store_param_remainders"] = "the shards are fp32"
+            elif state.lora is not None and state.lora.fsdp2_library == "peft":
+                reasons["store_param_remainders"] = "PEFT's adapters are fp32"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         elif state.reshard_after_forward_ranks == self.ranks_of_shards:

@@ -77,3 +77,13 @@ def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: boo
     lora = LoRA(rank=4, target_modules=(), exclude_modules=(excluded,))
     scenario = Scenario.of("llama-3-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=lora))
     assert ("lora_exclude_modules" in scenario.without_effect()) == is_idle
+
+
+@pytest.mark.parametrize(("library", "is_idle"), [("peft", True), ("automodel", False)])
+def test_adapters_in_fp32_have_no_remainders(library: LibraryOfFsdp2, is_idle: bool) -> None:
+    lora = LoRA(rank=4, fsdp2_library=library)
+    adam: dict[str, Any] = {"adam_implementation": "te_fused", "master_weights": True, "store_param_remainders": True}
+    scenario = Scenario.of("llama-3-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=lora, **adam))
+    assert ("store_param_remainders" in scenario.without_effect()) == is_idle
+    count = sum(4 * (one.inputs + one.outputs) for one in adapted_linears(scenario.architecture, 4, lora))
+    assert kept_bytes(scenario).optimizer == (8 + (4 if is_idle else 2)) * count
