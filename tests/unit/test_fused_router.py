@@ -71,7 +71,13 @@ def test_loss_and_gradients_are_megatron_s(score_function: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("state", [{"moe_router_fusion": True}, {"moe_router_force_load_balancing": True}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"moe_router_fusion": True},
+        pytest.param({"moe_router_force_load_balancing": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_every_setting_has_one_loss_and_the_predicted_bytes(state: dict[str, Any]) -> None:
     settings = (MemorySettings(), FULL, recompute("moe"), offload("expert_fc1", "moe_act"))
     with Lab("qwen3-moe-tiny", **SMALL, backend="cpu") as lab:

@@ -39,7 +39,11 @@ PAIRS = MemorySettings(recompute_granularity="full", recompute_method="uniform",
 
 
 @pytest.mark.parametrize(
-    "model", [{"dtype": "bf16", "num_layers": 4}, {"dtype": "fp32", "num_layers": 2, "num_microbatches": 2}], ids=str
+    "model",
+    [
+        pytest.param({"dtype": "bf16", "num_layers": 4}, id="bf16", marks=pytest.mark.slow),
+        pytest.param({"dtype": "fp32", "num_layers": 2, "num_microbatches": 2}, id="fp32"),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_every_gradient_are_bit_identical_under_every_setting(
