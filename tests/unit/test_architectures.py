@@ -16,6 +16,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from tests.unit.corruption import corruptions
+from tests.unit.of_old_core import OLD_CORE
 from tests.unit.refusal import refusal
 
 # "Model size" of the safetensors on each model's Hugging Face page.
@@ -121,8 +122,11 @@ LARGE = ("gpt-oss-120b", "kimi-k2")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name
-        for name in ARCHITECTURES
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow] * (name in LARGE) + [OLD_CORE] * architecture.multi_latent_attention,
+        )
+        for name, architecture in ARCHITECTURES.items()
         if not name.endswith("-tiny")
     ],
 )

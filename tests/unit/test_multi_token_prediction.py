@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.package_info import MINOR
 
 from memlab.config.layout import Layout
 from memlab.config.lora import LoRA
@@ -20,10 +19,10 @@ from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.views.text.record import without_state
 from tests.unit.inside import inside
+from tests.unit.of_old_core import OLD_CORE
 
 pytestmark = pytest.mark.versions
 
-OLD_CORE = pytest.mark.skipif(MINOR >= 19, reason="memlab builds these layers with megatron-core 0.16 only")
 EXTRA = TrainingState(mtp_num_layers=1)
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.package_info import MINOR
 
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
@@ -20,6 +19,7 @@ from memlab.record.offload_audit import ModuleAccount, OffloadAudit
 from tests.unit.builders import record_of
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload
+from tests.unit.of_old_core import OLD_CORE
 
 pytestmark = pytest.mark.versions
 
@@ -79,7 +79,7 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert all(held.holders for held in account.still_resident)
 
 
-@pytest.mark.skipif(MINOR >= 19, reason="memlab builds latent attention with megatron-core 0.16 only")
+@OLD_CORE
 @pytest.mark.parametrize(
     ("scenario", "transferred", "kept"),
     [

@@ -14,6 +14,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from tests.unit.of_old_core import MEASURED_WITH_OLD_CORE
 
 
 @pytest.mark.parametrize("job", [*jobs()], ids=lambda job: job.name)
@@ -84,6 +85,7 @@ def test_all_jobs_of_adapters_were_measured() -> None:
         pytest.param("TP2", "mcore_bridge", marks=pytest.mark.slow),
     ],
 )
+@MEASURED_WITH_OLD_CORE
 def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words: str) -> None:
     """The largest errors of all 50 ranks are 0.020 % of the peak and 0.034 % of the start.
 
@@ -172,6 +174,7 @@ MEASURED = {
         ),
     ],
 )
+@MEASURED_WITH_OLD_CORE
 def test_parts_of_layers_are_plain_megatron_s(name: str, error: float) -> None:
     measured, predicted = MEASURED[name]["ranks"][0]["steps"][-1], predict_rank(MEASURED[name], 0)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=error)
