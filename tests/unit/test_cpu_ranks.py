@@ -267,9 +267,12 @@ OF_ALL_LINEARS, OF_PARTS = (LoRA(rank=4, alpha=4, target_modules=targets) for ta
 OF_EACH_EXPERT = LoRA(rank=8, normalize_moe_lora=True, share_expert_adapters=False)
 OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
-OF_LATENT_ATTENTION = [
+OF_OLD_CORE = [
     Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
     Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
+    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, (PLAIN, FULL), state=EXTRA),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA),
+    Job({"context_parallel_size": 2}, state=EXTRA),
 ]
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
@@ -290,7 +293,7 @@ TWO = [
     ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
-    *([] if IS_NEW_CORE else OF_LATENT_ATTENTION),
+    *([] if IS_NEW_CORE else OF_OLD_CORE),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
@@ -317,9 +320,6 @@ TWO = [
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
     Job({"tensor_model_parallel_size": 2}, architecture=GPT),
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
-    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, (PLAIN, FULL), state=EXTRA),
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA),
-    Job({"context_parallel_size": 2}, state=EXTRA),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         state=TrainingState(deallocate_pipeline_outputs=True),
