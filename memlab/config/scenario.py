@@ -502,6 +502,12 @@ class Scenario:
     def _check_experts(self) -> None:
         if self.architecture.num_moe_experts is not None:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
+            if self.state.moe_router_force_load_balancing and self.routing.kind in ("skewed", "shares"):
+                raise RuleError(
+                    f"routing is {self.routing} with moe_router_force_load_balancing, must be balanced, random or "
+                    "counts, since the job then routes by random logits: leave one of the two out",
+                    *("routing", "moe_router_force_load_balancing"),
+                )
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
         if self.state.moe_shared_expert_overlap:

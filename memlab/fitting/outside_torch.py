@@ -91,7 +91,7 @@ def estimate_outside_torch(
         model: Says whether there are experts, a bias of experts and tied embeddings, which have groups of their own.
             None: a dense model without tied embeddings, unless the layout spreads experts.
         state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the
-            embedding too. None: no such layers.
+            embedding too, and how tokens get to their experts. None: no such layers, and alltoall.
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
@@ -104,16 +104,20 @@ def estimate_outside_torch(
         # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias`, moe_utils.py).
         # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
         rings.append(layout.world_size // layout.pipeline_model_parallel_size)
-    pairs, sends = _pairs(layout)
+    gathers = state is not None and state.moe_token_dispatcher_type == "allgather"
+    pairs, sends = _pairs(layout, exchanges=not gathers)
+    most_pairs, most_sends = _pairs(layout)  # a job that gathers tokens was not measured
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
-    nccl += pairs * PAIR_BYTES + sends * (SEND_BYTES + RECEIVE_BYTES) + bool(pairs) * FIRST_SEND_BYTES
+    nccl += _bytes_of_pairs(pairs, sends)
     is_measured = layout.world_size <= MEASURED_RANKS
     return OutsideTorch(
         context_and_libraries_bytes=CONTEXT_BYTES + CUBLAS_KERNELS_BYTES * (is_last_stage or has_experts),
         nccl_bytes=nccl,
         uncertain_bytes=OTHER_KERNELS_BYTES
         + (len(rings) + 2 * pairs + 1) * ROUNDING_BYTES
+        + _bytes_of_pairs(most_pairs, most_sends)
+        - _bytes_of_pairs(pairs, sends)
         + BEYOND_MEASURED_BYTES * (not is_measured),
     )
 
@@ -171,8 +175,14 @@ def _groups_that_reduce(layout: Layout, *, has_experts: bool, is_last_stage: boo
     return groups
 
 
-def _pairs(layout: Layout) -> tuple[int, int]:
+def _bytes_of_pairs(pairs: int, sends: int) -> int:
+    return pairs * PAIR_BYTES + sends * (SEND_BYTES + RECEIVE_BYTES) + bool(pairs) * FIRST_SEND_BYTES
+
+
+def _pairs(layout: Layout, *, exchanges: bool = True) -> tuple[int, int]:
     """Returns how many communicators send to single ranks, and to how many peers they send and receive in all.
+
+    If `exchanges`, each rank sends rows to the ranks of their experts; otherwise all gather all tokens.
 
     A pipeline without virtual stages and a ring of two ranks send in batches, over the group's communicator. Otherwise
     torch makes a communicator for each direction (``ProcessGroupNCCL::send``, torch 2.11).
@@ -189,6 +199,6 @@ def _pairs(layout: Layout) -> tuple[int, int]:
         pairs, sends = 1, 1 + (0 < layout.pipeline_stage < stages - 1)
     if context > 1:
         pairs, sends = pairs + 1 + (context > 2), sends + 1 + (context > 2)
-    if expert > 1:
+    if expert > 1 and exchanges:
         pairs, sends = pairs + 1, sends + min(expert - 1, MOST_PEERS)
     return pairs, sends

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.layers import fused_router
@@ -114,3 +115,12 @@ def test_backward_needs_what_the_kernels_save() -> None:
 def test_fp64_is_refused() -> None:
     with pytest.raises(ValueError, match="moe_router_fusion is True with moe_router_dtype 'fp64', must have another"):
         TrainingState(moe_router_fusion=True, moe_router_dtype="fp64")
+
+
+def test_random_logits_prefer_no_expert() -> None:
+    state = TrainingState(moe_router_force_load_balancing=True)
+    with pytest.raises(
+        ValueError, match=r"^routing is skewed:2 with moe_router_force_load_balancing, must be balanced"
+    ):
+        Scenario.of("qwen3-moe-tiny", state=state, routing="skewed:2")
+    assert Scenario.of("qwen3-moe-tiny", state=state, routing="random:7").routing.kind == "random"

@@ -118,6 +118,14 @@ def test_only_the_last_stage_has_the_group_of_the_loss_and_the_kernels_of_the_ou
     assert tied.nccl_bytes - apart.nccl_bytes == 484 * MIB
 
 
+def test_ranks_that_gather_all_tokens_may_have_no_peers() -> None:
+    layout, model = Layout.from_text("EP4 DP4"), find_architecture("qwen3-30b-a3b")
+    state = TrainingState(moe_token_dispatcher_type="allgather")
+    exchanged, gathered = (estimate_outside_torch(layout, model, each) for each in (TrainingState(), state))
+    assert exchanged.total_bytes - gathered.total_bytes == (196 + 3 * (64 + 320) + 62) * MIB
+    assert 0 <= exchanged.most_bytes - gathered.most_bytes <= 8 * MIB, "no job that gathers was measured"
+
+
 @pytest.mark.parametrize(("layout", "mebibytes"), [("", 388), ("TP2 EP2 DP2", 484), ("PP2", 388)])
 def test_a_bias_of_experts_follows_the_tokens_of_all_ranks_of_a_stage(layout: str, mebibytes: int) -> None:
     """Measured: 2,892 MiB of one rank of Moonlight, in a process whose ranks of Qwen3-30B-A3B held 2,498 MiB."""
