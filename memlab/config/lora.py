@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from memlab.config.option import check_options, option
@@ -199,6 +199,20 @@ class LoRA:
             return any(own == linear or _matches(linear, name) for linear in self._parts_by_linear)
         is_of_other_class = is_grouped or own.endswith("_down_proj")
         return not (is_of_other_class or any(own == one or _matches(one, name) for one in self.exclude_modules))
+
+    def unused_targets(self, names: Iterable[str]) -> list[str]:
+        """Returns the targets that name none of some linears.
+
+        Args:
+            names: Of the linears, in the model chunk.
+        """
+        owns = {name: name.rpartition(".")[2] for name in names}
+        return [
+            target
+            for target in self.target_modules
+            for linear in replace(self, target_modules=(target,), exclude_modules=())._parts_by_linear
+            if not any(own == linear or _matches(linear, name) for name, own in owns.items())
+        ]
 
     def adapts_module(self, name: str) -> bool:
         """Whether a linear of transformers' model has an adapter, by its own name or by Megatron's for it.

@@ -793,6 +793,10 @@ class Scenario:
         )
         if lora.exclude_modules and not excludes:
             reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
+        names = [name for _, name in self._linears_with_adapters()] + [OUTPUT_LAYER] * lora.adapts(OUTPUT_LAYER)
+        unused = lora.unused_targets(names) if lora.target_modules != LINEARS else []
+        if unused:
+            reasons["lora_target_modules"] = f"no linear of this rank has the name {' or '.join(unused)}"
         if not any(linear.num_experts for linear, _ in self._linears_with_adapters()):
             of_experts = {"lora_share_expert_adapters", "lora_normalize_moe_lora"} & self.state.changed().keys()
             reasons |= dict.fromkeys(of_experts, "no linear of experts has an adapter")

@@ -476,3 +476,15 @@ def test_the_norm_of_latent_attention_is_recomputed_only_where_its_input_require
     lora = LoRA(rank=4, target_modules=("linear_fc2",), enable_input_require_grads=True)
     with Lab("qwen3-moe-tiny", **sizes, state=TrainingState(lora=lora), backend="simulated") as lab:
         assert lab.step(settings).status == "ok"
+
+
+def test_a_target_that_names_no_linear_is_said_even_if_another_one_does() -> None:
+    def said(*targets: str) -> str | None:
+        state = TrainingState(lora=LoRA(target_modules=targets))
+        return Scenario.of("qwen3-moe-tiny", state=state).without_effect().get("lora_target_modules")
+
+    assert (
+        said("linear_qkv", "*.layers.9.*.linear_proj") == "no linear of this rank has the name *.layers.9.*.linear_proj"
+    )
+    assert said("linear_qkv", "linear_q_proj") == "no linear of this rank has the name linear_q_proj"
+    assert said("linear_qkv", "output_layer") is said("*.layers.1.*.linear_proj") is said("linear_qkv") is None
