@@ -158,6 +158,13 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
+        stages = self.layout.pipeline_model_parallel_size
+        if self.state.reference_model != "none" and stages > 1:
+            raise RuleError(
+                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
+                "memlab does not predict together: choose 1, or none",
+                *("reference_model", "pipeline_model_parallel_size"),
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
