@@ -71,7 +71,11 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     has_two_passes = scenario.state.reference_model == "without_adapters"
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     has_stages = layout.pipeline_model_parallel_size > 1
-    passes = are_equal and not has_two_passes and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
+    passes = (
+        are_equal
+        and not has_two_passes
+        and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
+    )
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
         # or keep what other layers have made. After an out-of-memory, what the graph that an MoE layer's dispatcher

@@ -139,7 +139,7 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
         if state.reference_model == "none" or not torch.is_grad_enabled():
             return model(*given, **named), _mean_loss
         of_reference = _reference_loss(live, *given, **named)
-        # ms-swift hands both to the schedule as one tensor (``forward_step`` in swift/megatron/trainers/dpo_trainer.py).
+        # ms-swift hands both to the schedule as one tensor (``forward_step`` in its trainers/dpo_trainer.py).
         return torch.cat([of_reference, model(*given, **named)]), _mean_of_second_half
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -153,11 +153,8 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
 @torch.no_grad()
 def _reference_loss(live: LiveModel, *given: Any, **named: Any) -> torch.Tensor:
     """Returns each token's loss by the frozen copy of the model, or by the model without its adapters."""
-    if live.reference:
-        per_token: torch.Tensor = live.reference[0](*given, **named)
-        return per_token
     with without_adapters(live.modules()), live.config.memlab_routing.unnoted():
-        per_token = live.chunk.module(*given, **named)
+        per_token: torch.Tensor = (*live.reference, live.chunk.module)[0](*given, **named)
     return per_token
 
 
