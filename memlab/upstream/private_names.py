@@ -269,6 +269,12 @@ _TORCH = (
             "get_default_op_list",
             "The operations whose results NeMo Automodel and torchtitan keep.",
         ),
+        _used(
+            "torch.ops:aten",
+            "_grouped_mm _scaled_dot_product_cudnn_attention",
+            "Operations of which a selective checkpoint keeps the results, or every second one.",
+            source="aten/src/ATen/native/native_functions.yaml",
+        ),
     ),
     *_in(
         "engines/fsdp2/attention.py",

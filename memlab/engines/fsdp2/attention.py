@@ -46,28 +46,29 @@ def name_of(scenario: Scenario, *, on_gpu: bool, has_allocator: bool) -> str:
     return _PREFIX + name.replace("flash", "f")
 
 
-def inputs_of(module: Any, scenario: Scenario) -> dict[str, Any]:
-    """Returns what transformers' model takes beside tokens: where packed sequences begin."""
+def inputs_of(attention: str, scenario: Scenario) -> dict[str, Any]:
+    """Returns what transformers' model takes beside tokens: where packed sequences begin.
+
+    Args:
+        attention: What `name_of` has returned.
+        scenario: With the sequences.
+    """
     lengths = scenario.sequence_lengths
     if lengths is None:
         return {}
     positions = torch.cat([torch.arange(length, device="cpu") for length in lengths]).unsqueeze(0)
-    own = {"packed_lengths": lengths} if _is_own(module) else {}
+    own = {"packed_lengths": lengths} if attention.startswith(_PREFIX) else {}
     return {"position_ids": positions.cuda(), **own}
 
 
-def give_masks(module: Any) -> None:
+def give_masks(module: Any, attention: str) -> None:
     """Has transformers' model make the mask of `inputs_of`'s sequences when it begins, which it frees when it ends."""
-    if _is_own(module):
-        module.model.register_forward_pre_hook(_with_mask, with_kwargs=True)
+    if attention.startswith(_PREFIX):
+        with_mask = partial(_with_mask, attention.removeprefix(_PREFIX))
+        module.model.register_forward_pre_hook(with_mask, with_kwargs=True)
 
 
-def _is_own(module: Any) -> bool:
-    return str(module.config._attn_implementation).startswith(_PREFIX)
-
-
-def _with_mask(model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    name = model.config._attn_implementation.removeprefix(_PREFIX)
+def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     tokens, lengths = named["input_ids"].shape[1], named.get("packed_lengths")
     if name == "eager":
         dtype = model.embed_tokens.weight.dtype

@@ -37,11 +37,11 @@ class ShardedModel:
         mesh_device = "cuda" if place.on_gpu else "cpu"
         sharded = torch.float32 if scenario.state.fp32_sharded_params else _DTYPES[scenario.dtype]
         torch.manual_seed(scenario.seed)
+        self.attention = name_of(scenario, on_gpu=place.on_gpu, has_allocator=place.has_allocator)
         # The whole model has no part in a step, and is made under another default type than the meter expects.
         with on_host(), unobserved():
             with torch.device("meta" if place.is_prediction else "cpu"):
-                attention = name_of(scenario, on_gpu=place.on_gpu, has_allocator=place.has_allocator)
-                self.module = build_model(scenario, sharded, attention=attention)
+                self.module = build_model(scenario, sharded, attention=self.attention)
                 if scenario.state.lora is not None:
                     add_adapters(self.module, scenario)
             self._shard(mesh_device, scenario)

@@ -85,7 +85,7 @@ def forward_only_step(
 def _forward(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Returns the output with the logits, and the loss."""
     tokens = tokens.cuda()
-    inputs = {"input_ids": tokens, **inputs_of(live.module, scenario)}
+    inputs = {"input_ids": tokens, **inputs_of(live.attention, scenario)}
     if scenario.layout.tensor_model_parallel_size == 1:
         output = live.module(labels=tokens, **inputs)
         return output, output.loss
