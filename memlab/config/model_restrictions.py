@@ -126,6 +126,13 @@ def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
             "whole layers: choose 'full', or engine 'megatron'",
             *("recompute_granularity", "engine"),
         )
+    if settings.selective_ac and scenario.architecture.routes:
+        raise RuleError(
+            f"selective_ac is True, and {scenario.architecture.name} has experts, whose router in transformers 5.24 "
+            'changes in place what such a checkpoint keeps, on which torch\'s backward fails ("has been mutated"): '
+            "leave it out",
+            "selective_ac",
+        )
     if settings.recompute_method == "uniform" and settings.recompute_num_layers != 1:
         raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers} with recompute_method 'uniform', must be 1 with "

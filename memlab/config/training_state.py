@@ -32,6 +32,7 @@ RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
+AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -450,6 +451,13 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    attn_implementation: AttnImplementation = option(
+        "sdpa",
+        "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
+        "package flash-attn 2, or products of whole matrices of scores (eager)",
+        rebuilds="model",
+        **_FSDP2,
+    )
     adam_implementation: AdamImplementation = option(
         "foreach",
         "how torch.optim.AdamW updates parameters: all at once with temporary tensors of their size (foreach, torch's "
