@@ -648,7 +648,10 @@ def _check(reading: Reading) -> None:
     check_backend(reading, "auto")
 
 
-ONLY_OF_MS_SWIFT = {"num_labels": "of the training jobs that memlab reads, only ms-swift's have a head"}
+ONLY_OF_MS_SWIFT = {
+    "num_labels": "of the training jobs that memlab reads, only ms-swift's have a head",
+    "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
+}
 _NO_MASK_OF_ALL_ROWS = {"create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"}
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
 OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | _NO_MASK_OF_ALL_ROWS | NO_MASK_OF_DATA_LOADER
