@@ -453,9 +453,9 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    yield from chain(exchanges_of_heads(of), fusions_of_two_ranks(of))
-    yield from chain(classic_gpt_of_two_ranks(of), heads_of_two_ranks(of))
-    yield from adapters_of_two_ranks(of)
+    for some in (exchanges_of_heads, fusions_of_two_ranks, classic_gpt_of_two_ranks, heads_of_two_ranks,
+                 adapters_of_two_ranks):  # fmt: skip
+        yield from some(of)
 
 
 CRITIC = {"num_labels": 1}
