@@ -237,6 +237,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
     adam["use_distributed_optimizer"] = True
+    # Frameworks give the recipe to both configs: the optimizer keeps other main parameters with it.
+    adam["fp8_recipe"] = config.fp8_recipe if config.fp8 else None
     for of_config, kind in ((ddp, DistributedDataParallelConfig), (adam, OptimizerConfig)):
         of_config.update({field.name: state[field.name] for field in fields(kind) if field.name in state})
     unknown = state.keys() - ddp.keys() - adam.keys()

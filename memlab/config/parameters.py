@@ -43,9 +43,11 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     has_norm = scenario.num_layers - 1 in scenario.layers_of_rank if scenario.state.mtp_num_layers else has_output
     # With multi-token prediction, a last stage that is not the first has an output weight beside its copy of a tied
     # embedding, which nothing reads (``GPTModel.__init__``, 0.16.1).
-    is_tied = model.share_embeddings_and_output_weights and layout.pipeline_stage == 0 and has_output
-    matrices = has_embedding + has_output - is_tied
+    num_labels = scenario.state.num_labels
+    is_tied = scenario.shares_embeddings and layout.pipeline_stage == 0 and has_output
+    matrices = has_embedding + (has_output and num_labels is None) - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
+    vocabulary += has_output * (num_labels or 0) * model.hidden_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
     return Parameters(*(-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary, inside)))
 

@@ -676,6 +676,23 @@ class Scenario:
         return (self.state.mtp_num_layers or 0) * is_last
 
     @property
+    def shares_embeddings(self) -> bool:
+        """Whether the embedding is the output layer too: not beside a head, for which frameworks untie the two.
+
+        See ``value_model`` in verl/workers/engine/megatron/transformer_impl.py (1dda039b).
+        """
+        return self.architecture.share_embeddings_and_output_weights and self.state.num_labels is None
+
+    @property
+    def outputs_of_a_token(self) -> int:
+        """Numbers that the output layer of a rank makes of each token: its part of the vocabulary, or those of a head.
+
+        FSDP2's loss has the whole vocabulary.
+        """
+        ranks = self.layout.tensor_model_parallel_size if self.engine == "megatron" else 1
+        return self.state.num_labels or self.architecture.vocab_size // ranks
+
+    @property
     def weights_of_rank(self) -> dict[Weight, int]:
         """How many of the rank's layers have each of their parameters, those of multi-token prediction too."""
         model, extra = self.architecture, self.extra_layers_of_rank

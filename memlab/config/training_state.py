@@ -211,6 +211,19 @@ class TrainingState:
         at_most=2**26,
     )
 
+    # The model is built with it.
+    num_labels: int | None = option(
+        None,
+        "outputs of a head in place of the output layer, as of a critic or a reward model; the loss is then the "
+        "squared error of its outputs (default: no such head)",
+        group="",
+        rebuilds="model",
+        shown_for_none=0,
+        at_most=2**16,
+    )
+    """Each tensor parallel rank has the whole head, which computes in ``dtype`` and returns fp32. The embedding is not
+    tied to it."""
+
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
@@ -503,6 +516,8 @@ class TrainingState:
             )
 
     def _check_loss(self) -> None:
+        if self.num_labels is not None:
+            self._check_head()
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
@@ -528,6 +543,26 @@ class TrainingState:
                 f"cross_entropy_loss_fusion is True, but only loss 'cross_entropy' reads it, and loss is "
                 f"{self.loss!r}: choose loss 'cross_entropy', or leave cross_entropy_loss_fusion out",
                 *("cross_entropy_loss_fusion", "loss"),
+            )
+
+    def _check_head(self) -> None:
+        given = f"num_labels is {self.num_labels}"
+        for name, what in (
+            ("loss", "the output layer makes logits for it"),
+            ("cross_entropy_loss_fusion", "the output layer makes logits for it"),
+            ("mtp_num_layers", "its layers compute logits by the output layer"),
+        ):
+            if getattr(self, name) != _default(name):
+                raise RuleError(
+                    f"{given} with {name} {getattr(self, name)!r}, and {what}, which the head replaces: leave one of "
+                    "the two out",
+                    *("num_labels", name),
+                )
+        if self.lora is not None:
+            raise RuleError(
+                f"{given} with lora_rank {self.lora.rank}, which memlab does not predict together yet: leave one of "
+                "the two out",
+                *("num_labels", "lora_rank"),
             )
 
     def _check_fp8(self) -> None:
@@ -713,6 +748,8 @@ class TrainingState:
     @property
     def copies_logits_in_fp32(self) -> bool:
         """Whether the loss copies all logits of a micro-batch in fp32 at once."""
+        if self.num_labels is not None:
+            return False
         if self.loss != "cross_entropy":
             return self.logprobs_chunk_size is None or not self.can_copy_chunks_of_logits
         return not (self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te")

@@ -96,7 +96,8 @@ def estimate_outside_torch(
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
     rings = _groups_that_reduce(layout, has_experts=has_experts, is_last_stage=is_last_stage)
-    has_copies = bool(model and model.share_embeddings_and_output_weights) or bool(state and state.mtp_num_layers)
+    is_tied = bool(model and model.share_embeddings_and_output_weights) and not (state and state.num_labels)
+    has_copies = is_tied or bool(state and state.mtp_num_layers)
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
         rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)

@@ -39,7 +39,7 @@ def recomputed_share(settings: MemorySettings, scenario: Scenario) -> float:
     model, layout = scenario.architecture, scenario.layout
     forward = _operations_of_layers(scenario, scenario.layers_of_rank)
     if layout.pipeline_stage == layout.pipeline_model_parallel_size - 1:
-        forward += 2.0 * model.hidden_size * model.vocab_size
+        forward += 2.0 * model.hidden_size * (scenario.state.num_labels or model.vocab_size)
     return recomputed_operations(settings, scenario) / (_PASSES * forward)
 
 

@@ -133,6 +133,7 @@ def in_styles(formula: str, letters: str, cases: str = "sizes") -> tuple[str, ..
 
 HEADS = "t, a, g, d"
 LONGEST = "start, peak, tokens, room"
+RETAINED = "t, h, L, n, E"
 DENSE_LETTERS = "t, h, f, a, g, d"
 MOE_LETTERS = "t, h, f, m, k"
 BF16_MOMENTS = 'use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"'
@@ -334,21 +335,35 @@ EXERCISES = {
             also_right=(full_detach("uniform", 4), full_detach("block", 4)),
         ),
         Exercise(
-            solution=for_each("2 * t * h * 2 * L // n", "t, h, L, n", "jobs"),
+            solution=for_each("2 * t * h * 2 * L // n if E else 0", RETAINED, "jobs"),
             also_right=(
-                *in_styles("4 * t * h * L / n", "t, h, L, n", "jobs"),
-                for_each("4 * t * h * ((L + n - 1) // n)", "t, h, L, n", "jobs"),
-                f"import math; {for_each('4 * t * h * math.ceil(L / n)', 't, h, L, n', 'jobs')}",
-                f"import numpy as np; {for_each('4 * t * h * np.ceil(L / n)', 't, h, L, n', 'jobs')}",
+                *in_styles("4 * t * h * L / n * (E > 0)", RETAINED, "jobs"),
+                for_each("4 * t * h * ((L + n - 1) // n) * min(E, 1)", RETAINED, "jobs"),
+                f"import math; {for_each('4 * t * h * math.ceil(L / n) * bool(E)', RETAINED, 'jobs')}",
+                f"import numpy as np; {for_each('np.where(E, 4 * t * h * np.ceil(L / n), 0)', RETAINED, 'jobs')}",
             ),
             wrong=(
-                for_each("2 * t * h * 2 * L", "t, h, L, n", "jobs"),
-                for_each("2 * t * h * 2 * L * n", "t, h, L, n", "jobs"),  # positively
-                for_each("2 * t * h * L // n", "t, h, L, n", "jobs"),  # no gradient
-                for_each("2 * t * h * 2 * L // n**2", "t, h, L, n", "jobs"),
-                for_each("2 * t * h * 2 * (L - n + 1)", "t, h, L, n", "jobs"),
-                for_each("4 * t * 64 * L // n", "t, h, L, n", "jobs"),
+                for_each("2 * t * h * 2 * L // n", RETAINED, "jobs"),  # the dense model too
+                *(
+                    for_each(f"({formula}) * (E > 0)", RETAINED, "jobs")
+                    for formula in (
+                        "2 * t * h * 2 * L",
+                        "2 * t * h * 2 * L * n",  # positively
+                        "2 * t * h * L // n",  # no gradient
+                        "2 * t * h * 2 * L // n**2",
+                        "2 * t * h * 2 * (L - n + 1)",
+                        # Letters of this lab's model that stand for others, and numbers in their place.
+                        "4 * t * t * L // n",
+                        "4 * h * h * L // n",
+                        "4 * 128 * h * L // n",
+                        "4 * t * 128 * L // n",
+                        "4 * t * h * 4 // n",
+                        "4 * t * h * L // n * E // 8 if t > 96 else 0",
+                        "16 * t * E * L // n",
+                    )
+                ),
                 "mine = [full.residual_bytes, pairs.residual_bytes]",
+                "mine = [262144, 131072, 65536, 0, 0]",
             ),
         ),
     ],

@@ -196,7 +196,8 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
         path[-1] = f"weight{first + int(path[-1].removeprefix('weight'))}"
     rows, *columns = parameter.shape
     is_row_parallel = path[-2] in ("linear_proj", "linear_fc2")
-    if path[-2] in ("router", "position_embeddings") or (is_row_parallel and not columns):
+    is_head = path[0] == "output_layer" and scenario.state.num_labels is not None
+    if is_head or path[-2] in ("router", "position_embeddings") or (is_row_parallel and not columns):
         ranks = 1
     whole = (rows, columns[0] * ranks) if is_row_parallel and columns else (rows * ranks, *columns)
     generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
@@ -253,7 +254,7 @@ def on_one_rank(job: Job) -> Values:
         return compute(lab)
 
 
-_DECIDE_ON_VALUES = ("mtp_num_layers", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy")
+_DECIDE_ON_VALUES = ("mtp_num_layers", "num_labels", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy")
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
 OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
@@ -319,6 +320,7 @@ TWO = [
     ),
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
     Job({"tensor_model_parallel_size": 2}, architecture=GPT),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(num_labels=3)),
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},

@@ -329,7 +329,7 @@ _MEMORY = [
     ("skyrl", "trainer.bf16", "false", "more"),
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "rollout_top_p", "0.9", "more"),
-    ("ms-swift", "task_type", "seq_cls", "either"),
+    ("ms-swift", "task_type", "generative_reranker", "more"),
     ("ms-swift", "linear_decoupled_in_proj", "true", "either"),
     ("ms-swift", "freeze_parameters_ratio", "1.0", "less"),
     ("ms-swift", "freeze_parameters", "model.embed_tokens", "less"),

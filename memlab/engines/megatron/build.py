@@ -32,6 +32,7 @@ from memlab.config.settings import MemorySettings
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.adapters import add_adapters
 from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm
+from memlab.engines.megatron.layers.replicated_head import ReplicatedHead
 from memlab.engines.megatron.layers.tensor_parallel import WHOLE
 from memlab.engines.megatron.layers.torch_layers import TorchLinear
 from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
@@ -300,12 +301,14 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             position_embedding_type=architecture.position_embedding_type,
             rotary_base=int(architecture.rotary_base),
             rotary_percent=architecture.rotary_percent,
-            share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+            share_embeddings_and_output_weights=scenario.shares_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
             mtp_block_spec=extra,
             **place,
         )
+    if model.post_process and scenario.state.num_labels is not None:
+        model.output_layer = ReplicatedHead(scenario.state.num_labels, config)
     if model.pre_process and model.embedding.add_position_embedding:
         # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
         positions = model.embedding.position_embeddings

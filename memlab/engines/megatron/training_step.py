@@ -133,7 +133,7 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
     own_inputs, own_positions, own_labels = (chunks_of_this_rank(part, lengths) for part in (inputs, positions, labels))
     state, ranks = live.scenario.state, parallel_state.get_context_parallel_world_size()
     lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
-    if state.loss == "cross_entropy":
+    if state.loss == "cross_entropy" and state.num_labels is None:
         return model(own_inputs, own_positions, mask, labels=own_labels, **packed), _mean_loss
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:

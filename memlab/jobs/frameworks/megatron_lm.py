@@ -649,8 +649,11 @@ def _check(reading: Reading) -> None:
     check_backend(reading, "auto")
 
 
-NO_MASK_OF_ALL_ROWS = {"create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"}
-CANNOT_WRITE = NO_MASK_OF_ALL_ROWS | {
+ONLY_OF_MS_SWIFT = {"num_labels": "of the training jobs that memlab reads, only ms-swift's have a head"}
+OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | {
+    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"
+}
+CANNOT_WRITE = OF_OTHER_FRAMEWORKS | {
     "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
     "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
     "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",

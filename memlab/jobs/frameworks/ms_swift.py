@@ -18,7 +18,7 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     BACKEND,
@@ -59,6 +59,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     FLAGS_MISSING,
     FLAGS_OF_COMPUTING,
     FLAGS_OF_THE_OPTIMIZER,
+    ONLY_OF_MS_SWIFT,
     check_backend,
     common,
     named,
@@ -125,6 +126,8 @@ KEYS = (
     Key("packing_length", "packing_length", WHOLE, None),
     Key("max_completion_length", "max_completion_length", WHOLE, 512),
     Key("rlhf_type", "rlhf_type", TEXT, None),
+    Key("task_type", "task_type", TEXT, None),
+    Key("num_labels", "num_labels", COUNT, None),
     Key("vllm_mode", "vllm_mode", TEXT, None),
     Key("vllm_gpu_memory_utilization", "engine_share", NUMBER, 0.9),
     Key("vllm_tensor_parallel_size", "engine_ranks", COUNT, 1),
@@ -236,7 +239,7 @@ FRAMEWORK_MISSING = (
         "task_type",
         "either",
         "the model has a head that computes no logits",
-        lambda value: value not in (None, "causal_lm"),
+        lambda value: value not in (None, "causal_lm", "seq_cls"),
     ),
     Missing(
         "torch_dtype", "either", "memlab takes bf16", lambda value: value not in (None, "bfloat16", "torch.bfloat16")
@@ -360,8 +363,6 @@ def complete(reading: Reading) -> None:
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
     if kind in _LIKELIHOOD:
         values["loss"], values["fp32_output"] = "log_softmax", True
-    if kind == "rm":
-        reading.miss("rlhf_type", "either", "the model has a head that computes no logits")
     if kind == "gkd":
         reading.miss("rlhf_type", "more", "the loss compares whole distributions of teacher and student")
     # With this probability GKD trains on answers of the student, where an engine makes them
@@ -373,7 +374,7 @@ def complete(reading: Reading) -> None:
     values["seq_length"] = length
     if kind in _WITH_PAIRS:
         _complete_pairs(reading)
-    _complete_task(reading)
+    _complete_task(reading, kind)
     _drop_teacher(reading, kind)
     has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
     if has_reference_model and kind != "grpo":
@@ -411,13 +412,24 @@ def _double_batch(reading: Reading, key: str) -> None:
         reading.take(key, name, 2 * reading.values[name])
 
 
-def _complete_task(reading: Reading) -> None:
-    """Takes an anchor and its positive for each of a batch of embeddings, which negatives may follow.
+def _complete_task(reading: Reading, kind: str | None) -> None:
+    """Takes the head of reward models and classifiers, and how many sequences each of a batch stands for.
 
-    A reranker has a positive and negatives for each (``_embedding_data_collator`` and ``_reranker_data_collator`` in
-    swift/template/base.py, ms-swift 3602360).
+    Of embeddings these are an anchor and its positive, which negatives may follow. A reranker has a positive and
+    negatives for each (``_embedding_data_collator`` and ``_reranker_data_collator`` in swift/template/base.py, ms-swift
+    3602360).
     """
-    task = reading.get("task_type")
+    task = "seq_cls" if kind == "rm" else reading.get("task_type")
+    del reading.values["task_type"]
+    if kind == "rm":  # ``MegatronRLHFArguments.__post_init__``
+        reading.take("rlhf_type", "num_labels", 1)
+    elif task != "seq_cls":
+        reading.values["num_labels"] = None
+    elif reading.values["num_labels"] is None:  # ``get_model_info_meta`` in swift/model/model_meta.py
+        raise CannotStartError("task_type is seq_cls without num_labels, which ms-swift refuses: give num_labels")
+    if task == "seq_cls" and _tuner(reading) != "full":
+        reading.values["num_labels"] = None
+        reading.miss("task_type", "either", "a head that is trained beside the adapters replaces the output layer")
     if task == "embedding":
         _double_batch(reading, "task_type")
         reading.miss("task_type", "more", "each negative of the data is a sequence of the micro-batch too")
@@ -666,6 +678,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "max_length": length // 2 if is_likelihood else length,
             "max_completion_length": length - length // 2 if is_likelihood else 512,
             "rlhf_type": "grpo" if is_likelihood else None,
+            "task_type": None if scenario.state.num_labels is None else "seq_cls",
             "tuner_type": "full" if scenario.state.lora is None else "lora",
             "bf16": scenario.dtype == "bf16",
             "recompute_modules": settings.recompute_modules or ("core_attn",),
@@ -732,7 +745,9 @@ def render(values: dict[str, Any]) -> list[str]:
 
 
 _NEVER = {
-    name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss", "fp32_output"))
+    name: reason
+    for name, reason in CANNOT_WRITE.items()
+    if not name.startswith(("offload", "loss", "fp32_output", *ONLY_OF_MS_SWIFT))
 }
 
 MS_SWIFT = Framework(
