@@ -131,6 +131,22 @@ def test_a_predicted_step_is_plain_megatron_s(name: str) -> None:
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
 
 
+def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp8() -> None:
+    """Of all 79 predicted rows, the largest errors are 0.076 % of the peak and 0.062 % of the start.
+
+    With 2.16, the same step peaks 236 MB lower on the GPU too: the column-wise weights of two layers' `te.Linear`.
+    """
+    rows = (RESULTS / "h200_te220_plain_megatron.jsonl").read_text().splitlines()
+    job = next(
+        row
+        for row in map(json.loads, rows)
+        if row["name"].startswith(f"phi-4 2 layers one rank x1 {FULL_RECOMPUTE} fp8")
+    )
+    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"
 MEASURED = {
     row["name"]: row
