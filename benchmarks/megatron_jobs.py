@@ -437,7 +437,7 @@ def jobs() -> Iterator[Job]:
     )
     yield from adapters(of)
     yield from dense_families(of)
-    yield from chain(defaults_of_frameworks(of), classic_gpt(of))
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of))
     # Two ranks.
     yield from latent_attention_of_two_ranks(of)
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -453,8 +453,33 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    yield from chain(fusions_of_two_ranks(of), classic_gpt_of_two_ranks(of))
+    yield from chain(fusions_of_two_ranks(of), classic_gpt_of_two_ranks(of), heads_of_two_ranks(of))
     yield from adapters_of_two_ranks(of)
+
+
+CRITIC = {"num_labels": 1}
+REFERENCE = {"reference_model": "copy"}
+
+
+def heads_and_reference_models(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with a head in place of the output layer, and with a frozen model that runs first."""
+    alone = "one rank"
+    for model, own in ((LLAMA, recompute("mlp")), (QWEN_4B, ATTENTION), (QWEN, recompute("moe_act"))):
+        yield from of(model, 4, alone, {}, FULL, own, state=CRITIC)
+        yield from of(model, 4, alone, {}, FULL, state=REFERENCE)
+    yield from of(LLAMA, 4, alone, num_microbatches=3, state=CRITIC | LOW_PRECISION | FUSED_GRADIENTS)
+    yield from of(LLAMA, 4, alone, num_microbatches=3, state=REFERENCE | LOW_PRECISION | FUSED_GRADIENTS)
+    without = {"reference_model": "without_adapters"}
+    yield from of(LLAMA, 4, alone, {}, FULL, state=lora_of_ms_swift(8) | without)
+    yield from of(QWEN, 2, alone, {}, FULL, state=lora_of_ms_swift(8) | without)
+
+
+def heads_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks with a head or a reference model, each kind of parallelism once."""
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=CRITIC)
+    yield from of(QWEN_4B, 4, "PP2", num_microbatches=4, config=DEALLOCATE, state=CRITIC)
+    yield from of(LLAMA, 4, "TP2", state=REFERENCE)
+    yield from of(QWEN_4B, 4, "DP2", state=REFERENCE)
 
 
 FEW_EXPERTS = {"num_moe_experts": 16}

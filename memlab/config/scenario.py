@@ -20,7 +20,7 @@ from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
 from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
-from memlab.config.training_state import LOSS_OPTIONS, TrainingState
+from memlab.config.training_state import LOSS_OPTIONS, AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears, linears
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
@@ -79,8 +79,9 @@ class Scenario:
         "pack N sequences of about equal length into a micro-batch of one row; `seq_length` is then the number of "
         "tokens in the row (default: each sequence has a row of its own). Under context parallelism, `seq_length` "
         "must be a multiple of twice the context parallel size; memlab makes each sequence's length such a multiple",
+        **_BOTH,
     )
-    """Megatron's ``PackedSeqParams``, format ``thd``."""
+    """Megatron's ``PackedSeqParams``, format ``thd``; transformers' ``position_ids`` that begin anew."""
     seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0, **_BOTH)
     """Every step uses the same batch."""
     dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)", **_BOTH)
@@ -158,6 +159,13 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
+        stages = self.layout.pipeline_model_parallel_size
+        if self.state.reference_model != "none" and stages > 1:
+            raise RuleError(
+                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
+                "memlab does not predict together: choose 1, or none",
+                *("reference_model", "pipeline_model_parallel_size"),
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -459,6 +467,12 @@ class Scenario:
                 )
 
     def _check_packing(self) -> None:
+        if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
+            raise RuleError(
+                f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
+                "there, since flash-attn takes 16 bits: choose one of them, or dtype bf16",
+                *("attn_implementation", "dtype"),
+            )
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -484,6 +498,16 @@ class Scenario:
             )
 
     def _check_mask(self) -> None:
+        of_loader = "create_attention_mask_in_dataloader"
+        for other, is_given in (
+            ("packed_sequences", self.packed_sequences is not None),
+            ("create_attention_mask", self.state.create_attention_mask),
+        ):
+            if is_given and self.state.create_attention_mask_in_dataloader:
+                raise RuleError(
+                    f"{of_loader} is True with {other}, which no framework combines: leave one of the two out",
+                    *(of_loader, other),
+                )
         if not self.state.create_attention_mask:
             return
         ranks, backend = self.layout.context_parallel_size, self.state.attention_backend
@@ -618,6 +642,11 @@ class Scenario:
         unit = self._chunks_of_a_sequence
         length, longer = divmod(self.seq_length // unit, self.packed_sequences)
         return (length * unit + unit,) * longer + (length * unit,) * (self.packed_sequences - longer)
+
+    @property
+    def attention_of_transformers(self) -> AttnImplementation:
+        """The function of transformers that attends under engine fsdp2."""
+        return self.state.attn_implementation
 
     @property
     def _chunks_of_a_sequence(self) -> int:

@@ -32,7 +32,9 @@ RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
+AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
+ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
@@ -224,6 +226,16 @@ class TrainingState:
     """Each tensor parallel rank has the whole head, which computes in ``dtype`` and returns fp32. The embedding is not
     tied to it."""
 
+    # A copy is built with the model; each micro-batch runs it (memlab/engines/megatron/training_step.py).
+    reference_model: ReferenceModel = option(
+        "none",
+        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it: a "
+        "second copy of all weights (copy), or the model without its adapters (without_adapters) (default none)",
+        group="",
+        rebuilds="model",
+    )
+    """A copy is on the device wherever the parameters are. It has no part in steps of forward passes alone."""
+
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
@@ -245,6 +257,14 @@ class TrainingState:
     )
     """The attention is causal without it. The mask of a micro-batch lives until that of the next has been made, and the
     last one until the step ends. Making it takes 8 bytes for each pair of tokens."""
+    create_attention_mask_in_dataloader: bool = option(
+        False,
+        "give the first and the last pipeline stage a causal mask of each sequence, 1 byte for each pair of tokens, as "
+        "Megatron-LM's data loader does unless told otherwise",
+        group="",
+        rebuilds="nothing",
+    )
+    """It lives until the forward pass of its micro-batch has ended."""
     # The router reads it in each forward (transformer/moe/router.py).
     moe_router_dtype: RouterDtype = option(
         "fp32",
@@ -431,6 +451,13 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    attn_implementation: AttnImplementation = option(
+        "sdpa",
+        "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
+        "package flash-attn 2, or products of whole matrices of scores (eager)",
+        rebuilds="model",
+        **_FSDP2,
+    )
     adam_implementation: AdamImplementation = option(
         "foreach",
         "how torch.optim.AdamW updates parameters: all at once with temporary tensors of their size (foreach, torch's "
@@ -518,6 +545,8 @@ class TrainingState:
     def _check_loss(self) -> None:
         if self.num_labels is not None:
             self._check_head()
+        if self.reference_model != "none":
+            self._check_reference_model()
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
@@ -564,6 +593,23 @@ class TrainingState:
                 "the two out",
                 *("num_labels", "lora_rank"),
             )
+
+    def _check_reference_model(self) -> None:
+        given = f"reference_model is {self.reference_model!r}"
+        wanted = "without_adapters" if self.lora is not None else "copy"
+        if self.reference_model != wanted:
+            raise RuleError(
+                f"{given} {'with' if self.lora is not None else 'without'} lora_rank, must be {wanted!r} there, since "
+                "frozen weights need no second copy: choose it, or none",
+                *("reference_model", "lora_rank"),
+            )
+        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
+            if getattr(self, name) != _default(name):
+                raise RuleError(
+                    f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
+                    "of the two out",
+                    *("reference_model", name),
+                )
 
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:
