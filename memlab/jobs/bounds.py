@@ -30,10 +30,8 @@ def _is_router(weight: Weight) -> bool:
 
 def _logits(scenario: Scenario) -> int:
     """Returns the elements of a micro-batch's logits on a rank of the last stage; FSDP2's loss gathers them."""
-    layout = scenario.layout
-    tokens = scenario.seq_length * scenario.micro_batch_size // layout.context_parallel_size
-    ranks = layout.tensor_model_parallel_size if scenario.engine == "megatron" else 1
-    return tokens * scenario.architecture.vocab_size // ranks
+    tokens = scenario.seq_length * scenario.micro_batch_size // scenario.layout.context_parallel_size
+    return tokens * scenario.outputs_of_a_token
 
 
 def _whole_loss_bytes(scenario: Scenario) -> int:
@@ -282,7 +280,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     ),
     **dict.fromkeys(
         (
-            "create_attention_mask_in_dataloader",
             "skip_getting_attention_mask_from_dataset",
             "get_attention_mask_from_fusion",
             "padding_free",

@@ -209,8 +209,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     _note_turns_of_chunks(reading, layout, num_microbatches)
     _check_whole_sequences(reading, layout, seq_length)
     is_megatron = values.get("engine") in (None, "megatron")
-    if architecture.multi_latent_attention and layout.context_parallel_size > 1:
-        _drop_flash_attention(reading)
+    if layout.context_parallel_size > 1:
+        _drop_flash_attention(reading, architecture)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:
@@ -283,11 +283,14 @@ def _drop_extra_layers(reading: Reading) -> None:
                 reading.miss(key, *_OF_EXTRA_LAYERS[key.rpartition(".")[2]])
 
 
-def _drop_flash_attention(reading: Reading) -> None:
-    if reading.values.get("attention_backend") == "flash":
-        reason = "memlab predicts latent attention under context parallelism for cuDNN's kernels only"
-        reading.miss("attention_backend", "either", reason)
-        reading.values["attention_backend"] = "auto"
+def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
+    """Names flash-attn of ranks that share sequences where memlab has only cuDNN's kernels."""
+    values, is_latent = reading.values, architecture.multi_latent_attention
+    if values.get("attention_backend") != "flash" or not (is_latent or values.get("cp_comm_type") == "a2a"):
+        return
+    what = "latent attention" if is_latent else "exchanged heads (cp_comm_type a2a)"
+    reading.miss("attention_backend", "either", f"memlab predicts {what} of several ranks on cuDNN only")
+    values["attention_backend"] = "auto"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
@@ -400,7 +403,7 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     values = reading.values
     if layout.pipeline_model_parallel_size == 1:
         values["deallocate_pipeline_outputs"] = False
-    if values.get("loss", "cross_entropy") != "cross_entropy":
+    if values.get("loss", "cross_entropy") != "cross_entropy" or values.get("num_labels") is not None:
         values["cross_entropy_loss_fusion"] = False
     for name in unread(TrainingState, values):
         values[name] = options_of(TrainingState)[name].default

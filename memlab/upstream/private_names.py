@@ -253,7 +253,31 @@ _TORCH = (
         ),
     ),
     *_in(
-        "engines/fsdp2/hugging_face.py",
+        "engines/fsdp2/selective_checkpoint.py",
+        _used(
+            "torch.utils.checkpoint",
+            "_CachingTorchDispatchMode _CachedTorchDispatchMode",
+            "A selective checkpoint's modes: what is one operation on a GPU is several on a CPU and on fake tensors.",
+        ),
+        _used(
+            "torch.utils._python_dispatch",
+            "_get_current_dispatch_mode _pop_mode_temporarily",
+            "Whether such a mode is the innermost one, and operations that it does not see.",
+        ),
+        _used(
+            "torch._functorch.partitioners",
+            "get_default_op_list",
+            "The operations whose results NeMo Automodel and torchtitan keep.",
+        ),
+        _used(
+            "torch.ops:aten",
+            "_grouped_mm _scaled_dot_product_cudnn_attention",
+            "Operations of which a selective checkpoint keeps the results, or every second one.",
+            source="aten/src/ATen/native/native_functions.yaml",
+        ),
+    ),
+    *_in(
+        "engines/fsdp2/attention.py",
         _used(
             "torch.ops:aten",
             "_scaled_dot_product_attention_math",

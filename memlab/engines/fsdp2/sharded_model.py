@@ -13,8 +13,9 @@ from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.adapters import add_adapters
+from memlab.engines.fsdp2.attention import name_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
-from memlab.engines.fsdp2.hugging_face import ATTENTION, UNFUSED_ATTENTION, build_model
+from memlab.engines.fsdp2.hugging_face import build_model
 from memlab.engines.fsdp2.tensor_parallel import divide
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
@@ -36,10 +37,11 @@ class ShardedModel:
         mesh_device = "cuda" if place.on_gpu else "cpu"
         sharded = torch.float32 if scenario.state.fp32_sharded_params else _DTYPES[scenario.dtype]
         torch.manual_seed(scenario.seed)
+        self.attention = name_of(scenario, on_gpu=place.on_gpu, has_allocator=place.has_allocator)
         # The whole model has no part in a step, and is made under another default type than the meter expects.
         with on_host(), unobserved():
             with torch.device("meta" if place.is_prediction else "cpu"):
-                self.module = build_model(scenario, sharded, attention=_attention_of(scenario, place))
+                self.module = build_model(scenario, sharded, attention=self.attention)
                 if scenario.state.lora is not None:
                     add_adapters(self.module, scenario)
             self._shard(mesh_device, scenario)
@@ -142,15 +144,6 @@ class ShardedModel:
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, _on_device(buffer))
-
-
-def _attention_of(scenario: Scenario, place: BackendKind) -> str:
-    """Returns the attention that transformers is to call: on a GPU torch's own, which chooses its kernel itself."""
-    if place.on_gpu:
-        return "sdpa"
-    model = scenario.architecture
-    is_grouped = model.num_query_groups < model.num_attention_heads
-    return UNFUSED_ATTENTION if place.has_allocator and scenario.dtype == "fp32" and is_grouped else ATTENTION
 
 
 def _groups(module: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.fsdp2.tensor_parallel import clip, loss_of
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -84,10 +85,11 @@ def forward_only_step(
 def _forward(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Returns the output with the logits, and the loss."""
     tokens = tokens.cuda()
+    inputs = {"input_ids": tokens, **inputs_of(live.attention, scenario)}
     if scenario.layout.tensor_model_parallel_size == 1:
-        output = live.module(input_ids=tokens, labels=tokens)
+        output = live.module(labels=tokens, **inputs)
         return output, output.loss
-    output = live.module(input_ids=tokens)
+    output = live.module(**inputs)
     return output, loss_of(live.module, output.logits, tokens)
 
 

@@ -30,6 +30,9 @@ _TOPK = 64
 class LossFromLogits(torch.nn.Module):
     """The loss -advantage x log-probability of each label, with an advantage of 1, so that it is the cross entropy.
 
+    Of a head in place of the output layer it is the squared error of the outputs, with a return of 1: what critics and
+    reward models compute has a few numbers for each token.
+
     The entropy has no gradient and is not part of the loss: it is a metric, unless a framework's entropy bonus is on
     (SkyRL's ``use_entropy_loss``, off by default).
     """
@@ -46,6 +49,8 @@ class LossFromLogits(torch.nn.Module):
             lengths: Of the packed sequences of a row on this rank; None where rows are not packed.
         """
         group = parallel_state.get_tensor_model_parallel_group()
+        if state.num_labels is not None:
+            return (logits - 1).square().mean(-1)
         compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size
         if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
             return compute(logits, labels, group, chunk_size)

@@ -10,6 +10,7 @@ here. Where ranks share sequences, the rings of `context_parallel` and `packed_c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,17 @@ def flash_attention(
     return result
 
 
-def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+Run = Callable[[Callable[[], tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
+"""Runs a kernel, given as a function that returns its results, or returns what it has returned before."""
+
+
+def _at_once(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return compute()
+
+
+def flash_attention_of_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, run: Run = _at_once
+) -> torch.Tensor:
     """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
     It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
@@ -69,12 +80,13 @@ def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torc
         key: The same, of as many or fewer heads.
         value: Like `key`.
         scale: Of the scores.
+        run: Runs the kernel of forward.
 
     Returns:
         Shape [batch, tokens, heads, channels].
     """
     tensors = (each.transpose(1, 2) for each in (query, key, value))
-    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0)
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run)
     return output.contiguous()
 
 
@@ -99,22 +111,52 @@ def packed_flash_attention(
     Returns:
         Shape [tokens, heads * channels].
     """
-    copied = [tensor.contiguous() for tensor in (query, key, value)]
-    output: torch.Tensor
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
     if group is None:
-        output = _PackedFlashAttention.apply(*copied, scale, ends)
-    else:
-        output = packed_context_parallel.PackedRingAttention.apply(*copied, scale, ends, group, _OF_A_PACKED_RING)
-    return output.flatten(1)
+        return packed_flash_attention_of_views(query, key, value, scale, ends).flatten(1)
+    ring = packed_context_parallel.PackedRingAttention
+    output: torch.Tensor = ring.apply(query, key, value, scale, ends, group, _OF_A_PACKED_RING)
+    return output
+
+
+def packed_flash_attention_of_views(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    ends: torch.Tensor,
+    run: Run = _at_once,
+) -> torch.Tensor:
+    """Attends as `packed_flash_attention`, and copies nothing: a view that is saved keeps what it is a view of.
+
+    Args:
+        query: As `packed_flash_attention`, like the following ones.
+        key: As above.
+        value: As above.
+        scale: As above.
+        ends: As above.
+        run: Runs the kernel of forward.
+
+    Returns:
+        Shape [tokens, heads, channels].
+    """
+    output: torch.Tensor = _PackedFlashAttention.apply(query, key, value, scale, ends, run)
+    return output
 
 
 class _PackedFlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        ends: torch.Tensor,
+        run: Run,
     ) -> torch.Tensor:
         ctx.lengths = lengths_of(ends)
-        output, log_sum_exp, random_state = _attend_each(query, key, value, scale, ctx.lengths)
+        output, log_sum_exp, random_state = run(lambda: _attend_each(query, key, value, scale, ctx.lengths))
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, ends)
         ctx.scale = scale
         return output
@@ -124,7 +166,7 @@ class _PackedFlashAttention(torch.autograd.Function):
         query, key, value, output, log_sum_exp, _, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
         parts = _attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
-        return *parts, None, None
+        return *parts, None, None, None
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -135,10 +177,19 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        drop: float,
+        run: Run = _at_once,
     ) -> torch.Tensor:
-        random_state = new_random_state(query)
-        output, log_sum_exp = _attend(query, key, value, scale, Dropped.of(drop, random_state), causal=True)
+        def compute() -> tuple[torch.Tensor, ...]:
+            random_state = new_random_state(query)
+            return *_attend(query, key, value, scale, Dropped.of(drop, random_state), causal=True), random_state
+
+        output, log_sum_exp, random_state = run(compute)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
         ctx.scale, ctx.drop = scale, drop
         return output
@@ -149,7 +200,7 @@ class _FlashAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         dropped = Dropped.of(ctx.drop, random_state)
         parts = _attend_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, dropped)
-        return *parts, None, None
+        return *parts, None, None, None
 
 
 def _attend_in_a_ring(

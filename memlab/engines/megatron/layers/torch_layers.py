@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
 from memlab.engines.megatron.layers.context_parallel import RingAttention
 from memlab.engines.megatron.layers.flash_attention import flash_attention, packed_flash_attention
 from memlab.engines.megatron.layers.packed_context_parallel import PackedRingAttention
@@ -273,6 +274,11 @@ class TorchAttention(torch.nn.Module):
                 query, key, value, self.softmax_scale, ends, self.window, self._sinks()
             )
             return packed
+        if group is not None and self.config.cp_comm_type == "a2a":
+            of_heads: torch.Tensor = AllToAllAttention.apply(
+                query, key, value, self.softmax_scale, group, self.window, self._sinks()
+            )
+            return of_heads
         drop = self.config.attention_dropout if self.training else 0.0
         if is_flash:
             return flash_attention(query, key, value, self.softmax_scale, drop, group)
