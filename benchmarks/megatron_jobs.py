@@ -453,8 +453,9 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    yield from chain(fusions_of_two_ranks(of), classic_gpt_of_two_ranks(of), heads_of_two_ranks(of))
-    yield from adapters_of_two_ranks(of)
+    for some in (exchanges_of_heads, fusions_of_two_ranks, classic_gpt_of_two_ranks, heads_of_two_ranks,
+                 adapters_of_two_ranks):  # fmt: skip
+        yield from some(of)
 
 
 CRITIC = {"num_labels": 1}
@@ -624,6 +625,13 @@ def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(QWEN, 2, alone, state=state)
     for state in (LOW_PRECISION | moments[0], blockwise):
         yield from of(PHI, 2, alone, {}, FULL, state=state)
+
+
+def exchanges_of_heads(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks that share sequences and exchange heads; gpt-oss has no other way."""
+    heads = {"cp_comm_type": "a2a"}
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL, recompute("core_attn"), ATTENTION, state=heads)
+    yield from of(GPT_OSS, 2, "CP2", {}, FULL, state=heads)
 
 
 def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

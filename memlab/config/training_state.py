@@ -27,6 +27,7 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 TokenDispatcher = Literal["alltoall", "allgather"]
@@ -241,6 +242,16 @@ class TrainingState:
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    # Transformer Engine's attention is built with it (extensions/transformer_engine.py).
+    cp_comm_type: ContextParallelExchange = option(
+        "p2p",
+        "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
+        "rank attends over the whole sequence with its share of them (a2a)",
+        group="",
+        rebuilds="model",
+        megatron="model",
+    )
+    """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
     bias_activation_fusion: bool = option(
         True, "compute the activation of MLPs, SwiGLU, in one kernel, as Megatron-LM does", **_FORWARD

@@ -291,7 +291,7 @@ def test_both_fusions_are_read_by_every_framework_s_names(framework: str, tmp_pa
 _MEMORY = [
     ("bridge", "model.fp32_residual_connection", "true", "more"),
     ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
-    ("bridge", "model.cp_comm_type", "a2a", "either"),
+    ("bridge", "model.cp_comm_type", "all_gather", "either"),
     ("bridge", "optimizer.store_param_remainders", "false", "more"),
     ("bridge", "ddp.nccl_ub", "true", "either"),
     ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),
