@@ -50,6 +50,12 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """
     _check_checkpointing(settings, scenario)
     _check_extra_layers(settings, scenario)
+    if settings.offload_modules and scenario.state.reference_model != "none":
+        raise RuleError(
+            f"offload_modules has {list(settings.offload_modules)} with reference_model "
+            f"{scenario.state.reference_model!r}, which memlab does not predict together: leave one of the two out",
+            *("offload_modules", "reference_model"),
+        )
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)

@@ -159,6 +159,13 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
+        stages = self.layout.pipeline_model_parallel_size
+        if self.state.reference_model != "none" and stages > 1:
+            raise RuleError(
+                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
+                "memlab does not predict together: choose 1, or none",
+                *("reference_model", "pipeline_model_parallel_size"),
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -331,11 +338,36 @@ class Scenario:
                 "or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
+        if ranks > 1 and self.state.cp_comm_type == "a2a":
+            self._check_exchange_of_heads()
         if self.dtype == "fp32" and backend in ("flash", "fused"):
             raise RuleError(
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
+            )
+
+    def _check_exchange_of_heads(self) -> None:
+        """Checks the rules of ``AttnFuncWithCPAndQKVOA2A`` (TE 2.16.1), and refuses what memlab does not predict."""
+        model, layout = self.architecture, self.layout
+        ranks, groups = layout.context_parallel_size, model.num_query_groups // layout.tensor_model_parallel_size
+        for name, value, is_refused in (
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("attention_backend", self.state.attention_backend, self.state.attention_backend == "flash"),
+            ("multi_latent_attention", model.name, model.multi_latent_attention),
+            ("dtype", self.dtype, self.dtype == "fp32"),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"cp_comm_type is 'a2a' with {name} {value}, which memlab does not predict together: choose p2p, "
+                    "or context_parallel_size 1",
+                    *("cp_comm_type", name),
+                )
+        if groups % ranks:
+            raise RuleError(
+                f"context_parallel_size is {ranks} with cp_comm_type 'a2a', must divide the {groups} heads of keys of "
+                f"a rank of {model.name} (Transformer Engine): choose a divisor, or p2p",
+                *("context_parallel_size", "cp_comm_type"),
             )
 
     def _check_windows_and_sinks(self) -> None:
@@ -348,11 +380,12 @@ class Scenario:
         if not has_sinks and model.window_size is None:
             return
         what = f"softmax_type {model.softmax_type!r}" if has_sinks else f"window_size {model.window_size}"
-        if ranks > 1:
+        if ranks > 1 and self.state.cp_comm_type == "p2p":
             raise RuleError(
-                f"context_parallel_size is {ranks}, must be 1 for {model.name}, which has {what}, since Transformer "
-                "Engine passes no keys and values around for it (p2p): choose 1",
-                "context_parallel_size",
+                f"context_parallel_size is {ranks} with cp_comm_type 'p2p' for {model.name}, which has {what}, for "
+                "which Transformer Engine passes no keys and values around: choose cp_comm_type a2a, or "
+                "context_parallel_size 1",
+                *("context_parallel_size", "cp_comm_type"),
             )
         if backend in ("flash", "unfused"):
             reason = "memlab does not predict it with this backend"

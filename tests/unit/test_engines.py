@@ -113,8 +113,6 @@ class TestLive:
 @pytest.mark.parametrize(
     ("architecture", "options", "state"),
     [
-        ("phi-4-tiny", {}, {}),
-        ("llama-3-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
