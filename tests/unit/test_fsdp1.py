@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -63,8 +64,8 @@ def test_each_of_two_ranks_gathers_flat_parameters_in_bf16() -> None:
 
 def test_what_changes_in_place_is_that_of_a_new_lab() -> None:
     layout = Layout(data_parallel_size=2)
-    kept = of({"reshard_after_forward": "none"}, layout=layout)
-    with Lab(of({}, layout=layout), backend=predicting("cpu")) as lab:
+    kept = of({"reshard_after_forward": "none"}, layout=layout, num_layers=4)
+    with Lab(replace(kept, state=TrainingState(**IN_FP32)), backend=predicting("cpu")) as lab:
         sharded = lab.step().peak_by_category
         lab.set_state(kept.state)
         changed = lab.step().peak_by_category
