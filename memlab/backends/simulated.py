@@ -22,7 +22,7 @@ from memlab.backends.fully_sharded import sharding_on_fake_tensors
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
-from memlab.backends.simulated_version import is_te_min_version, known
+from memlab.backends.simulated_version import imitated, is_te_min_version, known
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
@@ -151,11 +151,18 @@ def _fp8_replacements() -> dict[str, Any]:
         # An installed Transformer Engine would ask the GPU for its recipes, and fail on a machine without one.
         f"{block}.get_fp8_context": lambda *_, **__: nullcontext(),
         f"{recompute}.get_fp8_context": lambda *_, **__: nullcontext(),
-        f"{block}.te_checkpoint": fake_fp8.checkpoint_around_layers,
-        f"{recompute}.te_checkpoint": fake_fp8.checkpoint_around_layers,
+        f"{block}.te_checkpoint": _checkpoint_around_layers,
+        f"{recompute}.te_checkpoint": _checkpoint_around_layers,
         f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
         "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,
     }
+
+
+def _checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
+    """Replaces ``te_checkpoint`` in ``transformer_block.py`` and, since megatron-core 0.18, in ``recompute.py``."""
+    if imitated().sees_fp8_within_checkpoints:
+        return fake_fp8.checkpoint_inside_layers(*args, **kwargs)
+    return fake_fp8.checkpoint_around_layers(*args, **kwargs)
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:

@@ -43,9 +43,11 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     has_norm = scenario.num_layers - 1 in scenario.layers_of_rank if scenario.state.mtp_num_layers else has_output
     # With multi-token prediction, a last stage that is not the first has an output weight beside its copy of a tied
     # embedding, which nothing reads (``GPTModel.__init__``, 0.16.1).
-    is_tied = model.share_embeddings_and_output_weights and layout.pipeline_stage == 0 and has_output
-    matrices = has_embedding + has_output - is_tied
+    num_labels = scenario.state.num_labels
+    is_tied = scenario.shares_embeddings and layout.pipeline_stage == 0 and has_output
+    matrices = has_embedding + (has_output and num_labels is None) - is_tied
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
+    vocabulary += has_output * (num_labels or 0) * model.hidden_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
     return Parameters(*(-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary, inside)))
 
@@ -102,8 +104,9 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
     of_adapters = 0 if state.lora is None else sum(trained) * of_parameter
+    of_model = (counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter
     return KeptBytes(
-        parameters=(counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter + of_adapters,
+        parameters=of_model * (2 if state.reference_model == "copy" else 1) + of_adapters,
         gradients=sum(trained) * bytes_of_gradient(scenario),
         optimizer=sum(round(of_optimizer * count) for count in sharded),
     )

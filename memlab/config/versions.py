@@ -12,7 +12,12 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 
 TITLES = {"transformer_engine": "Transformer Engine", "megatron_core": "megatron-core", "torch": "torch"}
-MEASURED_TOGETHER = (("2.12", "0.16", "2.11"), ("2.16", "0.16", "2.11"), ("2.16", "0.19", "2.11"))
+MEASURED_TOGETHER = (
+    ("2.12", "0.16", "2.11"),
+    ("2.16", "0.16", "2.11"),
+    ("2.16", "0.19", "2.11"),
+    ("2.20", "0.16", "2.11"),
+)
 """Releases, in the order of `TITLES`, with which steps were measured on a GPU and compared with predictions
 (labs/RESULTS.md)."""
 MEASURED = {name: tuple(sorted(set(releases))) for name, *releases in zip(TITLES, *MEASURED_TOGETHER, strict=True)}
@@ -24,7 +29,9 @@ READ = {
 """Releases of which only the code that decides about bytes was read."""
 OLDER_FILES = {"transformer_engine": "2.12"}
 """What memlab predicted before a scenario had versions."""
-_FIRST_WITH_BF16_UPDATES, _FIRST_THAT_FREES_GATHERS = (2, 13), (2, 14)
+_FIRST_WITH_BF16_UPDATES, _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS = (2, 13), (2, 19)
+_FIRST_THAT_FREES_GATHERS = (2, 14)
+_LAST_WHOSE_RING_WAS_MEASURED = (2, 16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +89,15 @@ class Versions:
         return _numbers(self.transformer_engine) >= _FIRST_WITH_BF16_UPDATES
 
     @property
+    def sees_fp8_within_checkpoints(self) -> bool:
+        """Whether a linear in a checkpoint's first pass knows that it will be recomputed, if FP8 began inside.
+
+        ``is_fp8_activation_recompute_enabled`` in ``transformer_engine/pytorch/distributed.py``, since 2.19.0. Such a
+        linear quantizes its weight column-wise too, and full recompute holds these values from the first pass on.
+        """
+        return _numbers(self.transformer_engine) >= _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS
+
+    @property
     def keeps_freed_gathers(self) -> bool:
         """Whether torch may keep what a coalesced collective has sent after the program has freed it.
 
@@ -89,11 +105,12 @@ class Versions:
         """
         return _numbers(self.torch) < _FIRST_THAT_FREES_GATHERS
 
-    def remarks(self, state: TrainingState, installed_core: str) -> list[str]:
+    def remarks(self, state: TrainingState, context_parallel_size: int, installed_core: str) -> list[str]:
         """Returns what a reader of a prediction should know of its versions: where they decide, or are not exact.
 
         Args:
             state: The training state of the step.
+            context_parallel_size: Ranks that share a sequence.
             installed_core: The version of megatron-core whose code was run.
         """
         lines = []
@@ -102,6 +119,11 @@ class Versions:
             lines.append(
                 "the version of Transformer Engine decides what the update needs: Adam of 2.13 and later updates two "
                 f"bf16 moments in place, Adam of 2.12 {copies}"
+            )
+        if context_parallel_size > 1 and _numbers(self.transformer_engine) > _LAST_WHOSE_RING_WAS_MEASURED:
+            lines.append(
+                f"context parallelism is predicted as Transformer Engine 2.16 has it: {self.transformer_engine} was "
+                "measured on one rank only, and keeps two buffers of keys and values in its ring instead of one a rank"
             )
         for name, title in TITLES.items():
             if getattr(self, name) in READ[name] and name != "torch":

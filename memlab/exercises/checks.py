@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, ValuesView
 from numbers import Real
 from typing import Any, overload
 
@@ -53,10 +53,11 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
     numbers = _plain(measured)
     if numbers and all(isinstance(number, Real) and not isinstance(number, bool) for number in numbers):
         return FormulaCheck([number if isinstance(number, int) else float(number) for number in numbers])
-    if isinstance(measured, (list, tuple)):
-        kinds = sorted({type(each).__name__ for each in numbers})
+    if isinstance(measured, Iterable) and not isinstance(measured, (str, bytes)):
+        values = measured if isinstance(measured, Collection) else numbers  # an iterator is empty now
+        kinds = listed(sorted({type(each).__name__ for each in values})) or "nothing"
         raise ValueError(
-            f"check got a list of {listed(kinds) or 'nothing'}, must be a list of numbers: give one for each case"
+            f"check got a {type(measured).__name__} of {kinds}, must be a list of numbers: give one for each case"
         )
     action = "pass what lab.step(...) returned, or a number"
     if measured is None:
@@ -70,7 +71,8 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
 def _plain(measured: Any) -> list[Any]:
     """Returns numbers as Python has them: numpy's and torch's arrays and scalars have a method for that."""
     values = measured.tolist() if hasattr(measured, "tolist") else measured
-    values = list(values) if isinstance(values, (list, tuple, Iterator, ValuesView)) else [values]
+    is_row = isinstance(values, (Sequence, Iterator, ValuesView)) and not isinstance(values, (str, bytes))
+    values = list(values) if is_row else [values]
     return [value.item() if getattr(value, "shape", None) == () else value for value in values]
 
 

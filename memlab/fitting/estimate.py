@@ -178,9 +178,8 @@ class StepEstimate:
         before_loss = failed.module.startswith(("decoder.layers", "embedding"))
         if sees_loss and failed.phase == "forward" and before_loss:
             of_each = _LOGITS_BYTES + _FP32_LOGITS_BYTES * scenario.state.copies_logits_in_fp32
-            layout = scenario.layout
-            tokens = scenario.seq_length * scenario.micro_batch_size // layout.context_parallel_size
-            others += tokens * scenario.architecture.vocab_size // layout.tensor_model_parallel_size * of_each
+            tokens = scenario.seq_length * scenario.micro_batch_size // scenario.layout.context_parallel_size
+            others += tokens * scenario.outputs_of_a_token * of_each
         return self.failure.static_bytes + sum(self.whole_step.values()) + others
 
     def _peaks_at_other_workloads(self, settings: MemorySettings) -> Iterator[int]:

@@ -40,7 +40,7 @@ def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
         return static  # the logits are freed before the update, the only time at which all of it is on the device
     tokens = job.seq_length * job.micro_batch_size // layout.context_parallel_size
     of_logit = 4 if not is_bf16 else 2 + 4 * state.copies_logits_in_fp32
-    return static + tokens * (job.architecture.vocab_size // layout.tensor_model_parallel_size) * of_logit
+    return static + tokens * job.outputs_of_a_token * of_logit
 
 
 def bytes_at_peak(record: StepRecord) -> dict[str, int]:

@@ -30,10 +30,8 @@ def _is_router(weight: Weight) -> bool:
 
 def _logits(scenario: Scenario) -> int:
     """Returns the elements of a micro-batch's logits on a rank of the last stage; FSDP2's loss gathers them."""
-    layout = scenario.layout
-    tokens = scenario.seq_length * scenario.micro_batch_size // layout.context_parallel_size
-    ranks = layout.tensor_model_parallel_size if scenario.engine == "megatron" else 1
-    return tokens * scenario.architecture.vocab_size // ranks
+    tokens = scenario.seq_length * scenario.micro_batch_size // scenario.layout.context_parallel_size
+    return tokens * scenario.outputs_of_a_token
 
 
 def _whole_loss_bytes(scenario: Scenario) -> int:
@@ -271,7 +269,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "store_param_remainders": _remainder_bytes,
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
-    "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
+    "entropy_from_logits_with_chunking": lambda scenario: 4 * (1 + scenario.state.entropy_loss) * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
@@ -282,7 +280,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     ),
     **dict.fromkeys(
         (
-            "create_attention_mask_in_dataloader",
             "skip_getting_attention_mask_from_dataset",
             "get_attention_mask_from_fusion",
             "padding_free",

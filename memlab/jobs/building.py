@@ -391,7 +391,7 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     values = reading.values
     if layout.pipeline_model_parallel_size == 1:
         values["deallocate_pipeline_outputs"] = False
-    if values.get("loss", "cross_entropy") != "cross_entropy":
+    if values.get("loss", "cross_entropy") != "cross_entropy" or values.get("num_labels") is not None:
         values["cross_entropy_loss_fusion"] = False
     for name in unread(TrainingState, values):
         values[name] = options_of(TrainingState)[name].default

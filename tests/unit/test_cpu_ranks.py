@@ -196,7 +196,8 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
         path[-1] = f"weight{first + int(path[-1].removeprefix('weight'))}"
     rows, *columns = parameter.shape
     is_row_parallel = path[-2] in ("linear_proj", "linear_fc2")
-    if path[-2] in ("router", "position_embeddings") or (is_row_parallel and not columns):
+    is_head = path[0] == "output_layer" and scenario.state.num_labels is not None
+    if is_head or path[-2] in ("router", "position_embeddings") or (is_row_parallel and not columns):
         ranks = 1
     whole = (rows, columns[0] * ranks) if is_row_parallel and columns else (rows * ranks, *columns)
     generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
@@ -253,7 +254,7 @@ def on_one_rank(job: Job) -> Values:
         return compute(lab)
 
 
-_DECIDE_ON_VALUES = ("mtp_num_layers", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy")
+_DECIDE_ON_VALUES = ("mtp_num_layers", "num_labels", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy")
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
 OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
@@ -277,14 +278,14 @@ OF_OLD_CORE = [
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
     # More tensor parallel ranks than query groups: each has a part of a group's key and value.
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE), replace(QWEN, **ONE_GROUP)),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, OF_MOE[1]), replace(QWEN, **ONE_GROUP)),
     Job(
         {"tensor_model_parallel_size": 2},
-        (PLAIN, *OF_DENSE),
+        (PLAIN, OF_DENSE[2]),
         replace(PHI, **ONE_GROUP),
         state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
     ),
-    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
+    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, FULL, OF_MOE[2], AWAY)),
     # Each rank drops those of its own tokens that are too many for an expert.
     Job(
         {"expert_model_parallel_size": 2, "data_parallel_size": 2},
@@ -292,7 +293,7 @@ TWO = [
         state=TrainingState(moe_expert_capacity_factor=1.0, moe_token_drop_policy="position"),
     ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
-    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
+    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE[:2])),
     *([] if IS_NEW_CORE else OF_OLD_CORE),
     Job(
         {"context_parallel_size": 2},
@@ -301,10 +302,10 @@ TWO = [
         state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
         packed_sequences=2,
     ),
-    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
+    Job({"data_parallel_size": 2}, (PLAIN, AWAY), architecture=PHI),
     Job(
         {"data_parallel_size": 2},
-        (PLAIN, *OF_MOE, AWAY),
+        (PLAIN, FULL, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
     ),
     Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(lora=OF_ALL_LINEARS)),
@@ -319,6 +320,7 @@ TWO = [
     ),
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
     Job({"tensor_model_parallel_size": 2}, architecture=GPT),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(num_labels=3)),
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
@@ -329,7 +331,7 @@ FOUR = [
     Job({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     Job(
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2},
-        (PLAIN, *OF_MOE),
+        (PLAIN, FULL),
         state=TrainingState(moe_token_dispatcher_type="allgather"),
     ),
 ]

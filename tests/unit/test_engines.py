@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -110,8 +113,6 @@ class TestLive:
 @pytest.mark.parametrize(
     ("architecture", "options", "state"),
     [
-        ("phi-4-tiny", {}, {}),
-        ("llama-3-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
@@ -285,7 +286,11 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
     [
         ({"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, but engine 'fsdp2'"),
         ({"layout": Layout(tensor_model_parallel_size=2)}, "is of the family phi3, which this engine does not divide"),
-        ({"packed_sequences": 2}, "packed_sequences is 2, but engine 'fsdp2' does not have"),
+        ({"packed_sequences": 2, "micro_batch_size": 2}, "so micro_batch_size must be 1, not 2"),
+        (
+            {"dtype": "fp32", "state": TrainingState(attn_implementation="flash_attention_2")},
+            "since flash-attn takes 16 bits",
+        ),
         ({"state": TrainingState(overlap_grad_reduce=True)}, "overlap_grad_reduce is True, but engine 'fsdp2'"),
         ({"state": TrainingState(lora=LoRA(library="mcore_bridge"))}, "lora_library is 'mcore_bridge', but engine"),
         ({"state": TrainingState(lora=LoRA(target_modules=("*.q_proj",)))}, "names no linear of phi-4-tiny"),
@@ -322,6 +327,8 @@ def test_settings_that_an_engine_lacks_are_refused_by_name(settings: dict[str, A
     scenario = Scenario.of("phi-4-tiny", **SIZES)
     with pytest.raises(ValueError, match=words):
         check_on_model(MemorySettings(**settings), scenario)
+    with pytest.raises(ValueError, match="selective_ac is True, and qwen3-moe-tiny has experts"):
+        check_on_model(replace(FULL, selective_ac=True), Scenario.of("qwen3-moe-tiny", **(SIZES | {"dtype": "bf16"})))
     check_on_model(replace(FULL, recompute_method="block", recompute_num_layers=2), scenario)
 
 
@@ -336,3 +343,17 @@ def test_a_model_that_transformers_would_build_otherwise_is_refused() -> None:
         Scenario.of(find_architecture("moonlight-16b-a3b"), **SIZES)
     with pytest.raises(ValueError, match="dtype is 'fp32' with engine 'fsdp2' and experts, must be 'bf16'"):
         Scenario.of(find_architecture("qwen3-moe-tiny"), **SIZES)
+
+
+def test_a_torchvision_of_another_torch_is_named_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.24 imports torchvision for its text models too: so it is on Colab after pip has replaced torch."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise ModuleNotFoundError(f"Could not import module {name!r}.") from RuntimeError("no torchvision::nms")
+
+    broken = Broken("transformers")
+    broken.__spec__ = ModuleSpec("transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    with pytest.raises(ValueError, match=r"do not import here \(no torchvision::nms\): take the torchvision of torch"):
+        Lab("phi-4-tiny", **SIZES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -319,11 +320,22 @@ def test_a_check_as_the_last_expression_of_a_cell_shows_nothing_more() -> None:
     assert DisplayFormatter().format(shown) == ({}, {})
 
 
+def test_any_row_of_numbers_is_an_answer() -> None:
+    for row in (range(2, 5, 2), deque([2, 4]), {"a": 2, "b": 4}.values(), map(int, "24")):
+        assert check(row).is_exactly([2, 4])
+
+
 def test_settings_in_place_of_a_record_are_refused_with_what_to_pass() -> None:
     with pytest.raises(ValueError, match=r"check got a MemorySettings, must be a record .* lab\.step"):
         check(MemorySettings())  # type: ignore[call-overload]
-    for wrong, kinds in (([], "nothing"), (["2*h*t", 3], "int and str"), ([True], "bool")):
-        with pytest.raises(ValueError, match=f"check got a list of {kinds}, must be a list of numbers: "):
+    for wrong, kinds in (
+        ([], "list of nothing"),
+        (["2*h*t", 3], "list of int and str"),
+        ([True], "list of bool"),
+        ({"case 1": 3}, "dict of str"),
+        (iter(["3"]), "list_iterator of str"),
+    ):
+        with pytest.raises(ValueError, match=f"check got a {kinds}, must be a list of numbers: "):
             check(wrong)  # type: ignore[call-overload]
 
 

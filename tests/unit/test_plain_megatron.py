@@ -72,7 +72,8 @@ ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_
 
 def test_all_jobs_of_adapters_were_measured() -> None:
     for ranks, measured in ((1, [*ADAPTERS]), (2, [row["name"] for row in ADAPTERS_OF_TWO])):
-        names = [job.name for job in jobs() if job.num_ranks == ranks and "lora_rank" in job.state]
+        of_adapters = [job for job in jobs() if "lora_rank" in job.state and "reference_model" not in job.state]
+        names = [job.name for job in of_adapters if job.num_ranks == ranks]
         assert sorted(measured) == sorted(names)
 
 
@@ -127,6 +128,22 @@ def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> No
 def test_a_predicted_step_is_plain_megatron_s(name: str) -> None:
     """The largest errors of all 68 rows without FP8 are 0.025 % of the peak and 0.023 % of the start."""
     measured, predicted = DENSE[name]["ranks"][0]["steps"][-1], predict_rank(DENSE[name], 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
+def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp8() -> None:
+    """Of all 79 predicted rows, the largest errors are 0.076 % of the peak and 0.062 % of the start.
+
+    With 2.16, the same step peaks 236 MB lower on the GPU too: the column-wise weights of two layers' `te.Linear`.
+    """
+    rows = (RESULTS / "h200_te220_plain_megatron.jsonl").read_text().splitlines()
+    job = next(
+        row
+        for row in map(json.loads, rows)
+        if row["name"].startswith(f"phi-4 2 layers one rank x1 {FULL_RECOMPUTE} fp8")
+    )
+    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
 

@@ -41,7 +41,10 @@ FUSED_GRADIENTS = TrainingState(
     mtp_num_layers=1 if MINOR < 19 else None,
 )
 NOT_DISTRIBUTED = TrainingState(
-    use_distributed_optimizer=False, moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True
+    use_distributed_optimizer=False,
+    moe_expert_capacity_factor=1.25,
+    moe_pad_expert_input_to_capacity=True,
+    num_labels=2,
 )
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
 IN_PLACE = TrainingState(
@@ -52,6 +55,7 @@ IN_PLACE = TrainingState(
     moe_z_loss_coeff=1e-3,
     loss="logprobs",
     logprobs_chunk_size=16,
+    create_attention_mask_in_dataloader=True,
 )
 OTHER_OPTIMIZER = TrainingState(
     use_precision_aware_optimizer=True,

@@ -40,7 +40,7 @@ def test_a_version_is_its_release() -> None:
 
 @pytest.mark.parametrize("value", ["2", "new", "", "v2.16", "2.x", 2.16, None, "1234.1", "2.1234"])
 def test_what_is_no_version_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"transformer_engine is .*, must be a version: give one such as 2\.16$"):
+    with pytest.raises(ValueError, match=r"transformer_engine is .*, must be a version: give one such as 2\.20$"):
         Versions(transformer_engine=value)  # type: ignore[arg-type]
 
 
@@ -79,6 +79,10 @@ def test_a_prediction_names_its_versions_and_says_where_they_decide() -> None:
     assert "Transformer Engine 2.14 was read, and no step with it was measured" in read
     assert DECIDES in read
     assert DECIDES not in table(Versions(), replace(BF16_MOMENTS, exp_avg_dtype="fp32"))
+    assert "in its ring" not in table(Versions(transformer_engine="2.20"), TrainingState())
+    ring = Versions(transformer_engine="2.20").remarks(TrainingState(), 2, core)
+    assert len(ring) == 1 and "keeps two buffers of keys and values in its ring" in ring[0]
+    assert Versions().remarks(TrainingState(), 2, core) == []
     other = "0.19" if core.startswith("0.16") else "0.16"
     assert f"the code of megatron-core {core}, which is installed here" in table(
         Versions(megatron_core=other), TrainingState()

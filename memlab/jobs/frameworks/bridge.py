@@ -60,7 +60,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
     fields_of,
 )
-from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, common, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, common, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -517,7 +517,7 @@ BRIDGE = Framework(
     writes_sizes=True,
     without_own_key=frozenset(("dtype",)),
     cannot_write=OF_BRIDGE
-    | NO_MASK_OF_ALL_ROWS
+    | OF_OTHER_FRAMEWORKS
     | {
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",

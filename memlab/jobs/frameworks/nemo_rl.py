@@ -52,7 +52,12 @@ from memlab.jobs.frameworks.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.frameworks.megatron_lm import take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import (
+    NO_MASK_OF_DATA_LOADER,
+    ONLY_OF_MS_SWIFT,
+    ONLY_OF_VERL_AND_SLIME,
+    take_sequence_parallel,
+)
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     drop_frozen_parts,
@@ -613,6 +618,9 @@ NEMO_RL = Framework(
     configurations=("grpo_math_1B",),
     packs=is_packed,
     cannot_write=OF_BRIDGE
+    | ONLY_OF_MS_SWIFT
+    | ONLY_OF_VERL_AND_SLIME
+    | NO_MASK_OF_DATA_LOADER
     | of_one_kind("NeMo-RL")
     | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",

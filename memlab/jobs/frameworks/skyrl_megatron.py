@@ -36,7 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS
+from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -144,7 +144,7 @@ FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distribut
 CANNOT_WRITE = (
     OF_BRIDGE
     | of_one_kind("SkyRL")
-    | NO_MASK_OF_ALL_ROWS
+    | OF_OTHER_FRAMEWORKS
     | {
         "lora_dropout_position": "SkyRL's adapters drop their inputs",
         "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",

@@ -50,7 +50,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
     TRANSFORMER,
 )
-from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_ALL_ROWS, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -239,7 +239,7 @@ FIXED: dict[str, Any] = {
 }  # fmt: skip
 CANNOT_WRITE = (
     OF_BRIDGE
-    | NO_MASK_OF_ALL_ROWS
+    | OF_OTHER_FRAMEWORKS
     | {
         "freeze_moe_router": "verl has no such key",
         "checkpoint_input_remedy": "verl always applies release_storage",

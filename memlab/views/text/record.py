@@ -91,7 +91,8 @@ def version_lines(record: StepRecord) -> list[str]:
     if not KINDS[record.backend].is_prediction:
         return []
     scenario, core = record.scenario, record.versions.get("megatron-core", "")
-    remarks = scenario.versions.remarks(scenario.state, core) if scenario.engine == "megatron" else []
+    ring = scenario.layout.context_parallel_size
+    remarks = scenario.versions.remarks(scenario.state, ring, core) if scenario.engine == "megatron" else []
     return [f"versions: {scenario.versions.words(scenario.engine, core)}", *remarks]
 
 

@@ -402,19 +402,20 @@ _checkpoint: Literal["around layers", "inside layers"] | None = None
 def _asks_for_columns(layer: _Fp8Module) -> bool:
     """Whether the first pass of a checkpoint quantizes weights column-wise too (`is_fp8_activation_recompute_enabled`).
 
-    TE asks whether FP8 is on where the checkpoint begins. Around whole layers it is on only under the delayed recipe,
-    whose context Megatron opens around all layers (``transformer_block.py``).
+    TE before 2.19 asks whether FP8 is on where the checkpoint begins. Around whole layers it is on only under the
+    delayed recipe, whose context Megatron opens around all layers (``transformer_block.py``). TE 2.19 and later ask in
+    the linear (``transformer_engine/pytorch/distributed.py``), so that a checkpoint around layers is as one inside.
     """
     return _checkpoint == "inside layers" or (_checkpoint == "around layers" and layer.recipe.spans_layers)
 
 
 def checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
-    """Replaces ``te_checkpoint`` in ``transformer_block.py`` and, since 0.18, in ``megatron/core/recompute.py``."""
+    """Checkpoints whole layers as TE before 2.19 does."""
     return _checkpointed("around layers", *args, **kwargs)
 
 
 def checkpoint_inside_layers(*args: Any, **kwargs: Any) -> Any:
-    """Replaces ``te_checkpoint`` in layers (``transformer_layer.py`` and ``moe_layer.py``)."""
+    """Replaces ``te_checkpoint`` in layers (``transformer_layer.py`` and ``moe_layer.py``), and all since TE 2.19."""
     return _checkpointed("inside layers", *args, **kwargs)
 
 

@@ -10,6 +10,7 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,17 @@ def flash_attention(
     return result
 
 
-def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+Run = Callable[[Callable[[], tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
+"""Runs a kernel, given as a function that returns its results, or returns what it has returned before."""
+
+
+def _at_once(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return compute()
+
+
+def flash_attention_of_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, run: Run = _at_once
+) -> torch.Tensor:
     """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
     It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
@@ -56,12 +67,13 @@ def flash_attention_of_torch(query: torch.Tensor, key: torch.Tensor, value: torc
         key: The same, of as many or fewer heads.
         value: Like `key`.
         scale: Of the scores.
+        run: Runs the kernel of forward.
 
     Returns:
         Shape [batch, tokens, heads, channels].
     """
     tensors = (each.transpose(1, 2) for each in (query, key, value))
-    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0)
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run)
     return output.contiguous()
 
 
@@ -80,19 +92,53 @@ def packed_flash_attention(
     Returns:
         Shape [tokens, heads * channels].
     """
-    copied = [tensor.contiguous() for tensor in (query, key, value)]
-    output: torch.Tensor = _PackedFlashAttention.apply(*copied, scale, ends)
-    return output.flatten(1)
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
+    return packed_flash_attention_of_views(query, key, value, scale, ends).flatten(1)
+
+
+def packed_flash_attention_of_views(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    ends: torch.Tensor,
+    run: Run = _at_once,
+) -> torch.Tensor:
+    """Attends as `packed_flash_attention`, and copies nothing: a view that is saved keeps what it is a view of.
+
+    Args:
+        query: As `packed_flash_attention`, like the following ones.
+        key: As above.
+        value: As above.
+        scale: As above.
+        ends: As above.
+        run: Runs the kernel of forward.
+
+    Returns:
+        Shape [tokens, heads, channels].
+    """
+    output: torch.Tensor = _PackedFlashAttention.apply(query, key, value, scale, ends, run)
+    return output
 
 
 class _PackedFlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        ends: torch.Tensor,
+        run: Run,
     ) -> torch.Tensor:
         ctx.lengths = lengths_of(ends)
-        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths)
-        random_state = query.new_empty(2, dtype=torch.int64)
+        output, log_sum_exp, random_state = run(
+            lambda: (
+                *attend_each(query, key, value, scale, ctx.lengths),
+                query.new_empty(2, dtype=torch.int64),
+            )
+        )
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, ends)
         ctx.scale = scale
         return output
@@ -106,7 +152,7 @@ class _PackedFlashAttention(torch.autograd.Function):
         buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
         parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
         del buffers
-        return *parts, None, None
+        return *parts, None, None, None
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -117,10 +163,19 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        drop: float,
+        run: Run = _at_once,
     ) -> torch.Tensor:
-        random_state = new_random_state(query)
-        output, log_sum_exp = _attend(query, key, value, scale, Dropped.of(drop, random_state))
+        def compute() -> tuple[torch.Tensor, ...]:
+            random_state = new_random_state(query)
+            return *_attend(query, key, value, scale, Dropped.of(drop, random_state)), random_state
+
+        output, log_sum_exp, random_state = run(compute)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
         ctx.scale, ctx.drop = scale, drop
         return output
@@ -135,7 +190,7 @@ class _FlashAttention(torch.autograd.Function):
         dropped = Dropped.of(ctx.drop, random_state)
         _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale, dropped)
         del buffers
-        return *results, None, None
+        return *results, None, None, None
 
 
 def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
 from memlab.engines.megatron.layers.context_parallel import RingAttention
 from memlab.engines.megatron.layers.flash_attention import flash_attention, packed_flash_attention
 from memlab.engines.megatron.layers.packed_context_parallel import PackedRingAttention
@@ -274,6 +275,11 @@ class TorchAttention(torch.nn.Module):
                 query, key, value, self.softmax_scale, ends, self.window, self._sinks()
             )
             return packed
+        if self.context_parallel_group is not None and self.config.cp_comm_type == "a2a":
+            of_heads: torch.Tensor = AllToAllAttention.apply(
+                query, key, value, self.softmax_scale, self.context_parallel_group, self.window, self._sinks()
+            )
+            return of_heads
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
             return ring

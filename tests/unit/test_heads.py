@@ -1,0 +1,124 @@
+"""Heads of a few outputs in place of the output layer: their parameters, their bytes, and jobs that have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
+from memlab.config.parameters import kept_bytes, parameters_of_rank
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
+from memlab.jobs.job import Job
+from memlab.lab.lab import Lab
+from tests.unit.inside import inside
+from tests.unit.live import FULL, gradients_of_step, recompute
+
+pytestmark = pytest.mark.versions
+
+CRITIC = TrainingState(num_labels=1)
+SMALL: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ({}, 0),
+        ({"tensor_model_parallel_size": 2}, 1),
+        *(({"pipeline_model_parallel_size": 2}, rank) for rank in (0, 1)),
+    ],
+    ids=str,
+)
+def test_a_rank_has_the_parameters_that_megatron_builds(layout: dict[str, int], rank: int) -> None:
+    """Of a model with tied embeddings: the last stage has no copy of them, and each tensor rank the whole head."""
+    where, state = Layout(**layout, rank=rank), TrainingState(num_labels=3)
+    with Lab("qwen3-dense-tiny", layout=where, state=state, backend="simulated", num_microbatches=2, **SMALL) as lab:
+        live = sum(parameter.numel() for parameter in inside(lab).model.engine.live.parameters())
+        assert sum(parameters_of_rank(lab.scenario)) == live
+
+
+def test_a_head_takes_the_place_of_the_output_layer_by_hand() -> None:
+    """phi-4-tiny is 160 wide, with an output layer of its own."""
+    plain, critic = (Scenario.of("phi-4-tiny", state=state) for state in (TrainingState(), CRITIC))
+    removed = plain.architecture.vocab_size * 160 - 160
+    assert kept_bytes(plain).parameters - kept_bytes(critic).parameters == 2 * removed
+    assert kept_bytes(plain).optimizer - kept_bytes(critic).optimizer == (4 + 8) * removed
+
+
+def test_a_step_is_the_cpu_s_to_the_byte_and_makes_no_logits() -> None:
+    records = []
+    for backend in ("cpu", of_the_cpu_backend()):
+        with Lab("qwen3-dense-tiny", state=CRITIC, backend=backend, num_microbatches=2, **SMALL) as lab:
+            records.append([lab.step(settings) for settings in (MemorySettings(), FULL)])
+            vocabulary = lab.scenario.architecture.vocab_size
+    for real, fake in zip(*records, strict=True):
+        assert real.activation_peak_bytes == fake.activation_peak_bytes
+        assert real.peak_by_module | {"": 0} == fake.peak_by_module | {"": 0}
+        made = real.peak_by_module
+        assert made.get("output_layer", 0) + made.get("loss", 0) < 64 * vocabulary
+
+
+def test_the_loss_and_the_gradients_are_the_same_under_every_setting(open_lab: Any) -> None:
+    lab = open_lab("phi-4-tiny", state=CRITIC, **SMALL)
+    expected, gradients = gradients_of_step(lab, MemorySettings())
+    weight = inside(lab).model.engine.live.chunk.module.output_layer.weight
+    assert weight.main_grad.norm() > 0
+    for settings in (FULL, recompute("core_attn", "mlp")):
+        loss, others = gradients_of_step(lab, settings)
+        assert loss == expected
+        assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"loss": "softmax"}, "num_labels is 1 with loss 'softmax', and the output layer makes logits for it"),
+        ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion True"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers 1, and its layers compute logits by the output layer"),
+        ({"lora": LoRA(rank=8)}, "lora_rank 8, which memlab does not predict together yet"),
+        ({"num_labels": 0}, "num_labels is 0, must be a whole number of at least 1"),
+    ],
+)
+def test_what_a_head_does_not_go_with_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(RuleError, match=words):
+        replace(CRITIC, **values)
+
+
+_OF_SWIFT = "megatron {} --model Qwen/Qwen3-8B --max_length 512 --micro_batch_size 2 --global_batch_size 8"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_labels", "rows"),
+    [
+        (f"{_OF_SWIFT.format('rlhf')} --rlhf_type rm", 1, 4),
+        (f"{_OF_SWIFT.format('rlhf')} --rlhf_type rm --num_labels 5 --task_type causal_lm", 1, 4),
+        (f"{_OF_SWIFT.format('sft')} --task_type seq_cls --num_labels 3", 3, 2),
+        (f"{_OF_SWIFT.format('sft')} --num_labels 3 --task_type causal_lm", None, 2),
+    ],
+)
+def test_jobs_of_ms_swift_have_the_head_of_their_task(
+    text: str, num_labels: int | None, rows: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    job = Job.read(path)
+    scenario, _ = job.required()
+    assert (scenario.state.num_labels, scenario.micro_batch_size) == (num_labels, rows)
+    assert not [one for one in job.not_modelled if one.key in ("task_type", "rlhf_type")]
+
+
+def test_ms_swift_refuses_a_classifier_of_unknown_size_and_memlab_names_a_head_beside_adapters(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{_OF_SWIFT.format('sft')} --task_type seq_cls")
+    with pytest.raises(ValueError, match="seq_cls without num_labels, which ms-swift refuses"):
+        Job.read(path).required()
+    path.write_text(f"{_OF_SWIFT.format('rlhf')} --rlhf_type rm --tuner_type lora")
+    assert "task_type" in {one.key for one in Job.read(path).not_modelled}
