@@ -401,6 +401,21 @@ class TrainingState:
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
+    fsdp_version: int = option(
+        2,
+        "torch's fully_shard (2), or its FullyShardedDataParallel (1), which shards the parameters of a layer as one",
+        rebuilds="model",
+        at_most=2,
+        advice="choose 1 or 2",
+        **_FSDP2,
+    )
+    """verl's strategies ``fsdp2`` and ``fsdp``; the name is that of Hugging Face's accelerate."""
+    use_orig_params: bool = option(
+        False,
+        "with `fsdp_version` 1: give the optimizer each parameter's part of the flat parameter",
+        rebuilds="model",
+        **_FSDP2,
+    )
     fp32_sharded_params: bool = option(
         False,
         "keep each rank's parameters, their gradients and Adam's moments in fp32; layers compute in `dtype`",
