@@ -484,6 +484,16 @@ class Scenario:
             )
 
     def _check_mask(self) -> None:
+        of_loader = "create_attention_mask_in_dataloader"
+        for other, is_given in (
+            ("packed_sequences", self.packed_sequences is not None),
+            ("create_attention_mask", self.state.create_attention_mask),
+        ):
+            if is_given and self.state.create_attention_mask_in_dataloader:
+                raise RuleError(
+                    f"{of_loader} is True with {other}, which no framework combines: leave one of the two out",
+                    *(of_loader, other),
+                )
         if not self.state.create_attention_mask:
             return
         ranks, backend = self.layout.context_parallel_size, self.state.attention_backend

@@ -245,6 +245,14 @@ class TrainingState:
     )
     """The attention is causal without it. The mask of a micro-batch lives until that of the next has been made, and the
     last one until the step ends. Making it takes 8 bytes for each pair of tokens."""
+    create_attention_mask_in_dataloader: bool = option(
+        False,
+        "give the first and the last pipeline stage a causal mask of each sequence, 1 byte for each pair of tokens, as "
+        "Megatron-LM's data loader does unless told otherwise",
+        group="",
+        rebuilds="nothing",
+    )
+    """It lives until the forward pass of its micro-batch has ended."""
     # The router reads it in each forward (transformer/moe/router.py).
     moe_router_dtype: RouterDtype = option(
         "fp32",

@@ -122,6 +122,8 @@ class Trainer:
             why = f"read trainer.time() at both ends of both timers, {_READS} times: no other clock sees these copies"
         elif mine < needed:
             why = "wait for the device first"
+        elif math.isclose(mine, 1000 * needed, rel_tol=0.02):
+            why = "return seconds, not milliseconds"
         else:
             why = "the timer contains something else"
         return f"the {name} took {mine:.3g} s by your timer, and its copy {needed:.3g} s: {why}"

@@ -280,7 +280,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     ),
     **dict.fromkeys(
         (
-            "create_attention_mask_in_dataloader",
             "skip_getting_attention_mask_from_dataset",
             "get_attention_mask_from_fusion",
             "padding_free",

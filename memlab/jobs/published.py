@@ -12,8 +12,6 @@ from memlab.config.from_json import build, read_json
 from memlab.jobs.job import Job
 from memlab.lab_files import labs_folder
 
-_MASK = "create_attention_mask_in_dataloader"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedJob:
@@ -72,19 +70,3 @@ def published_jobs() -> list[PublishedJob]:
     """
     rows = read_json(labs_folder() / "results" / "published_jobs.json", "take memlab's own file")
     return [build(PublishedJob, row, f"published_jobs.json, job {number}") for number, row in enumerate(rows, 1)]
-
-
-def mask_bytes(job: Job) -> int:
-    """Returns the attention mask of a micro-batch that Megatron-LM's data loader makes by default.
-
-    memlab's steps have none. Context parallel ranks share the rows of a mask.
-    """
-    if job.scenario is None or all(one.key != _MASK for one in job.not_modelled):
-        return 0
-    scenario = job.scenario
-    return scenario.micro_batch_size * scenario.seq_length**2 // scenario.layout.context_parallel_size
-
-
-def other_gaps(job: Job) -> list[str]:
-    """Names what memlab does not model of a job, apart from the mask."""
-    return [one.key for one in job.not_modelled if one.key != _MASK]

@@ -8,7 +8,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.fitting.outside_torch import outside_torch_of
-from memlab.jobs.published import PublishedJob, mask_bytes, other_gaps
+from memlab.jobs.published import PublishedJob
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 
@@ -22,14 +22,12 @@ class Compared:
     """Why memlab does not predict the job; empty if it does."""
     peak_bytes: int = 0
     between_steps_bytes: int = 0
-    mask_bytes: int = 0
-    """Of the attention mask that Megatron-LM's data loader makes; it is not in the two others."""
     not_modelled: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
-        """How far prediction and mask are from the measured peak, as a share of it."""
-        return (self.peak_bytes + self.mask_bytes) / self.job.peak_bytes - 1
+        """How far the prediction is from the measured peak, as a share of it."""
+        return self.peak_bytes / self.job.peak_bytes - 1
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
@@ -61,8 +59,7 @@ def _compared(job: PublishedJob) -> Compared:
         job=job,
         peak_bytes=_bytes_of_gpu(highest, read.scenario) if job.is_of_gpu else highest.peak_allocated_bytes,
         between_steps_bytes=highest.static_bytes,
-        mask_bytes=mask_bytes(read),
-        not_modelled=tuple(other_gaps(read)),
+        not_modelled=tuple(one.key for one in read.not_modelled),
     )
 
 

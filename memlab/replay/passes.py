@@ -183,7 +183,8 @@ class PassesOfStep:
         is_full, method = live.config.recompute_granularity == "full", live.config.recompute_method
         self.recomputes_block_of_moe = self.is_moe and is_full and method == "block"
         is_stage = live.scenario.layout.pipeline_model_parallel_size > 1
-        self.frees_masks = is_stage and live.scenario.state.create_attention_mask
+        state = live.scenario.state
+        self.frees_masks = state.create_attention_mask_in_dataloader or (is_stage and state.create_attention_mask)
         self.communicates = plan.communicates
         self.num_microbatches = live.scenario.num_microbatches
         self.in_flight.clear()

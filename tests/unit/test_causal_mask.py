@@ -1,4 +1,4 @@
-"""The causal mask of rows that are not packed: its bytes, how long it lives, and that replay has the same events."""
+"""Causal masks of rows that are not packed: their bytes, how long they live, and that replay has the same events."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ PLAIN = MemorySettings()
 MASK = TrainingState(create_attention_mask=True)
 TOKENS = 250
 """No other tensor has as many bytes as the pairs of so many tokens."""
+OF_LOADER = TrainingState(create_attention_mask_in_dataloader=True)
+"""Megatron-LM's: a mask of each of two rows."""
 MADE = [4, 4, -4, 1, -4]
 """In fp32 ones and their lower triangle, without the ones, then the mask in bool, without the triangle."""
 
@@ -27,13 +29,13 @@ def step(settings: MemorySettings, **values: Any) -> StepRecord:
         return lab.step(settings, warm_up=False)
 
 
-def masks(record: StepRecord) -> tuple[list[int], list[int]]:
+def masks(record: StepRecord, tokens: int = TOKENS) -> tuple[list[int], list[int]]:
     """Returns what is allocated and freed of the size of a mask, in bytes per pair of tokens, and in which rows."""
     timeline = record.timeline
     assert timeline is not None and timeline.rounding_bytes is not None
     requested = np.where(timeline.pool == POOLS.index("device"), timeline.delta_bytes - timeline.rounding_bytes, 0)
-    rows = np.flatnonzero(np.isin(np.abs(requested), [TOKENS**2, 4 * TOKENS**2]))
-    return (requested[rows] // TOKENS**2).tolist(), rows.tolist()
+    rows = np.flatnonzero(np.isin(np.abs(requested), [tokens**2, 2 * tokens**2, 4 * tokens**2]))
+    return (requested[rows] // tokens**2).tolist(), rows.tolist()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "simulated"])
@@ -48,9 +50,31 @@ def test_a_mask_lives_until_the_next_is_made_and_the_last_one_until_the_step_end
     assert rows[-1] > last_allocation
 
 
-def test_the_mask_changes_no_result() -> None:
-    losses = [step(PLAIN, state=state, backend="cpu").loss for state in (MASK, TrainingState())]
-    assert losses[0] == losses[1]
+def test_the_masks_change_no_result() -> None:
+    losses = {step(PLAIN, state=state, backend="cpu").loss for state in (MASK, OF_LOADER, TrainingState())}
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "simulated"])
+def test_masks_of_the_data_loader_live_until_the_forward_pass_ends(backend: str) -> None:
+    """``forward_step`` in pretrain_gpt.py of Megatron-LM, 0.16.1: they are its local variables."""
+    changes, _ = masks(step(PLAIN, num_microbatches=2, backend=backend, state=OF_LOADER))
+    assert changes == [2, -2, 2, -2]
+
+
+@pytest.mark.parametrize(("stage", "most"), [(0, 8), (1, 0), (3, 2)])
+def test_masks_of_the_data_loader_are_those_of_the_first_and_last_stages(stage: int, most: int) -> None:
+    """``get_batch`` in pretrain_gpt.py returns nothing on the others. A checkpoint of layers keeps them."""
+    stages = Layout(pipeline_model_parallel_size=4, rank=stage)
+    changes, _ = masks(step(FULL, num_layers=4, num_microbatches=4, layout=stages, state=OF_LOADER))
+    assert max(np.cumsum([0, *changes])) == most
+    assert sum(changes) == 0
+
+
+def test_a_rank_that_shares_sequences_keeps_its_part_of_the_masks() -> None:
+    """``get_batch_on_this_cp_rank`` in megatron/core/utils.py, 0.16.1, copies the rank's chunks out of whole masks."""
+    record = step(PLAIN, seq_length=252, layout=Layout(context_parallel_size=2), state=OF_LOADER)
+    assert masks(record, 252)[0] == [2, 1, -2, -1]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +92,16 @@ def test_checkpoints_keep_the_masks_of_all_passes_in_flight(settings: MemorySett
 
 
 @pytest.mark.parametrize("settings", [FULL, recompute("core_attn")], ids=["layers", "attention"])
-def test_replay_has_the_events_of_stepped_layers(settings: MemorySettings) -> None:
+@pytest.mark.parametrize(("state", "num_stages"), [(MASK, 2), (OF_LOADER, 1), (OF_LOADER, 2)])
+def test_replay_has_the_events_of_stepped_layers(
+    settings: MemorySettings, state: TrainingState, num_stages: int
+) -> None:
     """A replayed checkpoint keeps no mask, so the first one of a stage, whose backward frees the mask, is stepped."""
     records = []
     for replay in (False, True):
-        values: dict[str, Any] = {"layout": Layout(pipeline_model_parallel_size=2), "backend": "simulated"}
+        values: dict[str, Any] = {"layout": Layout(pipeline_model_parallel_size=num_stages), "backend": "simulated"}
         values |= {"num_layers": 8, "seq_length": 64, "num_microbatches": 4}
-        with Lab("phi-4-tiny", state=MASK, replay=replay, **values) as lab:
+        with Lab("phi-4-tiny", state=state, replay=replay, **values) as lab:
             records.append(lab.step(settings))
             assert (inside(lab).model.replay.num_replayed > 0) == replay
     require_identical(*records)
@@ -98,3 +125,14 @@ def test_micro_batches_that_repeat_are_inserted_with_their_masks() -> None:
 def test_what_has_no_such_mask_or_more_than_one_is_refused(values: dict[str, Any], state: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="create_attention_mask is True with"):
         Scenario.of("phi-4-tiny", seq_length=64, state=TrainingState(create_attention_mask=True, **state), **values)
+
+
+@pytest.mark.parametrize(("values", "state"), [({"packed_sequences": 2}, {}), ({}, {"create_attention_mask": True})])
+def test_masks_of_the_data_loader_are_those_of_rows_without_another(
+    values: dict[str, Any], state: dict[str, bool]
+) -> None:
+    with pytest.raises(ValueError, match="create_attention_mask_in_dataloader is True with"):
+        Scenario.of(
+            "phi-4-tiny",
+            **{"seq_length": 64, "state": TrainingState(create_attention_mask_in_dataloader=True, **state)} | values,
+        )

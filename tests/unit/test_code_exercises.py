@@ -304,7 +304,7 @@ WRONG_SYNCS = {
         SYNC.replace("    trainer.synchronize()\n    load_seconds", "    trainer.hand_over()\n    load_seconds").replace("\ntrainer.hand_over()\n", "\nif not trainer.is_offload_param: trainer.hand_over()\n"),
         "the timer contains something else",
     ),
-    "milliseconds": (SYNC.replace("return load_seconds", "return 1e3 * load_seconds"), "the timer contains something else"),
+    "milliseconds": (SYNC.replace("return load_seconds", "return 1e3 * load_seconds"), "return seconds, not milliseconds"),
     "one number": (SYNC.replace("return load_seconds, offload_seconds", "return load_seconds"), "must return two numbers"),
     "nothing returned": (SYNC.replace("return load_seconds, offload_seconds", ""), "returns None, must return two numbers"),
     "a text": (SYNC.replace("return load_seconds, offload_seconds", "return 'fast', 'fast'"), "must return two numbers"),

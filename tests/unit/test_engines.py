@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -336,3 +339,17 @@ def test_a_model_that_transformers_would_build_otherwise_is_refused() -> None:
         Scenario.of(find_architecture("moonlight-16b-a3b"), **SIZES)
     with pytest.raises(ValueError, match="dtype is 'fp32' with engine 'fsdp2' and experts, must be 'bf16'"):
         Scenario.of(find_architecture("qwen3-moe-tiny"), **SIZES)
+
+
+def test_a_torchvision_of_another_torch_is_named_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.24 imports torchvision for its text models too: so it is on Colab after pip has replaced torch."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise ModuleNotFoundError(f"Could not import module {name!r}.") from RuntimeError("no torchvision::nms")
+
+    broken = Broken("transformers")
+    broken.__spec__ = ModuleSpec("transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    with pytest.raises(ValueError, match=r"do not import here \(no torchvision::nms\): take the torchvision of torch"):
+        Lab("phi-4-tiny", **SIZES)

@@ -259,6 +259,7 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     default |= REMEDY | {"expandable_segments": True} if framework == "verl" else {}
     default["deallocate_pipeline_outputs"] = expected.get("pipeline_model_parallel_size", 1) > 1
     if framework == "megatron-lm":
+        default["create_attention_mask_in_dataloader"] = "create_attention_mask" not in text.replace("-", "_")
         default |= {name: 0.1 for name in ("hidden_dropout", "attention_dropout") if "dropout" not in text}
     default["bias_activation_fusion"], default["gradient_accumulation_fusion"] = FUSIONS[framework]
     if job.scenario.architecture.routes and "moe_router_dtype" not in text and "moe-router-dtype" not in text:
@@ -612,7 +613,6 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "ref_model",
         "freeze_moe_router",
         "ref.megatron.param_offload",
-        "create_attention_mask_in_dataloader",
         "padding_free",
         "sequence_packing.enabled",
     }

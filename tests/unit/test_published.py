@@ -20,7 +20,7 @@ def test_a_published_peak_is_predicted(name: str, capsys: pytest.CaptureFixture[
     """Both have LayerNorm, GELU, biases, learned positions and dropout; the first keeps the scores of attention."""
     assert main(["published", "--only", name, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert abs(row["error"]) < 0.0002
+    assert abs(row["error"]) < 0.001
     assert f"| {row['job']['name']} |" in PAGE and f"{row['error']:+.3%}" in PAGE
 
 

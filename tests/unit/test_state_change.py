@@ -55,6 +55,7 @@ IN_PLACE = TrainingState(
     moe_z_loss_coeff=1e-3,
     loss="logprobs",
     logprobs_chunk_size=16,
+    create_attention_mask_in_dataloader=True,
 )
 OTHER_OPTIMIZER = TrainingState(
     use_precision_aware_optimizer=True,

@@ -17,7 +17,10 @@ that no mask is made."""
 
 
 def check_installed() -> None:
-    """Checks that transformers is there.
+    """Checks that transformers is there, and that its models can be imported.
+
+    With pillow and torchvision installed, transformers 5.24 imports torchvision for text models too, and a torchvision
+    that was built for another torch fails (Colab, after pip has replaced its torch).
 
     Raises:
         ValueError: If not.
@@ -27,6 +30,16 @@ def check_installed() -> None:
             "engine is 'fsdp2', which needs the package transformers, and it is not installed here: pip install "
             "'memlab[fsdp2]', or choose engine 'megatron'"
         )
+    try:
+        from transformers import AttentionInterface  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ValueError(
+            f"engine is 'fsdp2', and the models of the package transformers do not import here ({cause}): take the "
+            f"torchvision of torch {torch.__version__} or uninstall it, or pip install 'memlab[fsdp2]'"
+        ) from error
 
 
 def config_of(architecture: Architecture, num_layers: int, longest_sequence: int) -> Any:

@@ -1,4 +1,4 @@
-"""The causal mask that some frameworks give Megatron's model with rows that are not packed.
+"""The causal masks that some frameworks give Megatron's model with rows that are not packed.
 
 The attention is causal anyway: of a causal type Megatron passes the mask on, and neither the fused nor the flash
 attention of Transformer Engine reads it (``attention/dot_product_attention/backends.py``, main of August 2026). So it
@@ -8,6 +8,9 @@ changes bytes, and no result. A checkpoint of a layer or of its attention keeps 
 from __future__ import annotations
 
 import torch
+from megatron.core import parallel_state
+
+from memlab.engines.megatron.packed_sequences import chunks_of_rank
 
 
 def causal_mask(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,3 +28,17 @@ def causal_mask(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     mask = mask < 0.5
     del loss_mask  # nobody reads it
     return mask, positions
+
+
+def masks_of_data_loader(rows: int, length: int) -> torch.Tensor:
+    """Makes a mask for each row of a micro-batch on the device, and takes this rank's part under context parallelism.
+
+    ``get_batch_on_this_tp_rank`` in megatron/training/utils.py and ``get_batch_on_this_cp_rank`` in
+    megatron/core/utils.py (0.16.1 and main of August 2026).
+
+    Returns:
+        Bool [rows, 1, tokens of the rank, length] that masks nothing, since attention is causal anyway.
+    """
+    masks = torch.zeros((rows, 1, length, length), dtype=torch.bool, device="cuda")
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return chunks_of_rank(masks, ranks, rank, 2)

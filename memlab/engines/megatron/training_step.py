@@ -16,7 +16,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.build import LiveModel, seed_megatron
-from memlab.engines.megatron.causal_mask import causal_mask
+from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -121,17 +121,20 @@ def _over_the_copies(loss: float) -> float:
 
 def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tuple[torch.Tensor, Any]:
     batch, mask, positions = next(batches)
-    tokens, lengths = batch.cuda(), live.scenario.sequence_lengths
+    scenario = live.scenario
+    tokens, lengths, state = batch.cuda(), scenario.sequence_lengths, scenario.state
     del batch
+    if state.create_attention_mask_in_dataloader and (model.module.pre_process or model.module.post_process):
+        mask = masks_of_data_loader(scenario.micro_batch_size, scenario.seq_length)
     if lengths is None:
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if positions is None:
             positions = torch.arange(inputs.shape[1], device="cuda").expand_as(inputs)
     else:
         inputs, positions, labels = shifted(tokens, lengths)
-    packed = {"packed_seq_params": packed_sequence_params(live.scenario)}
+    packed = {"packed_seq_params": packed_sequence_params(scenario)}
     own_inputs, own_positions, own_labels = (chunks_of_this_rank(part, lengths) for part in (inputs, positions, labels))
-    state, ranks = live.scenario.state, parallel_state.get_context_parallel_world_size()
+    ranks = parallel_state.get_context_parallel_world_size()
     lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
     if state.loss == "cross_entropy" and state.num_labels is None:
         return model(own_inputs, own_positions, mask, labels=own_labels, **packed), _mean_loss

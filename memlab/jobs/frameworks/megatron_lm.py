@@ -145,6 +145,8 @@ KEYS = (
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
     *FLAGS_OF_THE_OPTIMIZER,
     *_FLAGS_OF_BUCKETS,
+    Key("no_create_attention_mask_in_dataloader", "create_attention_mask_in_dataloader", NOT, True),
+    Key("create_attention_mask_in_dataloader", "create_attention_mask_in_dataloader", SWITCH),
     Key("no_pin_cpu_grads", "pin_cpu_grads", NOT, True),
     Key("no_pin_cpu_params", "pin_cpu_params", NOT, True),
     Key("pin_cpu_grads", "pin_cpu_grads", SWITCH),
@@ -248,9 +250,6 @@ def complete(reading: Reading) -> None:
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
     take_sequence_parallel(reading)
-    mask = "create_attention_mask_in_dataloader"
-    if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
-        reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
 
 
 def check_arguments(reading: Reading) -> None:
@@ -650,22 +649,26 @@ def _check(reading: Reading) -> None:
 
 
 ONLY_OF_MS_SWIFT = {"num_labels": "of the training jobs that memlab reads, only ms-swift's have a head"}
-OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | {
-    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"
-}
-CANNOT_WRITE = OF_OTHER_FRAMEWORKS | {
-    "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
-    "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
-    "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",
-    "offload_gradients": "Megatron-LM keeps its gradient buffers between steps",
-    "offload_optimizer": "Megatron-LM keeps its optimizer state where it is between steps",
-    "offload_optimizer_except_update": "Megatron-LM keeps its optimizer state where it is between steps",
-    "loss": "Megatron-LM trains with the language-model loss only",
-    "fp32_output": "Megatron-LM trains with the language-model loss only",
-    "logprobs_chunk_size": "Megatron-LM trains with the language-model loss only",
-    "deallocate_pipeline_outputs": "Megatron-LM always frees what a pipeline stage has sent",
-    "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
-}
+_NO_MASK_OF_ALL_ROWS = {"create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"}
+NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
+OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | _NO_MASK_OF_ALL_ROWS | NO_MASK_OF_DATA_LOADER
+CANNOT_WRITE = (
+    ONLY_OF_MS_SWIFT
+    | _NO_MASK_OF_ALL_ROWS
+    | {
+        "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
+        "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
+        "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",
+        "offload_gradients": "Megatron-LM keeps its gradient buffers between steps",
+        "offload_optimizer": "Megatron-LM keeps its optimizer state where it is between steps",
+        "offload_optimizer_except_update": "Megatron-LM keeps its optimizer state where it is between steps",
+        "loss": "Megatron-LM trains with the language-model loss only",
+        "fp32_output": "Megatron-LM trains with the language-model loss only",
+        "logprobs_chunk_size": "Megatron-LM trains with the language-model loss only",
+        "deallocate_pipeline_outputs": "Megatron-LM always frees what a pipeline stage has sent",
+        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+    }
+)
 
 SWITCHES = (
     "swiglu", "disable_bias_linear", "use_rotary_position_embeddings", "sequence_parallel", "fp16", "moe_grouped_gemm",

@@ -52,7 +52,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.frameworks.megatron_lm import ONLY_OF_MS_SWIFT, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_DATA_LOADER, ONLY_OF_MS_SWIFT, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     drop_frozen_parts,
@@ -614,6 +614,7 @@ NEMO_RL = Framework(
     packs=is_packed,
     cannot_write=OF_BRIDGE
     | ONLY_OF_MS_SWIFT
+    | NO_MASK_OF_DATA_LOADER
     | of_one_kind("NeMo-RL")
     | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",

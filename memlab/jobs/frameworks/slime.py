@@ -29,6 +29,7 @@ from memlab.jobs.frameworks.keys import (
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
+    NO_MASK_OF_DATA_LOADER,
     SWITCHES,
     check_arguments,
     complete_chunks,
@@ -90,7 +91,7 @@ KEYS = (
             micro_batch_size=1,
             moe_token_dispatcher_type="alltoall",
         )
-        if key.field not in ("world_size", "global_batch_size")
+        if key.field not in ("world_size", "global_batch_size", *NO_MASK_OF_DATA_LOADER)
     ),
     Key("global_batch_size", "sequences", COUNT, None),
 )
@@ -391,6 +392,7 @@ SLIME = Framework(
     writes_sizes=True,
     packs=is_packed,
     cannot_write=_NEVER
+    | NO_MASK_OF_DATA_LOADER
     | no_adapters("slime")
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",
