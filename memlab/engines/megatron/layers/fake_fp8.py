@@ -257,7 +257,7 @@ class _NormLinear(torch.autograd.Function):
         reciprocal = inputs.new_empty(rows, dtype=torch.float32)
         returned = inputs.new_empty(inputs.shape) if layer.return_layernorm_output else None
         ctx.returns_gathered = layer.return_layernorm_output_gathered and split.way is not None
-        if ctx.returns_gathered:
+        if returned is not None and ctx.returns_gathered:
             returned = split.enter(returned)
         normalised = recipe.quantize(rows, width, columnwise=is_training and is_trained and not keeps_rows)
         if not recipe.fuses_norm and returned is None:
