@@ -25,9 +25,8 @@ run: $(VENV)/.installed ## Run the quickstart lab headless and say where its not
 test: $(VENV)/.installed-dev ## Lint, check types and the import order of the packages, run the tests
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
-	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/pytest -n 3 --dist worksteal -m "not slow"
+	@$(BIN)/mypy --no-error-summary & types=$$!; $(BIN)/pytest -n 3 --dist worksteal -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-all: $(VENV)/.installed-dev ## Run all tests, the slow ones too
 	@$(BIN)/pytest -n 3 --dist worksteal

@@ -437,7 +437,7 @@ def jobs() -> Iterator[Job]:
     )
     yield from adapters(of)
     yield from dense_families(of)
-    yield from chain(defaults_of_frameworks(of), classic_gpt(of))
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of))
     # Two ranks.
     yield from latent_attention_of_two_ranks(of)
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -453,8 +453,34 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    yield from chain(fusions_of_two_ranks(of), classic_gpt_of_two_ranks(of))
-    yield from adapters_of_two_ranks(of)
+    for some in (exchanges_of_heads, fusions_of_two_ranks, classic_gpt_of_two_ranks, heads_of_two_ranks,
+                 adapters_of_two_ranks):  # fmt: skip
+        yield from some(of)
+
+
+CRITIC = {"num_labels": 1}
+REFERENCE = {"reference_model": "copy"}
+
+
+def heads_and_reference_models(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with a head in place of the output layer, and with a frozen model that runs first."""
+    alone = "one rank"
+    for model, own in ((LLAMA, recompute("mlp")), (QWEN_4B, ATTENTION), (QWEN, recompute("moe_act"))):
+        yield from of(model, 4, alone, {}, FULL, own, state=CRITIC)
+        yield from of(model, 4, alone, {}, FULL, state=REFERENCE)
+    yield from of(LLAMA, 4, alone, num_microbatches=3, state=CRITIC | LOW_PRECISION | FUSED_GRADIENTS)
+    yield from of(LLAMA, 4, alone, num_microbatches=3, state=REFERENCE | LOW_PRECISION | FUSED_GRADIENTS)
+    without = {"reference_model": "without_adapters"}
+    yield from of(LLAMA, 4, alone, {}, FULL, state=lora_of_ms_swift(8) | without)
+    yield from of(QWEN, 2, alone, {}, FULL, state=lora_of_ms_swift(8) | without)
+
+
+def heads_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks with a head or a reference model, each kind of parallelism once."""
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=CRITIC)
+    yield from of(QWEN_4B, 4, "PP2", num_microbatches=4, config=DEALLOCATE, state=CRITIC)
+    yield from of(LLAMA, 4, "TP2", state=REFERENCE)
+    yield from of(QWEN_4B, 4, "DP2", state=REFERENCE)
 
 
 FEW_EXPERTS = {"num_moe_experts": 16}
@@ -599,6 +625,13 @@ def one_rank(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(QWEN, 2, alone, state=state)
     for state in (LOW_PRECISION | moments[0], blockwise):
         yield from of(PHI, 2, alone, {}, FULL, state=state)
+
+
+def exchanges_of_heads(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of two ranks that share sequences and exchange heads; gpt-oss has no other way."""
+    heads = {"cp_comm_type": "a2a"}
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL, recompute("core_attn"), ATTENTION, state=heads)
+    yield from of(GPT_OSS, 2, "CP2", {}, FULL, state=heads)
 
 
 def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

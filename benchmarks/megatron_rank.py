@@ -43,9 +43,9 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job
+from benchmarks.megatron_passes import Forward, Head, forward_of, frozen
 
 NUM_STEPS = 4
 """The first allocates Adam's moments and teaches Megatron its offload groups. The last is compared."""
@@ -57,6 +57,7 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
+    "cp_comm_type": "cp_comm_type",
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
     **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing")},
     **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
@@ -161,7 +162,8 @@ def take_job(job: Job) -> dict[str, Any]:
     """Builds a job's model, takes its steps, and frees it."""
     before = allocated_bytes()
     config = transformer_config(job)
-    chunks, optimizer = build(job, config)
+    chunks, optimizer, reference = build(job, config)
+    forward = forward_of(job.state, reference, chunks)
     row = {
         "before_build_bytes": before,
         "built_bytes": allocated_bytes(),
@@ -172,9 +174,10 @@ def take_job(job: Job) -> dict[str, Any]:
     with noting_routes(chunks) as routes:
         for _ in range(NUM_STEPS):
             routes.clear()
-            row["steps"].append(take_step(job, chunks, optimizer))
+            row["steps"].append(take_step(job, chunks, optimizer, forward))
         row["tokens_per_expert"] = routes
-    release(chunks, optimizer)
+    del forward
+    release(chunks, optimizer, reference)
     config.finalize_model_grads_func = config.grad_scale_func = config.no_sync_func = None
     del config
     gc.collect()
@@ -224,8 +227,8 @@ def transformer_config(job: Job) -> TransformerConfig:
     return (MLATransformerConfig if "multi_latent_attention" in values else TransformerConfig)(**values)
 
 
-def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
-    """Builds the chunks of this rank's pipeline stage, each in DDP, and their optimizer."""
+def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPTModel]]:
+    """Builds the chunks of this rank's pipeline stage, each in DDP, their optimizer and the reference model."""
     seed = SEED + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -233,7 +236,8 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     adapters = {name: options.pop(name) for name in list(options) if name.startswith("lora_")}
     state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
-    is_frozen = state.pop("freeze_moe_router", False)
+    state.pop("num_labels", None)
+    is_frozen, has_reference = state.pop("freeze_moe_router", False), state.pop("reference_model", None) == "copy"
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
     adam["use_distributed_optimizer"] = True
@@ -245,24 +249,9 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     if unknown:
         raise ValueError(f"state has {', '.join(unknown)}, must be fields of Megatron's configs: correct the job")
     num_chunks = config.virtual_pipeline_model_parallel_size
-    chunks = []
+    chunks: list[Any] = []
     for number in range(num_chunks or 1):
-        place = {"vp_stage": number if num_chunks else None}
-        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, normalization=config.normalization, **place
-        )
-        if job.model == "minimax-m2":
-            take_norms_of_all_heads(spec)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            **{"position_embedding_type": "rope", **EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
-            max_sequence_length=job.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            mtp_block_spec=mtp_spec(config, spec, place),
-            **place,
-        )
+        model = gpt_model(job, config, number)
         for layer in model.decoder.layers if is_frozen else ():
             layer.mlp.router.weight.requires_grad = False
         if adapters:
@@ -277,7 +266,34 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
     if ddp.get("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks, optimizer
+    return chunks, optimizer, [frozen(gpt_model(job, config), chunks[0])] if has_reference else []
+
+
+def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
+    """Builds a chunk of this rank's pipeline stage, with the head that a job has in place of the output layer."""
+    place = {"vp_stage": number if config.virtual_pipeline_model_parallel_size else None}
+    num_labels = job.state.get("num_labels")
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=True, normalization=config.normalization, **place
+    )
+    if job.model == "minimax-m2":
+        take_norms_of_all_heads(spec)
+    embeddings = {"position_embedding_type": "rope", **EMBEDDINGS[job.model], "vocab_size": job.vocab_size}
+    if num_labels:
+        embeddings["share_embeddings_and_output_weights"] = False
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        **embeddings,
+        max_sequence_length=job.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+        mtp_block_spec=mtp_spec(config, spec, place),
+        **place,
+    )
+    if num_labels and model.post_process:
+        model.output_layer = Head(num_labels, config)
+    return model
 
 
 def take_norms_of_all_heads(spec: Any) -> None:
@@ -381,7 +397,7 @@ def add_adapters_of_ms_swift(model: GPTModel, options: dict[str, Any]) -> None:
         model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True))
 
 
-def take_step(job: Job, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
+def take_step(job: Job, chunks: list[Any], optimizer: Any, forward: Forward) -> dict[str, Any]:
     """Takes one training step, and returns what it held: bytes of torch's allocator, and what lies outside it."""
     synchronize()
     started = time.perf_counter()
@@ -391,7 +407,7 @@ def take_step(job: Job, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=forward,
         data_iterator=[batches(job) for _ in chunks],
         model=chunks,
         num_microbatches=job.num_microbatches,
@@ -423,18 +439,6 @@ def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
-def forward_step(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Runs one micro-batch through a chunk, as Megatron's schedules ask for it."""
-    batch = get_batch_on_this_cp_rank({name: value.cuda() for name, value in next(data).items()})
-    return chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), mean_loss
-
-
-def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the mean over the tokens, and what the schedule hands back."""
-    loss = per_token.float().mean()
-    return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
-
-
 @contextmanager
 def noting_routes(chunks: list[Any]) -> Iterator[dict[int, list[list[int]]]]:
     """Yields, by number of a layer, the different lists of tokens that its experts on this rank got.
@@ -453,10 +457,9 @@ def noting_routes(chunks: list[Any]) -> Iterator[dict[int, list[list[int]]]]:
     forward = TEGroupedMLP.forward
 
     def noting(experts: Any, hidden: Any, tokens_per_expert: Any, *others: Any) -> Any:
-        lists = routes.setdefault(names[id(experts)], [])
-        counts = tokens_per_expert.tolist()
-        if counts not in lists:
-            lists.append(counts)
+        counts, number = tokens_per_expert.tolist(), names.get(id(experts))
+        if number is not None and counts not in routes.setdefault(number, []):  # not of a reference model
+            routes[number].append(counts)
         return forward(experts, hidden, tokens_per_expert, *others)
 
     with ExitStack() as replaced:
@@ -536,8 +539,8 @@ def layers_of(chunks: list[Any]) -> list[Any]:
     return [layer for chunk in chunks for layer in chunk.module.module.decoder.layers]
 
 
-def release(chunks: list[Any], optimizer: Any) -> None:
-    """Frees a model and its optimizer. To drop their names is not enough.
+def release(chunks: list[Any], optimizer: Any, reference: list[GPTModel]) -> None:
+    """Frees a model, its optimizer and its reference model. To drop their names is not enough.
 
     DDP's hooks and the parameters' autograd nodes refer to each other in C++, a dispatcher keeps the graph of its last
     probabilities, and megatron-core and Transformer Engine have caches of their own.
@@ -547,13 +550,14 @@ def release(chunks: list[Any], optimizer: Any) -> None:
         part.optimizer.param_groups.clear()
         vars(part).clear()
     vars(optimizer).clear()
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = [module for model in (*chunks, *reference) for module in model.modules()]
     for module in modules:
         if isinstance(getattr(module, "token_dispatcher", None), MoETokenDispatcher):
             vars(module.token_dispatcher).clear()
     for module in modules:
         vars(module).clear()
     chunks.clear()
+    reference.clear()
     RotaryEmbedding.forward.cache_clear()
     YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -16,14 +16,25 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.plain_fsdp2_parts import (
+    adapt,
+    checkpoint_selectively,
+    divide,
+    of_version_1,
+    sharded_sequences,
+    varlen_of_torch,
+)
 
 JOB_SECONDS = 90
 GIB = 2**30
@@ -45,6 +56,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                     "num_key_value_heads": 4, "vocab_size": 151936, "rope_theta": 1e6,
                                     "rms_norm_eps": 1e-6, "head_dim": 128, "num_experts": 128,
                                     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}),
+    "gemma-2-9b": ("gemma2", {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
+                              "num_key_value_heads": 8, "vocab_size": 256000, "head_dim": 256,
+                              "query_pre_attn_scalar": 256, "sliding_window": 4096}),
+    "gemma-3-12b": ("gemma3_text", {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+                                    "num_key_value_heads": 8, "vocab_size": 262208, "head_dim": 256,
+                                    "query_pre_attn_scalar": 256, "sliding_window": 1024}),
 }  # fmt: skip
 """From the models' config.json."""
 
@@ -63,6 +80,14 @@ class Job:
     fp32: bool = False
     """Whether layers compute in fp32."""
     tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    context_parallel_size: int = 1
+    one_process: bool = False
+    """Whether one process on one GPU steps for all ranks: torch's ``fake`` process group answers for the others, so
+    that memory is what it is, and values are not."""
+    packed_sequences: int | None = None
+    selective_ac: bool = False
+    checkpoint_every: int | None = None
     grad_reduce_in_bf16: bool = False
     fp32_sharded_params: bool = False
     reshard_after_forward: str = "all_but_last"
@@ -75,8 +100,17 @@ class Job:
     fsdp2_backward_prefetch_depth: int = 0
     master_weights: bool = False
     store_param_remainders: bool = False
+    fsdp_version: int = 2
+    use_orig_params: bool = False
+    attn_implementation: str = "sdpa"
+    """With ``flash_attention_2``, torch's own copy of flash-attn 2 takes the place of the package."""
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes take it."""
+        return 1 if self.one_process else self.num_ranks
 
     @property
     def name(self) -> str:
@@ -156,7 +190,51 @@ def jobs() -> list[Job]:
         ]
         if num_ranks > 1:
             found += [replace(phi, num_layers=40), replace(phi, num_layers=40, checkpointing=True)]
-    return found
+    return found + _wider_jobs()
+
+
+def _wider_jobs() -> list[Job]:
+    """Returns jobs of attention, packing, selective checkpoints, Gemma, FSDP1 and sharded sequences.
+
+    Those of two ranks are taken by one process, and by two where there are two GPUs.
+    """
+    llama = Job(model="llama-3.1-8b", num_layers=8, seq_length=4096)
+    phi, qwen = replace(llama, model="phi-4"), replace(llama, model="qwen3-8b")
+    flash: dict[str, Any] = {"attn_implementation": "flash_attention_2"}
+    gemma2, gemma3 = replace(llama, model="gemma-2-9b", num_layers=4), replace(llama, model="gemma-3-12b", num_layers=6)
+    first = [
+        replace(llama, packed_sequences=4),
+        replace(llama, packed_sequences=8, **flash),
+        replace(llama, selective_ac=True),
+        replace(gemma3),
+        replace(gemma2, seq_length=2048),
+        replace(qwen, seq_length=8192, packed_sequences=4, checkpointing=True),
+        replace(qwen, seq_length=8192, packed_sequences=4, checkpointing=True, **flash),
+        replace(phi, selective_ac=True, adam_implementation="fused"),
+        replace(phi, checkpoint_every=2, adam_implementation="fused"),
+        replace(gemma3, checkpointing=True, adam_implementation="fused"),
+        replace(gemma2, checkpointing=True),
+        replace(gemma2, **flash),
+        replace(phi, **flash),
+        replace(phi, packed_sequences=3),
+    ]
+    one = {"fsdp_version": 1, "fp32_sharded_params": True}
+    llama = replace(llama, num_layers=4)
+    of_two = [
+        replace(llama, **one),
+        replace(phi, num_layers=4, seq_length=2048, checkpointing=True, **one),
+        replace(llama, use_orig_params=True, fsdp2_forward_prefetch_depth=1, **one),
+        replace(llama, reshard_after_forward="none", num_microbatches=2, **one),
+        replace(llama, fsdp_version=1, adam_implementation="fused"),
+        replace(qwen, num_layers=4, num_microbatches=2, defer_fsdp_grad_sync=True, **one),
+        replace(llama, context_parallel_size=2),
+        replace(llama, tensor_model_parallel_size=2, sequence_parallel=True),
+        replace(phi, num_layers=4, tensor_model_parallel_size=2),
+        replace(llama, context_parallel_size=2, checkpointing=True),
+        replace(qwen, num_layers=4, tensor_model_parallel_size=2, sequence_parallel=True, checkpointing=True),
+    ]
+    alone = [replace(each, num_ranks=2, one_process=True) for each in of_two]
+    return [*first, *alone, *(replace(each, num_ranks=2) for each in of_two), replace(llama, **one)]
 
 
 def measure(folder: Path, only: str, seconds: float) -> int:
@@ -168,6 +246,8 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     import torch
     import torch.distributed.fsdp
     from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
+    from transformers.models.gemma2 import modeling_gemma2  # noqa: F401
+    from transformers.models.gemma3 import modeling_gemma3  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.phi3 import modeling_phi3  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
@@ -176,14 +256,16 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     num_gpus = torch.cuda.device_count()
     file, context, failed = folder / "steps.jsonl", multiprocessing.get_context("fork"), 0
     done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
-    wanted = [job for job in jobs() if only in job.name and job.num_ranks in ({num_gpus} if num_gpus else {1, 2})]
+    wanted = [
+        job for job in jobs() if re.search(only, job.name) and job.num_processes in ({num_gpus} if num_gpus else {1, 2})
+    ]
     for job in wanted if num_gpus else [replace(each, num_layers=2, seq_length=64) for each in wanted]:
         if job.name in done or time.monotonic() - started > seconds:
             continue
         with tempfile.TemporaryDirectory() as shared:
             ranks = [
                 context.Process(target=run_rank, args=(job, rank, shared, bool(num_gpus)))
-                for rank in range(job.num_ranks)
+                for rank in range(job.num_processes)
             ]
             for process in ranks:
                 process.start()
@@ -193,7 +275,7 @@ def measure(folder: Path, only: str, seconds: float) -> int:
                 process.kill()
             rows = [
                 json.loads(path.read_text()) if (path := Path(shared) / f"rank-{rank}").exists() else {"error": "ended"}
-                for rank in range(job.num_ranks)
+                for rank in range(job.num_processes)
             ]
         errors = [row["error"] for row in rows if "error" in row]
         failed += bool(errors)
@@ -217,30 +299,52 @@ def run_rank(job: Job, rank: int, shared: str, on_gpu: bool) -> None:
     os._exit(0)
 
 
+def model_of(job: Job, *, on_gpu: bool) -> Any:
+    """Returns a model without memory, before it is sharded, with its adapters and checkpoints."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    family, values = MODELS[job.model]
+    if not on_gpu:
+        values = values | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+                           "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32}  # fmt: skip
+        if family.startswith("gemma"):
+            values |= {"sliding_window": 16}
+        if family == "qwen3_moe":
+            values |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(family, num_hidden_layers=job.num_layers, use_cache=False, **without, **values)
+    with torch.device("meta"):
+        stored = torch.float32 if job.fp32_sharded_params or job.fp32 else torch.bfloat16
+        attention = "eager" if family == "gemma2" else "sdpa"  # sdpa has no soft cap of scores
+        if job.attn_implementation != "sdpa":
+            AttentionInterface.register(attention := "varlen_of_torch", varlen_of_torch)
+        model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation=attention).train()
+        if job.lora_rank is not None:
+            adapt(model, job.lora_rank)
+    for number, layer in enumerate(model.model.layers):
+        is_one = (number + 1) % job.checkpoint_every == 0 if job.checkpoint_every else job.checkpointing
+        layer.gradient_checkpointing = is_one
+        layer._gradient_checkpointing_func = lambda function, *inputs: checkpoint(
+            function, *inputs, use_reentrant=False
+        )
+        if job.selective_ac:
+            layer.forward = checkpoint_selectively(layer.forward)
+    return model
+
+
 def build(job: Job, *, on_gpu: bool) -> Any:
     """Builds and shards a model as NeMo Automodel does."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from torch.utils.checkpoint import checkpoint
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind = "cuda" if on_gpu else "cpu"
-    family, values = MODELS[job.model]
-    if not on_gpu:
-        values = values | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
-                           "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32}  # fmt: skip
-        if family == "qwen3_moe":
-            values |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model(family, num_hidden_layers=job.num_layers, use_cache=False, **without, **values)
+    kind, model = "cuda" if on_gpu else "cpu", model_of(job, on_gpu=on_gpu)
     dtype = torch.float32 if job.fp32 else torch.bfloat16
-    with torch.device("meta"):
-        stored = torch.float32 if job.fp32_sharded_params else dtype
-        model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation="sdpa").train()
-        if job.lora_rank is not None:
-            adapt(model, job.lora_rank)
     reduced = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
+    if job.fsdp_version == 1:
+        return of_version_1(job, model, dtype, reduced, kind)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     tensor, layers = job.tensor_model_parallel_size, model.model.layers
     shape, names = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size // tensor, tensor), ("r", "s", "tp")
@@ -248,16 +352,12 @@ def build(job: Job, *, on_gpu: bool) -> Any:
     whole = init_device_mesh(kind, shape[first:], mesh_dim_names=names[first:])
     mesh = whole[names[first:2]]
     if tensor > 1:
-        divide(model, whole["tp"])
+        divide(model, whole["tp"], sequences=job.sequence_parallel)
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if job.fsdp_cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
         resharded = {"all": True, "none": False}.get(job.reshard_after_forward, layer is not layers[-1])
         fully_shard(layer, reshard_after_forward=resharded and (job.reshard_after_forward_ranks or True), **options)
-        layer.gradient_checkpointing = job.checkpointing
-        layer._gradient_checkpointing_func = lambda function, *inputs: checkpoint(
-            function, *inputs, use_reentrant=False
-        )
     fully_shard(model, reshard_after_forward=False, **options)
     for number, layer in enumerate(layers):
         after, before = job.fsdp2_forward_prefetch_depth, job.fsdp2_backward_prefetch_depth
@@ -268,43 +368,8 @@ def build(job: Job, *, on_gpu: bool) -> Any:
     model.to_empty(device="cpu" if job.fsdp_cpu_offload else kind)
     for parameter in model.parameters():
         parameter.to_local().detach().normal_(0, 0.02)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(kind)  # its angles have been on meta
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(kind)  # its angles have been on meta
     return model
-
-
-def divide(model: Any, mesh: Any) -> None:
-    """Divides the matrices over tensor parallel ranks as NeMo Automodel's plan of Llama says."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"model.layers.*.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"model.layers.*.{name}"] = RowwiseParallel()
-    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(model, mesh, plan)
-
-
-def adapt(model: Any, rank: int) -> None:
-    """Freezes a model, and puts adapters beside the linears of its layers."""
-    import torch
-
-    class Adapted(torch.nn.Module):
-        def __init__(self, base_layer: Any) -> None:
-            super().__init__()
-            self.base_layer = base_layer
-            self.lora_A = torch.nn.Linear(base_layer.in_features, rank, bias=False, dtype=torch.float32)
-            self.lora_B = torch.nn.Linear(rank, base_layer.out_features, bias=False, dtype=torch.float32)
-
-        def forward(self, rows: Any) -> Any:
-            return self.base_layer(rows) + self.lora_B(self.lora_A(rows.to(self.lora_A.weight.dtype))) * 2.0
-
-    model.requires_grad_(False)
-    for module in [each for layer in model.model.layers for each in layer.modules()]:
-        for name, linear in list(module.named_children()):
-            if name.endswith("_proj") and isinstance(linear, torch.nn.Linear):
-                setattr(module, name, Adapted(linear))
 
 
 def optimizer_of(job: Job, model: Any) -> Any:
@@ -327,17 +392,12 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
 
     memory = torch.cuda if on_gpu else _NoMemory()
     memory.set_device(rank)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{shared}/store",
-        rank=rank,
-        world_size=job.num_ranks,
-    )
+    join(job, rank, shared, on_gpu=on_gpu)
     model = build(job, on_gpu=on_gpu)
     built = memory.memory_allocated()
     optimizer = optimizer_of(job, model)
-    shape = (job.micro_batch_size, job.seq_length)
-    tokens = torch.randint(model.config.vocab_size, shape, device="cuda" if on_gpu else "cpu")
+    device = "cuda" if on_gpu else "cpu"
+    inputs = inputs_of(job, model.config.vocab_size, device)
     row: dict[str, Any] = {}
     for _ in range(3):
         gc.collect()
@@ -352,26 +412,18 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
             memory.reset_peak_memory_stats()
 
         for number in range(1, job.num_microbatches + 1):
-            if job.defer_fsdp_grad_sync:
-                model.set_requires_gradient_sync(number == job.num_microbatches)
-            if job.tensor_model_parallel_size == 1:
-                output = model(input_ids=tokens, labels=tokens)
-                mean = output.loss
-            else:
-                output = model(input_ids=tokens)
-                logits = output.logits.float().full_tensor()
-                mean = model.loss_function(logits=logits, labels=tokens, vocab_size=model.config.vocab_size)
-                del logits
-            ends("forward")
-            (mean / job.num_microbatches).backward()
-            ends("backward")
+            waits = job.defer_fsdp_grad_sync and number < job.num_microbatches
+            if job.defer_fsdp_grad_sync and job.fsdp_version == 2:
+                model.set_requires_gradient_sync(not waits)
+            without = model.no_sync() if waits and job.fsdp_version == 1 else nullcontext()
+            with without, sharded_sequences(job, model, inputs, device) as own:
+                output, mean = forward(job, model, own)
+                ends("forward")
+                (mean / job.num_microbatches).backward()
+                ends("backward")
             loss = mean.item()
             del output, mean
-        grouped: dict[int, Any] = {}
-        for parameter in model.parameters():
-            grouped.setdefault(parameter.device_mesh.ndim, []).append(parameter)
-        for group in grouped.values():  # torch's function takes one mesh at a time, which clips otherwise, and as much
-            torch.nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
+        clip(job, model)
         optimizer.step()
         ends("optimizer")
         optimizer.zero_grad()
@@ -381,6 +433,60 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
         free, total = torch.cuda.mem_get_info()
         row["outside_torch"] = total - free - memory.memory_reserved()
     return row
+
+
+def join(job: Job, rank: int, shared: str, *, on_gpu: bool) -> None:
+    """Joins the other ranks, or what answers for them."""
+    import torch
+
+    if job.one_process:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.num_ranks)
+    else:
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            init_method=f"file://{shared}/store",
+            rank=rank,
+            world_size=job.num_ranks,
+        )
+
+
+def inputs_of(job: Job, vocab_size: int, device: str) -> dict[str, Any]:
+    """Returns a batch, which is the same in each step."""
+    import torch
+
+    tokens = torch.randint(vocab_size, (job.micro_batch_size, job.seq_length), device=device)
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    if job.packed_sequences is not None:
+        length, longer = divmod(job.seq_length, job.packed_sequences)
+        lengths = [length + (number < longer) for number in range(job.packed_sequences)]
+        inputs["position_ids"] = torch.cat([torch.arange(each, device=device) for each in lengths]).unsqueeze(0)
+    return inputs
+
+
+def forward(job: Job, model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the output with the logits, and the loss."""
+    if job.tensor_model_parallel_size == 1:
+        output = model(**inputs)
+        return output, output.loss
+    output = model(input_ids=inputs["input_ids"])
+    logits = output.logits.float().full_tensor()
+    return output, model.loss_function(logits=logits, labels=inputs["labels"], vocab_size=model.config.vocab_size)
+
+
+def clip(job: Job, model: Any) -> None:
+    """Clips the gradients."""
+    import torch
+
+    if job.fsdp_version == 1:
+        model.clip_grad_norm_(1.0)
+        return
+    grouped: dict[int, Any] = {}
+    for parameter in model.parameters():
+        grouped.setdefault(parameter.device_mesh.ndim, []).append(parameter)
+    for group in grouped.values():  # torch's function takes one mesh at a time, which clips otherwise, and as much
+        torch.nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
 
 
 class _NoMemory:
@@ -397,11 +503,20 @@ def predicted_of(job: Job) -> dict[str, int]:
     """
     from memlab import Lab, Layout, MemorySettings, TrainingState
 
-    full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    settings = None
+    if job.checkpointing or job.selective_ac or job.checkpoint_every:
+        settings = MemorySettings(
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            selective_ac=job.selective_ac,
+            checkpoint_every=job.checkpoint_every,
+        )
     names = [field.name for field in fields(Job)]
     options = {name: getattr(job, name) for name in names[names.index("grad_reduce_in_bf16") :]}
     state = TrainingState.of_options({name: value for name, value in options.items() if value is not None})
-    sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size")}
+    names = ["num_layers", "seq_length", "micro_batch_size", "packed_sequences"]
+    sizes = {name: getattr(job, name) for name in names}
     with Lab(
         job.model,
         **sizes,
@@ -409,14 +524,14 @@ def predicted_of(job: Job) -> dict[str, int]:
         dtype="fp32" if job.fp32 else "bf16",
         engine="fsdp2",
         layout=Layout(
-            data_parallel_size=job.num_ranks // job.tensor_model_parallel_size,
+            data_parallel_size=job.num_ranks // job.tensor_model_parallel_size // job.context_parallel_size,
             tensor_model_parallel_size=job.tensor_model_parallel_size,
-            sequence_parallel=job.tensor_model_parallel_size == 1,
+            context_parallel_size=job.context_parallel_size,
+            sequence_parallel=job.sequence_parallel or job.tensor_model_parallel_size == 1,
         ),
         state=state,
         backend="simulated",
     ) as lab:
-        settings = full if job.checkpointing else None
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)
     return {
@@ -434,7 +549,12 @@ def predict(file: Path) -> int:
             print(f"{row['name']}: not measured: {row['error']}")
             continue
         job = Job(**row["job"])
-        measured, predicted = row["ranks"][0], predicted_of(job)
+        measured = row["ranks"][0]
+        try:
+            predicted = predicted_of(job)
+        except ValueError as error:
+            print(f"{row['name']}: not predicted: {error}")
+            continue
         off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured[name]}
         for name, percent in off.items():
             errors[name].append(percent)
@@ -453,7 +573,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("folder", type=Path)
-    measuring.add_argument("--only", default="")
+    measuring.add_argument("--only", default="", help="a regular expression for the names of jobs")
     measuring.add_argument("--seconds", type=float, default=480)
     commands.add_parser("predict").add_argument("file", type=Path)
     arguments = parser.parse_args()

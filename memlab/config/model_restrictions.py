@@ -50,6 +50,12 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """
     _check_checkpointing(settings, scenario)
     _check_extra_layers(settings, scenario)
+    if settings.offload_modules and scenario.state.reference_model != "none":
+        raise RuleError(
+            f"offload_modules has {list(settings.offload_modules)} with reference_model "
+            f"{scenario.state.reference_model!r}, which memlab does not predict together: leave one of the two out",
+            *("offload_modules", "reference_model"),
+        )
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -119,6 +125,13 @@ def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
             f"recompute_granularity is 'selective', must be 'full' with engine {scenario.engine!r}, which checkpoints "
             "whole layers: choose 'full', or engine 'megatron'",
             *("recompute_granularity", "engine"),
+        )
+    if settings.selective_ac and scenario.architecture.routes:
+        raise RuleError(
+            f"selective_ac is True, and {scenario.architecture.name} has experts, whose router in transformers 5.24 "
+            'changes in place what such a checkpoint keeps, on which torch\'s backward fails ("has been mutated"): '
+            "leave it out",
+            "selective_ac",
         )
     if settings.recompute_method == "uniform" and settings.recompute_num_layers != 1:
         raise RuleError(

@@ -104,8 +104,9 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
     of_adapters = 0 if state.lora is None else sum(trained) * of_parameter
+    of_model = (counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter
     return KeptBytes(
-        parameters=(counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter + of_adapters,
+        parameters=of_model * (2 if state.reference_model == "copy" else 1) + of_adapters,
         gradients=sum(trained) * bytes_of_gradient(scenario),
         optimizer=sum(round(of_optimizer * count) for count in sharded),
     )

@@ -20,7 +20,7 @@ from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
 from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
-from memlab.config.training_state import LOSS_OPTIONS, TrainingState
+from memlab.config.training_state import LOSS_OPTIONS, AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears, linears
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
@@ -79,8 +79,9 @@ class Scenario:
         "pack N sequences of about equal length into a micro-batch of one row; `seq_length` is then the number of "
         "tokens in the row (default: each sequence has a row of its own). Under context parallelism, `seq_length` "
         "must be a multiple of twice the context parallel size; memlab makes each sequence's length such a multiple",
+        **_BOTH,
     )
-    """Megatron's ``PackedSeqParams``, format ``thd``."""
+    """Megatron's ``PackedSeqParams``, format ``thd``; transformers' ``position_ids`` that begin anew."""
     seed: int = option(1234, "seed of the weights and the data (default 1234)", at_least=0, **_BOTH)
     """Every step uses the same batch."""
     dtype: Dtype = option("bf16", "type of parameters and activations (default bf16)", **_BOTH)
@@ -158,6 +159,13 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
+        stages = self.layout.pipeline_model_parallel_size
+        if self.state.reference_model != "none" and stages > 1:
+            raise RuleError(
+                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
+                "memlab does not predict together: choose 1, or none",
+                *("reference_model", "pipeline_model_parallel_size"),
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -240,6 +248,7 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        self._check_version_1()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
@@ -262,6 +271,29 @@ class Scenario:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_version_1(self) -> None:
+        state, layout = self.state, self.layout
+        if state.fsdp_version == 2:
+            return
+        others = {
+            "tensor_model_parallel_size": layout.tensor_model_parallel_size > 1,
+            "fsdp_cpu_offload": state.fsdp_cpu_offload,
+            "lora_rank": state.lora is not None,
+            "adam_implementation": state.adam_implementation == "te_fused",
+            "reshard_after_forward_ranks": state.reshard_after_forward_ranks is not None,
+            "fsdp2_backward_prefetch_depth": state.fsdp2_backward_prefetch_depth > 0,
+            "fsdp2_forward_prefetch_depth": state.fsdp2_forward_prefetch_depth > 1,
+        }
+        for name, is_on in others.items():
+            if is_on:
+                value = getattr(layout if name == "tensor_model_parallel_size" else state, name, None)
+                value = state.lora.rank if state.lora is not None and name == "lora_rank" else value
+                raise RuleError(
+                    f"fsdp_version is 1 and {name} {value!r}, which memlab does not predict together: choose "
+                    f"fsdp_version 2, or leave {name} out",
+                    *("fsdp_version", name),
+                )
 
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size
@@ -299,18 +331,49 @@ class Scenario:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         self._check_windows_and_sinks()
-        if ranks > 1 and backend in ("flash", "unfused"):
-            reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
+        if ranks > 1 and backend == "unfused":
             raise RuleError(
-                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}: choose auto or fused, "
-                "or context_parallel_size 1",
+                f"attention_backend is 'unfused' with context_parallel_size {ranks}, which Transformer Engine refuses: "
+                "choose auto, fused or flash, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
+        if ranks > 1 and backend == "flash" and self.architecture.multi_latent_attention:
+            raise RuleError(
+                f"attention_backend is 'flash' with context_parallel_size {ranks} for {self.architecture.name}, whose "
+                "keys and values have other sizes, which Transformer Engine gives to flash-attn 3 only and memlab does "
+                "not predict: choose auto or fused, or context_parallel_size 1",
+                *("attention_backend", "context_parallel_size"),
+            )
+        if ranks > 1 and self.state.cp_comm_type == "a2a":
+            self._check_exchange_of_heads()
         if self.dtype == "fp32" and backend in ("flash", "fused"):
             raise RuleError(
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16",
                 *("attention_backend", "dtype"),
+            )
+
+    def _check_exchange_of_heads(self) -> None:
+        """Checks the rules of ``AttnFuncWithCPAndQKVOA2A`` (TE 2.16.1), and refuses what memlab does not predict."""
+        model, layout = self.architecture, self.layout
+        ranks, groups = layout.context_parallel_size, model.num_query_groups // layout.tensor_model_parallel_size
+        for name, value, is_refused in (
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("attention_backend", self.state.attention_backend, self.state.attention_backend == "flash"),
+            ("multi_latent_attention", model.name, model.multi_latent_attention),
+            ("dtype", self.dtype, self.dtype == "fp32"),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"cp_comm_type is 'a2a' with {name} {value}, which memlab does not predict together: choose p2p, "
+                    "or context_parallel_size 1",
+                    *("cp_comm_type", name),
+                )
+        if groups % ranks:
+            raise RuleError(
+                f"context_parallel_size is {ranks} with cp_comm_type 'a2a', must divide the {groups} heads of keys of "
+                f"a rank of {model.name} (Transformer Engine): choose a divisor, or p2p",
+                *("context_parallel_size", "cp_comm_type"),
             )
 
     def _check_windows_and_sinks(self) -> None:
@@ -323,11 +386,12 @@ class Scenario:
         if not has_sinks and model.window_size is None:
             return
         what = f"softmax_type {model.softmax_type!r}" if has_sinks else f"window_size {model.window_size}"
-        if ranks > 1:
+        if ranks > 1 and self.state.cp_comm_type == "p2p":
             raise RuleError(
-                f"context_parallel_size is {ranks}, must be 1 for {model.name}, which has {what}, since Transformer "
-                "Engine passes no keys and values around for it (p2p): choose 1",
-                "context_parallel_size",
+                f"context_parallel_size is {ranks} with cp_comm_type 'p2p' for {model.name}, which has {what}, for "
+                "which Transformer Engine passes no keys and values around: choose cp_comm_type a2a, or "
+                "context_parallel_size 1",
+                *("context_parallel_size", "cp_comm_type"),
             )
         if backend in ("flash", "unfused"):
             reason = "memlab does not predict it with this backend"
@@ -459,6 +523,12 @@ class Scenario:
                 )
 
     def _check_packing(self) -> None:
+        if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
+            raise RuleError(
+                f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
+                "there, since flash-attn takes 16 bits: choose one of them, or dtype bf16",
+                *("attn_implementation", "dtype"),
+            )
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -628,6 +698,11 @@ class Scenario:
         unit = self._chunks_of_a_sequence
         length, longer = divmod(self.seq_length // unit, self.packed_sequences)
         return (length * unit + unit,) * longer + (length * unit,) * (self.packed_sequences - longer)
+
+    @property
+    def attention_of_transformers(self) -> AttnImplementation:
+        """The function of transformers that attends under engine fsdp2."""
+        return self.state.attn_implementation
 
     @property
     def _chunks_of_a_sequence(self) -> int:
@@ -855,6 +930,8 @@ class Scenario:
                 reasons["store_param_remainders"] = "the shards are fp32"
             elif state.lora is not None and state.lora.fsdp2_library == "peft":
                 reasons["store_param_remainders"] = "PEFT's adapters are fp32"
+        if state.use_orig_params and state.fsdp_version == 2:
+            reasons["use_orig_params"] = "fully_shard always has the original parameters"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         elif state.reshard_after_forward_ranks == self.ranks_of_shards:

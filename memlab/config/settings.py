@@ -26,6 +26,12 @@ OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_nor
 KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
 _MOST_BYTES = 2**50
 _FULL = {"group": "Recompute", "needs": "recompute_granularity", "needs_value": "full", "megatron": "model"}
+_OF_FSDP2: dict[str, Any] = {
+    "group": "Recompute",
+    "needs": "recompute_granularity",
+    "needs_value": "full",
+    "engines": ("fsdp2",),
+}
 _OFFLOAD = {"group": "Offload during the step", "megatron": "model"}
 _NEWER_OFFLOAD = {
     "group": "Offload, in newer versions of megatron-core",
@@ -85,6 +91,23 @@ class MemorySettings:
         megatron="model",
     )
     """Megatron's default is only ``core_attn``."""
+    selective_ac: bool = option(
+        False,
+        "keep what attention and every second product of matrices return, and recompute the rest of a layer",
+        **_OF_FSDP2,
+        label="keep attention and every second product",
+    )
+    """``activation_checkpointing: selective`` of NeMo Automodel, and torchtitan's ``SelectiveAC``."""
+    checkpoint_every: int | None = option(
+        None,
+        "recompute only every N-th of these layers (default: each of them)",
+        **_OF_FSDP2,
+        label="every N-th layer",
+        shown_for_none=1,
+        at_most=2**14,
+        advice="give a number of layers",
+    )
+    """torchtitan's selective checkpoints of layers, which begin with the N-th."""
     checkpoint_input_remedy: CheckpointInputRemedy | None = option(
         None,
         "how to free the inputs that checkpoints of MoE layers keep allocated after backward (default: none)",
@@ -196,7 +219,7 @@ class MemorySettings:
         granularity = self.recompute_granularity
         for name, one in options_of(MemorySettings).items():
             value = getattr(self, name)
-            if one.needs == "recompute_granularity" and one.needs_value != granularity and value is not None:
+            if one.needs == "recompute_granularity" and one.needs_value != granularity and value != one.default:
                 shown = list(value) if isinstance(value, tuple) else repr(value)
                 raise RuleError(
                     f"{name} is {shown}, but only {one.needed} reads it, and granularity is "
@@ -269,7 +292,8 @@ class MemorySettings:
         """A short name for tables and legends, such as ``full uniform 1`` or ``offload expert_fc1+moe_act``."""
         words: list[str] = []
         if self.recompute_granularity == "full":
-            words.append(f"full {self.recompute_method} {self.recompute_num_layers}")
+            kept = " selective" * self.selective_ac + f" every {self.checkpoint_every}" * bool(self.checkpoint_every)
+            words.append(f"full {self.recompute_method} {self.recompute_num_layers}{kept}")
         if self.recompute_granularity == "selective":
             words.append("recompute " + "+".join(self.recompute_modules or ()))
         if self.checkpoint_input_remedy:

@@ -27,15 +27,20 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
 TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
+AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
+ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
+HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
+"""Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -211,6 +216,12 @@ class TrainingState:
         at_most=2**26,
     )
 
+    entropy_loss: bool = option(
+        False,
+        "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
+        "entropy from the loss, and keep what its gradient needs",
+        **_LOSS,
+    )
     # The model is built with it.
     num_labels: int | None = option(
         None,
@@ -224,11 +235,31 @@ class TrainingState:
     """Each tensor parallel rank has the whole head, which computes in ``dtype`` and returns fp32. The embedding is not
     tied to it."""
 
+    # A copy is built with the model; each micro-batch runs it (memlab/engines/megatron/training_step.py).
+    reference_model: ReferenceModel = option(
+        "none",
+        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it: a "
+        "second copy of all weights (copy), or the model without its adapters (without_adapters) (default none)",
+        group="",
+        rebuilds="model",
+    )
+    """A copy is on the device wherever the parameters are. It has no part in steps of forward passes alone."""
+
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    # Transformer Engine's attention is built with it (extensions/transformer_engine.py).
+    cp_comm_type: ContextParallelExchange = option(
+        "p2p",
+        "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
+        "rank attends over the whole sequence with its share of them (a2a)",
+        group="",
+        rebuilds="model",
+        megatron="model",
+    )
+    """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
     bias_activation_fusion: bool = option(
         True, "compute the activation of MLPs, SwiGLU, in one kernel, as Megatron-LM does", **_FORWARD
@@ -370,6 +401,21 @@ class TrainingState:
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
+    fsdp_version: int = option(
+        2,
+        "torch's fully_shard (2), or its FullyShardedDataParallel (1), which shards the parameters of a layer as one",
+        rebuilds="model",
+        at_most=2,
+        advice="choose 1 or 2",
+        **_FSDP2,
+    )
+    """verl's strategies ``fsdp2`` and ``fsdp``; the name is that of Hugging Face's accelerate."""
+    use_orig_params: bool = option(
+        False,
+        "with `fsdp_version` 1: give the optimizer each parameter's part of the flat parameter",
+        rebuilds="model",
+        **_FSDP2,
+    )
     fp32_sharded_params: bool = option(
         False,
         "keep each rank's parameters, their gradients and Adam's moments in fp32; layers compute in `dtype`",
@@ -439,6 +485,13 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    attn_implementation: AttnImplementation = option(
+        "sdpa",
+        "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
+        "package flash-attn 2, or products of whole matrices of scores (eager)",
+        rebuilds="model",
+        **_FSDP2,
+    )
     adam_implementation: AdamImplementation = option(
         "foreach",
         "how torch.optim.AdamW updates parameters: all at once with temporary tensors of their size (foreach, torch's "
@@ -526,11 +579,19 @@ class TrainingState:
     def _check_loss(self) -> None:
         if self.num_labels is not None:
             self._check_head()
+        if self.reference_model != "none":
+            self._check_reference_model()
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
                 f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out",
                 *("logprobs_chunk_size", "loss"),
+            )
+        if self.entropy_loss and self.loss not in HAVE_ENTROPY:
+            raise RuleError(
+                f"entropy_loss is True, but only the losses {', '.join(HAVE_ENTROPY)} read it, and loss is "
+                f"{self.loss!r}: choose one of them, or leave entropy_loss out",
+                *("entropy_loss", "loss"),
             )
         if self.fp32_output and self.loss == "cross_entropy":
             raise RuleError(
@@ -572,6 +633,23 @@ class TrainingState:
                 "the two out",
                 *("num_labels", "lora_rank"),
             )
+
+    def _check_reference_model(self) -> None:
+        given = f"reference_model is {self.reference_model!r}"
+        wanted = "without_adapters" if self.lora is not None else "copy"
+        if self.reference_model != wanted:
+            raise RuleError(
+                f"{given} {'with' if self.lora is not None else 'without'} lora_rank, must be {wanted!r} there, since "
+                "frozen weights need no second copy: choose it, or none",
+                *("reference_model", "lora_rank"),
+            )
+        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
+            if getattr(self, name) != _default(name):
+                raise RuleError(
+                    f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
+                    "of the two out",
+                    *("reference_model", name),
+                )
 
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:

@@ -106,8 +106,9 @@ def estimate_outside_torch(
         # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
         rings.append(layout.world_size // layout.pipeline_model_parallel_size)
     gathers = state is not None and state.moe_token_dispatcher_type == "allgather"
-    pairs, sends = _pairs(layout, exchanges=not gathers)
-    most_pairs, most_sends = _pairs(layout)  # a job that gathers tokens was not measured
+    sends_heads = state is not None and state.cp_comm_type == "a2a"
+    pairs, sends = _pairs(layout, exchanges=not gathers, sends_heads=sends_heads)
+    most_pairs, most_sends = _pairs(layout, sends_heads=sends_heads)  # a job that gathers tokens was not measured
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
@@ -180,10 +181,11 @@ def _bytes_of_pairs(pairs: int, sends: int) -> int:
     return pairs * PAIR_BYTES + sends * (SEND_BYTES + RECEIVE_BYTES) + bool(pairs) * FIRST_SEND_BYTES
 
 
-def _pairs(layout: Layout, *, exchanges: bool = True) -> tuple[int, int]:
+def _pairs(layout: Layout, *, exchanges: bool = True, sends_heads: bool = False) -> tuple[int, int]:
     """Returns how many communicators send to single ranks, and to how many peers they send and receive in all.
 
-    If `exchanges`, each rank sends rows to the ranks of their experts; otherwise all gather all tokens.
+    If `exchanges`, each rank sends rows to the ranks of their experts; otherwise all gather all tokens. If
+    `sends_heads`, each of the ranks that share a sequence sends to all others (not measured).
 
     A pipeline without virtual stages and a ring of two ranks send in batches, over the group's communicator. Otherwise
     torch makes a communicator for each direction (``ProcessGroupNCCL::send``, torch 2.11).
@@ -198,7 +200,9 @@ def _pairs(layout: Layout, *, exchanges: bool = True) -> tuple[int, int]:
         pairs, sends = 2, 1 + (stages > 2)
     elif stages > 1:
         pairs, sends = 1, 1 + (0 < layout.pipeline_stage < stages - 1)
-    if context > 1:
+    if context > 1 and sends_heads:
+        pairs, sends = pairs + 1, sends + min(context - 1, MOST_PEERS)
+    elif context > 1:
         pairs, sends = pairs + 1 + (context > 2), sends + 1 + (context > 2)
     if expert > 1 and exchanges:
         pairs, sends = pairs + 1, sends + min(expert - 1, MOST_PEERS)

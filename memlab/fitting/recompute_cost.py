@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from memlab.config.parts.part import Part
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.transformers_linears import linears
 
 _PASSES = 3
 """Operations of a step divided by those of its forward: backward has two products for each product of forward."""
@@ -22,7 +23,12 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
     if settings.recompute_granularity == "full":
         # Of uneven stages, one may have fewer layers than the settings name.
         first = settings.recompute_num_layers if settings.recompute_method == "block" else None
-        return sum(_operations_of_layers(scenario, chunk[:first]) for chunk in scenario.chunks_of_rank)
+        every = settings.checkpoint_every or 1
+        chunks = [chunk[:first][every - 1 :: every] for chunk in scenario.chunks_of_rank]
+        if settings.selective_ac:
+            one_layer = [*linears(scenario.architecture, 1)][:-1]
+            return 2.0 * sum(map(len, chunks)) * sum(one.outputs * one.inputs for one in one_layer[1::2])
+        return sum(_operations_of_layers(scenario, chunk) for chunk in chunks)
     model, attended = scenario.architecture, _attended(scenario)
     modules = settings.recompute_modules or ()
     counts: list[tuple[Part, int]] = [(model.attention, scenario.num_layers_of_stage)]

@@ -67,9 +67,15 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     has_remedy = is_moe and settings.checkpoint_input_remedy is not None
     repeats = not (has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
     are_equal = repeats and not step.forward_only
+    # Then each layer has a pass without gradients before the one that is trained.
+    has_two_passes = scenario.state.reference_model == "without_adapters"
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     has_stages = layout.pipeline_model_parallel_size > 1
-    passes = are_equal and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
+    passes = (
+        are_equal
+        and not has_two_passes
+        and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
+    )
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
         # or keep what other layers have made. After an out-of-memory, what the graph that an MoE layer's dispatcher

@@ -167,6 +167,7 @@ def test_an_exercise_is_skipped_headless_and_ends_with_its_check(path: Path) -> 
 
 
 @pytest.mark.notebook
+@pytest.mark.slow  # in JupyterLab tests/browser/test_quickstart.py runs it
 def test_the_quickstart_runs_headless(tmp_path: Path) -> None:
     lab = next(path for path in LABS if path.stem == "00_quickstart")
     progress: list[str] = []

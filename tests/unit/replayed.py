@@ -38,6 +38,7 @@ _STATES: list[dict[str, Any]] = [
     {"loss": "logprobs"},
     {"cross_entropy_loss_fusion": True},
     {"fp8_format": "hybrid"},
+    {"reference_model": "copy"},
 ]
 _LAYOUTS: list[dict[str, Any]] = [
     *({} for _ in range(3)),

@@ -278,14 +278,14 @@ OF_OLD_CORE = [
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
     # More tensor parallel ranks than query groups: each has a part of a group's key and value.
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE), replace(QWEN, **ONE_GROUP)),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, OF_MOE[1]), replace(QWEN, **ONE_GROUP)),
     Job(
         {"tensor_model_parallel_size": 2},
-        (PLAIN, *OF_DENSE),
+        (PLAIN, OF_DENSE[2]),
         replace(PHI, **ONE_GROUP),
         state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
     ),
-    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
+    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, FULL, OF_MOE[2], AWAY)),
     # Each rank drops those of its own tokens that are too many for an expert.
     Job(
         {"expert_model_parallel_size": 2, "data_parallel_size": 2},
@@ -293,7 +293,7 @@ TWO = [
         state=TrainingState(moe_expert_capacity_factor=1.0, moe_token_drop_policy="position"),
     ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
-    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
+    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE[:2])),
     *([] if IS_NEW_CORE else OF_OLD_CORE),
     Job(
         {"context_parallel_size": 2},
@@ -302,10 +302,10 @@ TWO = [
         state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
         packed_sequences=2,
     ),
-    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
+    Job({"data_parallel_size": 2}, (PLAIN, AWAY), architecture=PHI),
     Job(
         {"data_parallel_size": 2},
-        (PLAIN, *OF_MOE, AWAY),
+        (PLAIN, FULL, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
     ),
     Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(lora=OF_ALL_LINEARS)),
@@ -331,7 +331,7 @@ FOUR = [
     Job({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     Job(
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2},
-        (PLAIN, *OF_MOE),
+        (PLAIN, FULL),
         state=TrainingState(moe_token_dispatcher_type="allgather"),
     ),
 ]

@@ -113,8 +113,6 @@ class TestLive:
 @pytest.mark.parametrize(
     ("architecture", "options", "state"),
     [
-        ("phi-4-tiny", {}, {}),
-        ("llama-3-tiny", {"dtype": "bf16"}, {"fp32_sharded_params": True}),
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
         ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
@@ -288,7 +286,11 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
     [
         ({"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, but engine 'fsdp2'"),
         ({"layout": Layout(tensor_model_parallel_size=2)}, "is of the family phi3, which this engine does not divide"),
-        ({"packed_sequences": 2}, "packed_sequences is 2, but engine 'fsdp2' does not have"),
+        ({"packed_sequences": 2, "micro_batch_size": 2}, "so micro_batch_size must be 1, not 2"),
+        (
+            {"dtype": "fp32", "state": TrainingState(attn_implementation="flash_attention_2")},
+            "since flash-attn takes 16 bits",
+        ),
         ({"state": TrainingState(overlap_grad_reduce=True)}, "overlap_grad_reduce is True, but engine 'fsdp2'"),
         ({"state": TrainingState(lora=LoRA(library="mcore_bridge"))}, "lora_library is 'mcore_bridge', but engine"),
         ({"state": TrainingState(lora=LoRA(target_modules=("*.q_proj",)))}, "names no linear of phi-4-tiny"),
@@ -325,6 +327,8 @@ def test_settings_that_an_engine_lacks_are_refused_by_name(settings: dict[str, A
     scenario = Scenario.of("phi-4-tiny", **SIZES)
     with pytest.raises(ValueError, match=words):
         check_on_model(MemorySettings(**settings), scenario)
+    with pytest.raises(ValueError, match="selective_ac is True, and qwen3-moe-tiny has experts"):
+        check_on_model(replace(FULL, selective_ac=True), Scenario.of("qwen3-moe-tiny", **(SIZES | {"dtype": "bf16"})))
     check_on_model(replace(FULL, recompute_method="block", recompute_num_layers=2), scenario)
 
 

@@ -153,7 +153,7 @@ def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monk
         # Megatron adds to a layer's input under ``torch.enable_grad``: a bias, which requires gradients, or to what a
         # stage has received, which does too.
         ("gpt-tiny", Layout(), True),
-        ("qwen3-moe-tiny", Layout(pipeline_model_parallel_size=2, rank=1), True),
+        pytest.param("qwen3-moe-tiny", Layout(pipeline_model_parallel_size=2, rank=1), True, marks=pytest.mark.slow),
     ],
 )
 def test_passes_and_micro_batches_without_backward_that_repeat_are_not_stepped(

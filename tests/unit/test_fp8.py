@@ -341,7 +341,9 @@ def test_an_installed_engine_is_not_asked_for_a_gpu(recipe: Fp8Recipe, monkeypat
         assert lab.step(FULL).status == lab.step(MemorySettings()).status == "ok"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow), "blockwise", "mxfp8"]
+)
 def test_every_recipe_steps_on_split_layers_and_leaves_nothing(recipe: Fp8Recipe) -> None:
     layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     with Lab("qwen3-moe-tiny", layout=layout, num_microbatches=2, state=fp8(recipe), **SMALL) as lab:

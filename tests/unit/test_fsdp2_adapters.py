@@ -30,8 +30,16 @@ def model_of(name: str, lora: LoRA, **options: Any) -> Any:
     return model, scenario
 
 
-@pytest.mark.parametrize("name", ["phi-4-tiny", "llama-3-tiny", "qwen2.5-tiny", "qwen3-moe-tiny"])
-@pytest.mark.parametrize("targets", [("linear_qkv", "down_proj"), ("*.layers.1.*_proj",), ()])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("phi-4-tiny", ("linear_qkv", "down_proj")),
+        ("llama-3-tiny", ("*.layers.1.*_proj",)),
+        ("qwen2.5-tiny", ()),
+        ("qwen3-moe-tiny", ("linear_qkv", "down_proj")),
+        ("qwen3-moe-tiny", ()),
+    ],
+)
 def test_the_adapters_are_those_that_are_counted(name: str, targets: tuple[str, ...]) -> None:
     excluded = () if targets else ("output_layer", "*.o_proj")
     lora = LoRA(rank=4, target_modules=targets, exclude_modules=excluded)

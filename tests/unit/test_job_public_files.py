@@ -356,8 +356,10 @@ def test_dpo_of_ms_swift_has_two_sequences_for_each_of_a_batch(flags: str, seque
 
 def test_stages_of_dpo_in_ms_swift_keep_the_reference_model_s_outputs_too(tmp_path: Path) -> None:
     """``forward_step`` in swift/megatron/trainers/dpo_trainer.py joins them before they are sent."""
-    row = effects(script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2"))["rlhf_type"]
+    job = script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2")
+    row, scenario = effects(job)["rlhf_type"], job.required()[0]
     assert (row.effect, row.reason) == ("more", "pipeline stages send and keep the reference model's outputs too")
+    assert effects(job)["ref_model"].bound_bytes == pytest.approx(scenario.architecture.num_parameters, rel=0.2)
 
 
 def test_rows_of_ms_swift_with_padding_need_their_mask_and_no_more(tmp_path: Path) -> None:
@@ -437,7 +439,7 @@ def test_slime_keeps_chosen_experts_on_the_host_and_copies_those_in_flight(key: 
 
 def test_the_entropy_of_slime_has_a_bound(tmp_path: Path) -> None:
     """The logits in fp32, the entropy's gradient, and where a mask leaves tokens out the probabilities of all."""
-    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01")
+    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01 --rollout-top-p 0.9")
     vocabulary = job.required()[0].architecture.vocab_size
     assert effects(job)["entropy_coef"].bound_bytes == 3 * 4 * 1024 * vocabulary
 

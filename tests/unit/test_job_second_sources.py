@@ -163,8 +163,8 @@ def test_rlhf_without_a_type_is_dpo(tmp_path: Path) -> None:
     """``MegatronRLHFArguments`` of ms-swift 4.6.0."""
     job = read(tmp_path, "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8")
 
-    assert "ref_model" in {one.key for one in job.not_modelled}
-    assert job.required()[0].micro_batch_size == 2
+    scenario, _ = job.required()
+    assert (scenario.state.reference_model, scenario.micro_batch_size) == ("copy", 2)
 
 
 MODEL_ARGS = """\

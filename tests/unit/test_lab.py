@@ -254,7 +254,7 @@ def test_a_step_that_needs_more_than_the_device_ends_in_a_record_and_the_model_s
     lab = open_lab("qwen3-moe-tiny")
     plain = lab.step()
     assert plain.tokens_per_second > 0
-    for share in (0.2, 0.5, 0.9):
+    for share in (0.2, 0.9):
         lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
         record = lab.step()
         assert record.status == "out_of_memory"
@@ -408,7 +408,6 @@ def test_clearing_an_optimizer_frees_the_moments_even_if_something_else_holds_it
     # Architecture, settings, what is held, whether the optimizer is cleared; the line that frees the moments, and
     # whether garbage collection frees the rest: a dispatcher's graph holds an MoE model as a reference would.
     cases = (
-        ("phi-4-tiny", None, "nothing", True, CLEAR, True),
         ("phi-4-tiny", None, "nothing", False, DROP, True),
         ("phi-4-tiny", None, "model", True, CLEAR, False),
         ("phi-4-tiny", None, "optimizer", True, CLEAR, False),
@@ -548,7 +547,7 @@ def test_another_number_of_micro_batches_offloads_like_a_lab_that_began_with_it(
     settings = offload("moe_act", "expert_fc1")
     changed = open_lab("qwen3-moe-tiny", num_layers=2)
     changed.step(settings)
-    for num_microbatches in (2, 1, 3):
+    for num_microbatches in (2, 1):
         changed.set_workload(num_microbatches=num_microbatches)
         seen = changed.step()
         changed.apply(settings)
@@ -559,7 +558,12 @@ def test_another_number_of_micro_batches_offloads_like_a_lab_that_began_with_it(
 
 @pytest.mark.parametrize("settings", [MemorySettings(), offload("core_attn")], ids=str)
 @pytest.mark.parametrize(
-    ("backend", "architecture"), [("cpu", "phi-4-tiny"), ("cpu", "qwen3-moe-tiny"), ("simulated", "qwen3-moe-tiny")]
+    ("backend", "architecture"),
+    [
+        pytest.param("cpu", "phi-4-tiny", marks=pytest.mark.slow),
+        ("cpu", "qwen3-moe-tiny"),
+        ("simulated", "qwen3-moe-tiny"),
+    ],
 )
 def test_the_step_after_a_change_of_workload_is_that_of_a_lab_that_began_with_it(
     backend: str, architecture: str, settings: MemorySettings

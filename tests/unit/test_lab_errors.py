@@ -28,6 +28,7 @@ SETTINGS = {
     "activation offload": offload("core_attn", "attn_proj", "expert_fc1"),
     "groups on the host": MemorySettings(offload_parameters=True, offload_optimizer=True),
 }
+RARELY = ("full recompute", "groups on the host")
 PLACES = ("forward", "last layer", "backward", "optimizer")
 
 
@@ -77,7 +78,9 @@ def memory_of(record: Any) -> list[Any]:
     return [(name, getattr(record, name)) for name in names]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] if each in RARELY else []) for each in SETTINGS]
+)
 def test_a_kept_exception_changes_no_byte_of_the_next_step(name: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=3, seq_length=64)
     fresh = memory_of(lab.step(SETTINGS[name]))

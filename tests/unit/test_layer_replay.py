@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -51,14 +52,17 @@ _CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel
 _BETWEEN = MemorySettings(offload_optimizer=True)
 _EXCEPT_UPDATE = MemorySettings(offload_optimizer=True, offload_optimizer_except_update=True)
 
-_CASES: list[tuple[str, dict[str, Any], list[MemorySettings], tuple[bool, ...]]] = [
+rarely = partial(pytest.param, marks=pytest.mark.slow)
+"""A case of a rule that the other cases state too."""
+
+_CASES = [
     (
         "phi-4-tiny",
         {"num_layers": 6, "seq_length": 64},
         [MemorySettings(), _FULL, _GROUPS, _BLOCK, _MLP, _BETWEEN, _EXCEPT_UPDATE],
         (True, False, True, False, False, True, False),
     ),
-    ("phi-4-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_LAYERNORM, _FULL], ()),
+    rarely("phi-4-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_LAYERNORM, _FULL], ()),
     # With sequence parallelism, checkpoints keep the random states that the embedding has left in Megatron's tracker.
     (
         "phi-4",
@@ -75,7 +79,7 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings], tuple[bool, ...]]]
     # What a dispatcher refers to keeps the random states of the checkpoints before it, or does not.
     ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 3}, [_ATTENTION, _MOE], (False, True)),
     # The step under the first setting leaves as many tensors allocated as a step under the second one, but others.
-    (
+    rarely(
         "qwen3-moe-tiny",
         {"num_layers": 4, "seq_length": 64},
         [_ATTENTION, _ATTENTION_MOE, _ATTENTION_MOE],
@@ -91,14 +95,16 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings], tuple[bool, ...]]]
         (),
     ),
     # The first layer of a later stage is always stepped. Of its passes in flight, recompute has emptied a storage.
-    (
+    rarely(
         "qwen3-moe-tiny",
         {"num_layers": 3, "seq_length": 64, "num_microbatches": 10, "layout": _MIDDLE},
         [_LAYERNORM],
         (),
     ),
-    ("phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM], ()),
-    (
+    rarely(
+        "phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM], ()
+    ),
+    rarely(
         "qwen3-moe-tiny",
         {"num_layers": 2, "seq_length": 64, "num_microbatches": 6},
         [MemorySettings(), _FULL],
@@ -111,7 +117,7 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings], tuple[bool, ...]]]
         [_ATTENTION, _LAYERNORM, _MOE],
         (True, False, False),
     ),
-    (
+    rarely(
         "qwen3-moe-tiny",
         {"num_layers": 6, "seq_length": 64, "num_microbatches": 4, "layout": replace(_STAGES, rank=1)},
         [MemorySettings(), _LAYERNORM],
@@ -145,12 +151,12 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
     [
         ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
         ("phi-4-tiny", {"num_layers": 4, "num_microbatches": 3}, [_ALL_ATTENTION, _MLP]),
-        ("phi-4-tiny", {"num_layers": 14}, [_BESIDE_BLOCK, _CORE]),
+        rarely("phi-4-tiny", {"num_layers": 14}, [_BESIDE_BLOCK, _CORE]),
         # The recompute of a block's layers copies to the host too, and back at once.
         ("phi-4-tiny", {"num_layers": 9, "num_microbatches": 2}, [replace(_BESIDE_BLOCK, recompute_num_layers=9)]),
-        ("qwen3-moe-tiny", {"num_layers": 14}, [replace(_EXPERTS, **_BLOCK_OF_7.changed())]),
+        rarely("qwen3-moe-tiny", {"num_layers": 14}, [replace(_EXPERTS, **_BLOCK_OF_7.changed())]),
         ("qwen3-moe-tiny", {"num_layers": 7}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
-        ("qwen3-moe-tiny", {"num_layers": 6, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
+        rarely("qwen3-moe-tiny", {"num_layers": 6, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],
 )
 def test_layers_that_offload_activations_are_replayed(
@@ -170,7 +176,7 @@ def test_layers_that_offload_activations_are_replayed(
         require_identical(one, other)
 
 
-@pytest.mark.parametrize("architecture", ["phi-4-tiny", "qwen3-moe-tiny"])
+@pytest.mark.parametrize("architecture", [rarely("phi-4-tiny"), "qwen3-moe-tiny"])
 def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host_buffers(architecture: str) -> None:
     """A pass that finds the manager's pool empty allocates its buffers: they are further storages of that pass."""
     records: dict[bool, list[StepRecord]] = {}
@@ -185,7 +191,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
         require_identical(one, other)
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [3, rarely(25)])
 def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int) -> None:
     """``python -m benchmarks.replay`` tries 200 of them."""
     case = random_case(random.Random(seed))
@@ -212,13 +218,13 @@ def test_a_stepped_pass_frees_what_a_replayed_pass_left_where_it_would_free_its_
     ("num_layers", "settings", "warm_up"),
     [
         (8, [replace(_FULL, recompute_num_layers=4), _LAYERNORM], (False, True)),
-        (
+        rarely(
             6,
             [replace(_BLOCK, recompute_num_layers=1, checkpoint_input_remedy="release_storage"), _LAYERNORM],
             (False, True),
         ),
         # If the passes of the step between do not show what they leave, the last step begins again and finds other garbage.
-        (
+        rarely(
             9,
             [replace(_BLOCK, recompute_num_layers=7), replace(_FULL, recompute_num_layers=3), _MOE],
             (True, False, True),
@@ -241,19 +247,19 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
 @pytest.mark.parametrize(
     ("settings", "are_replayed", "workload", "warm_up"),
     [
-        (
+        rarely(
             [_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM],
             [True, True, False, True, True],
             (12, 1),
             (False,) * 5,
         ),
-        pytest.param(
+        rarely(
             [MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS],
             [True, True, False, True, True],
             (12, 1),
             (False, True, False, True, True),
-            marks=pytest.mark.slow,
         ),
+        ([_GROUPS, MemorySettings()], [True, False], (12, 1), (False, False)),
         ([_MOE, _FULL], [True, True], (6, 2), (False, True)),
     ],
 )
@@ -272,15 +278,14 @@ def test_moe_layers_under_full_recompute_are_replayed(
 @pytest.mark.parametrize(
     ("layout", "num_layers", "num_microbatches", "settings"),
     [
-        (_STAGES, 14, 2, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
+        rarely(_STAGES, 14, 2, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
         (replace(_STAGES, rank=1), 14, 3, [_FULL, _MOE]),
-        (_MIDDLE, 21, 2, [_FULL, _MOE_LAYERNORM]),
-        pytest.param(  # a micro-batch is inserted while a pass is in flight of which a recompute has freed a part
+        rarely(_MIDDLE, 21, 2, [_FULL, _MOE_LAYERNORM]),
+        rarely(  # a micro-batch is inserted while a pass is in flight of which a recompute has freed a part
             replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2),
             14,
             7,
             [_MOE, _MOE],
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -326,7 +331,7 @@ def test_the_ends_of_a_stage_are_replayed_unless_a_recompute_keeps_what_it_has_r
     ("arguments", "layers_per_checkpoint"),
     [
         ({"num_layers": 12}, (4, 12)),
-        ({"num_layers": 12, "num_microbatches": 2}, (6, 3)),
+        rarely({"num_layers": 12, "num_microbatches": 2}, (6, 3)),
         ({"num_layers": 16, "num_microbatches": 4, "layout": _STAGES}, (4, 8)),
     ],
 )
@@ -348,7 +353,7 @@ def test_the_layers_of_large_checkpoints_are_replayed(
         require_identical(one, other)
 
 
-@pytest.mark.parametrize("pattern", [(0, 0, 0, 1), (1, 0)])
+@pytest.mark.parametrize("pattern", [(0, 0, 0, 1), rarely((1, 0))])
 def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[int, ...]) -> None:
     """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""
     num_layers = 4 * len(pattern) + 4
@@ -394,7 +399,7 @@ def test_a_step_that_was_stopped_while_it_was_replayed_can_be_taken_again() -> N
         assert lab.step(warm_up=False).status == lab.step(warm_up=False).status == "ok"
 
 
-@pytest.mark.parametrize("settings", [_FULL, _MOE])
+@pytest.mark.parametrize("settings", [rarely(_FULL), _MOE])
 def test_what_dispatchers_retain_is_found_after_a_replayed_step_too(settings: MemorySettings) -> None:
     found = []
     for replay in (False, True):

@@ -332,8 +332,12 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
     ("family", "more"),
     [
         ("qwen3-moe-tiny", {}),
-        ("qwen3-moe-tiny", {"num_microbatches": 3, "layout": Layout(pipeline_model_parallel_size=2)}),
-        ("phi-4-tiny", {"layout": Layout(context_parallel_size=2)}),
+        pytest.param(
+            "qwen3-moe-tiny",
+            {"num_microbatches": 3, "layout": Layout(pipeline_model_parallel_size=2)},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("phi-4-tiny", {"layout": Layout(context_parallel_size=2)}, marks=pytest.mark.slow),
         ("qwen3-moe-tiny", {"seq_length": 2048, "state": TrainingState(fp8_format="e4m3", fp8_recipe="tensorwise")}),
     ],
 )

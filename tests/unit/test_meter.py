@@ -73,7 +73,7 @@ class ProfiledModel(LabModel):
         return found
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
+@pytest.mark.parametrize("family", ["qwen3-moe-tiny", pytest.param("phi-4-tiny", marks=pytest.mark.slow)])
 def test_every_event_agrees_with_torch_s_allocation_profiler(
     family: str, open_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

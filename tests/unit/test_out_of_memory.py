@@ -216,7 +216,14 @@ def test_foreign_bytes_count_on_top_of_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3-30b-a3b", "phi-4"])
-@pytest.mark.parametrize("standing", [MemorySettings(), recompute("layernorm"), offload("qkv_linear"), FULL])
+@pytest.mark.parametrize(
+    "standing",
+    [
+        MemorySettings(),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (recompute("layernorm"), FULL)),
+        offload("qkv_linear"),
+    ],
+)
 def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, standing: MemorySettings) -> None:
     places = ("", ".mlp", ".mlp.experts", ".pre_mlp_layernorm", ".self_attention", ".mlp.experts.linear_fc1")
     made = {f"decoder.layers.{layer}{place}": GIB for layer in range(4) for place in places}
@@ -296,7 +303,7 @@ def test_expandable_segments_have_no_largest_free_block_on_a_simulated_gpu_eithe
     assert (failure.failed_allocation.largest_free_bytes is None) == expandable
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
+@pytest.mark.parametrize("family", ["qwen3-moe-tiny", pytest.param("phi-4-tiny", marks=pytest.mark.slow)])
 def test_no_setting_saves_more_than_is_estimated(family: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab(family, seq_length=256)
     plain = lab.step()
@@ -422,10 +429,10 @@ def test_a_step_without_backward_is_no_proposal_for_one_with(open_lab: Callable[
 
 
 PIPELINES = [
-    Layout(pipeline_model_parallel_size=2),
+    pytest.param(Layout(pipeline_model_parallel_size=2), marks=pytest.mark.slow),
     Layout(pipeline_model_parallel_size=2, rank=1),
     Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    Layout(tensor_model_parallel_size=2),
+    pytest.param(Layout(tensor_model_parallel_size=2), marks=pytest.mark.slow),
 ]
 
 

@@ -163,7 +163,9 @@ def test_only_two_bf16_moments_need_no_copies_and_only_since_transformer_engine_
     assert (added > record.peak_by_category["parameters"]) == copies
 
 
-@pytest.mark.parametrize("state", STATES, ids=str)
+@pytest.mark.parametrize(
+    "state", [*STATES[2:], *(pytest.param(one, marks=pytest.mark.slow) for one in STATES[:2])], ids=str
+)
 def test_settings_change_no_loss_and_leave_nothing_in_any_precision(
     state: TrainingState, open_lab: Callable[..., Any]
 ) -> None:

@@ -38,7 +38,11 @@ def steps() -> dict[Any, StepRecord]:
         return {remedy: lab.step(remedied(remedy)) for remedy in KEPT_SHARE}
 
 
-@pytest.mark.parametrize("settings", [FULL, recompute("moe"), replace(FULL, recompute_num_layers=2)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [FULL, recompute("moe"), pytest.param(replace(FULL, recompute_num_layers=2), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_each_remedy_frees_its_share_of_what_checkpoints_keep(
     open_lab: Callable[..., Lab], settings: MemorySettings
 ) -> None:

@@ -36,7 +36,11 @@ def audit_of(*holdings: Holding, copies: tuple[HostCopy, ...] = (), **values: in
 
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [("qwen3-moe-tiny", {}), ("qwen3-moe-tiny", {"expert_buffers": True}), ("phi-4-tiny", {"dtype": "fp32"})],
+    [
+        pytest.param("qwen3-moe-tiny", {}, marks=pytest.mark.slow),
+        ("qwen3-moe-tiny", {"expert_buffers": True}),
+        ("phi-4-tiny", {"dtype": "fp32"}),
+    ],
 )
 def test_the_audit_is_silent_through_any_moves_and_agrees_with_the_meter(
     architecture: str, options: dict[str, Any], open_lab: Callable[..., Any]

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.engines.fsdp2 import training_step as steps
+from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.engines.fsdp2.sharded_model import ShardedModel
@@ -71,7 +73,8 @@ class Fsdp2Engine:
     def build(self) -> None:
         if not torch.distributed.is_initialized():
             self._place.join(self.scenario.layout)
-        self._live = ShardedModel(self.scenario, self._place.kind)
+        kind = FlatModel if self.scenario.state.fsdp_version == 1 else ShardedModel
+        self._live = kind(self.scenario, self._place.kind)
 
     def release_optimizer(self) -> None:
         self.live.optimizer = None
@@ -119,12 +122,19 @@ class Fsdp2Engine:
         kept.clear()
 
     def apply(self, settings: MemorySettings) -> None:
-        is_full = settings.recompute_granularity == "full"
+        is_full, is_selective = settings.recompute_granularity == "full", settings.selective_ac
         of_block = settings.recompute_num_layers if settings.recompute_method == "block" else None
-        function = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
+        contexts = self._selective_contexts if is_selective else self._contexts
+        function = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         for number, layer in enumerate(self.layers):
-            layer.gradient_checkpointing = is_full and (of_block is None or number < of_block)  # type: ignore[assignment]
+            is_one = is_full and (of_block is None or number < of_block)
+            is_one = is_one and (number + 1) % (settings.checkpoint_every or 1) == 0
+            layer.gradient_checkpointing = is_one and not is_selective  # type: ignore[assignment]
             layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+            # NeMo Automodel checkpoints selectively inside of what FSDP2 does for the layer.
+            layer.__dict__.pop("forward", None)
+            if is_one and is_selective:
+                layer.forward = partial(function, layer.forward)
 
     def set_state(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -168,7 +178,7 @@ class Fsdp2Engine:
         return self.live.layers
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for name, module in self.live.module.named_modules():
+        for name, module in self.live.named_modules():
             yield _NAMES.get(name) or name.replace("model.layers.", "decoder.layers.", 1), module
 
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -185,7 +195,7 @@ class Fsdp2Engine:
         yield from (("parameters", "a shard", each) for each in self.groups().parameters())
 
     def workspace(self) -> Iterator[torch.Tensor]:
-        yield from self.live.module.buffers()
+        yield from self.live.workspace()
         yield from transformer_engine_caches.tensors()
         states = self.live.optimizer.state.values() if self.live.optimizer is not None else ()
         yield from (state["step"] for state in states if "step" in state)
@@ -220,6 +230,9 @@ class Fsdp2Engine:
         """Returns the contexts of a checkpoint's forward, and of its recomputation."""
         assert self._labels is not None
         return nullcontext(), self._labels.recompute()
+
+    def _selective_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return selective_checkpoint.contexts(self._contexts()[1])
 
 
 _NO_BUFFERS = "engine is 'fsdp2', which has no buffers of gradients as Megatron's DDP has: choose engine 'megatron'"

@@ -1,4 +1,4 @@
-"""The model of transformers that an architecture describes: its config, its class, and the attention of each place."""
+"""The model of transformers that an architecture describes: its config and its class."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import torch
 
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
-from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch
-
-ATTENTION, UNFUSED_ATTENTION = "memlab_causal", "memlab_causal_unfused"
-"""The names under which transformers finds `_attention` and `_unfused_attention`. They have no mask function there, so
-that no mask is made."""
+from memlab.engines.fsdp2 import attention as attentions
 
 
 def check_installed() -> None:
@@ -96,10 +92,9 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
     Raises:
         ValueError: If the architecture has parts that transformers' model of its family does not have.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionInterface.register(UNFUSED_ATTENTION, _unfused_attention)
+    attentions.register()
     config = config_of(scenario.architecture, scenario.num_layers, scenario.seq_length)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     built, expected = model.num_parameters(), scenario.architecture.with_layers(scenario.num_layers).num_parameters
@@ -108,47 +103,5 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
             f"{scenario.architecture.name} has {expected:,} parameters, and transformers' {type(model).__name__} of "
             f"these sizes has {built:,}, so it is another model: choose a model as published, or engine 'megatron'"
         )
+    attentions.give_masks(model, attention)
     return model.train()
-
-
-def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
-) -> tuple[torch.Tensor, None]:
-    """Attends as ``scaled_dot_product_attention`` does with its flash kernel, where there is no such kernel.
-
-    Args:
-        module: transformers' attention.
-        query: Shape [batch, heads, tokens, channels].
-        key: The same, of as many or fewer heads.
-        value: Like `key`.
-        mask: None, since the attention is causal.
-        **options: ``scaling`` of the scores; the dropout is 0.
-    """
-    assert mask is None and not options.get("dropout"), "causal attention without dropout"
-    return flash_attention_of_torch(query, key, value, options["scaling"]), None
-
-
-def _unfused_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
-) -> tuple[torch.Tensor, None]:
-    """Attends as ``scaled_dot_product_attention`` does on a GPU in fp32 with fewer heads of keys than of queries.
-
-    Of its kernels, those that take fp32 do not take fewer heads, so that it multiplies and keeps whole matrices of
-    scores (torch 2.11, seen on an H200). The arguments are those of `_attention`.
-    """
-    assert mask is None and not options.get("dropout"), "causal attention without dropout"
-    attend = torch.ops.aten._scaled_dot_product_attention_math
-    output, probabilities = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
-    if probabilities.grad_fn is not None:
-        _hold_temporary_of_softmax(probabilities.grad_fn)
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _hold_temporary_of_softmax(backward: Any) -> None:
-    """Holds a tensor while a softmax's backward runs: CUDA's multiplies gradient and output into one of its own.
-
-    Nothing of it is seen on fake tensors (``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu).
-    """
-    held: list[torch.Tensor] = []
-    backward.register_prehook(lambda gradients: held.append(torch.empty_like(gradients[0])))
-    backward.register_hook(lambda *_: held.clear())

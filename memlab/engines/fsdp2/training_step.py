@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.sharded_model import ShardedModel
-from memlab.engines.fsdp2.tensor_parallel import clip, loss_of
+from memlab.engines.fsdp2.tensor_parallel import loss_of
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels, on_host
 
@@ -57,10 +58,7 @@ def update_parameters(live: ShardedModel) -> None:
     """Clips the gradients, and runs the optimizer."""
     assert live.optimizer is not None
     with on_host() if live.is_on_host else nullcontext():
-        if live.is_divided:
-            clip(live.parameters, _MAX_NORM)
-        else:
-            torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
+        live.clip(_MAX_NORM)
         live.optimizer.step()
 
 
@@ -84,10 +82,11 @@ def forward_only_step(
 def _forward(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Returns the output with the logits, and the loss."""
     tokens = tokens.cuda()
+    inputs = {"input_ids": tokens, **inputs_of(live.attention, scenario)}
     if scenario.layout.tensor_model_parallel_size == 1:
-        output = live.module(input_ids=tokens, labels=tokens)
+        output = live.module(labels=tokens, **inputs)
         return output, output.loss
-    output = live.module(input_ids=tokens)
+    output = live.module(**inputs)
     return output, loss_of(live.module, output.logits, tokens)
 
 

@@ -7,7 +7,8 @@ save for backward is then Megatron-Core's, on every backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -88,6 +89,8 @@ class AdaptedLinear(torch.nn.Module):
         provider: Any,
     ) -> None:
         super().__init__()
+        self.is_on = True
+        """Whether the adapter's output is added."""
         self.to_wrap, is_of_bridge = to_wrap, lora.library == "megatron_bridge"
         returns_its_input = hasattr(to_wrap, "return_layernorm_output")
         if returns_its_input:  # fused with the norm before it: the adapter reads what the norm has made
@@ -107,7 +110,22 @@ class AdaptedLinear(torch.nn.Module):
         output, bias = self.to_wrap(inputs, *args, **named)
         if isinstance(output, tuple):
             output, inputs = output
+        if not self.is_on:
+            return output, bias
         return output + self.adapter(inputs.contiguous(), *args).reshape(output.shape), bias
+
+
+@contextmanager
+def without_adapters(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Lets the adapted ones among modules map as their linears alone do in the block."""
+    adapted = [module for module in modules if isinstance(module, AdaptedLinear)]
+    for linear in adapted:
+        linear.is_on = False
+    try:
+        yield
+    finally:
+        for linear in adapted:
+            linear.is_on = True
 
 
 def base_of(linear: torch.nn.Module) -> Any:

@@ -59,6 +59,8 @@ class LiveModel:
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
+    reference: list[GPTModel] = field(default_factory=list, repr=False)
+    """The frozen copy of the model, in the training states that have one."""
     loss: LossFromLogits = field(default_factory=LossFromLogits, repr=False)
     """The loss of the training states in which the GPTModel does not compute it."""
     fp32_output: Fp32Output = field(default_factory=Fp32Output, repr=False)
@@ -68,7 +70,8 @@ class LiveModel:
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._modules = tuple(module for chunk in self.chunks for module in chunk.modules())
+        models = (*self.chunks, *self.reference)
+        self._modules = tuple(module for model in models for module in model.modules())
 
     @property
     def chunk(self) -> Any:
@@ -87,13 +90,13 @@ class LiveModel:
         return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
 
     def modules(self) -> tuple[Any, ...]:
-        """Returns every module of every chunk, found once: a model of 48 layers has 1,650 of them."""
+        """Returns every module of every chunk and of a reference model, found once: 48 layers have 1,650 of them."""
         return self._modules
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yields every parameter of every chunk."""
-        for chunk in self.chunks:
-            yield from chunk.parameters()
+        """Yields every parameter of every chunk, and those of a reference model."""
+        for model in (*self.chunks, *self.reference):
+            yield from model.parameters()
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yields the modules of every GPTModel by name; layers are numbered across chunks, as in `layers`."""
@@ -107,9 +110,10 @@ class LiveModel:
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer.
 
-        After them come the copy of the logits and the loss.
+        After them come a reference model, as a whole, the copy of the logits and the loss.
         """
         yield from ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        yield from (("reference_model", model) for model in self.reference)
         yield "fp32_output", self.fp32_output
         yield "loss", self.loss
 
@@ -138,6 +142,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     config = transformer_config(scenario, settings)
     ddp_config = distributed_data_parallel_config(scenario)
     chunks: list[Any] = []
+    reference: list[GPTModel] = []
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
@@ -157,10 +162,13 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 model.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
             chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
-        live = LiveModel(scenario, config, chunks, None, get_forward_backward_func())
+        if scenario.state.reference_model == "copy":
+            reference.append(_frozen_copy(chunks[0].module, scenario, config, provider))
+        live = LiveModel(scenario, config, chunks, None, get_forward_backward_func(), reference)
         build_optimizer(live)
     except BaseException:
         take_apart(chunks)
+        take_apart(reference)
         raise
     return live
 
@@ -205,6 +213,21 @@ def release_optimizer(live: LiveModel) -> None:
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):
             vars(parameter).pop(name, None)
+
+
+def _frozen_copy(model: GPTModel, scenario: Scenario, config: TransformerConfig, provider: type) -> GPTModel:
+    """Returns a model with the weights of another one, as ms-swift keeps it: outside DDP, and never in training mode.
+
+    See ``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py (ms-swift 3602360).
+    """
+    copy = gpt_model(scenario, config, provider)
+    _cast_buffers(copy, config)
+    config.memlab_routing.add_layers(layer for layer in _layers_of(copy) if layer.is_moe_layer)
+    copy.cuda().requires_grad_(False).eval()
+    with torch.no_grad():
+        for own, other in zip(copy.parameters(), model.parameters(), strict=True):
+            own.copy_(other)
+    return copy
 
 
 def _layers_of(model: GPTModel) -> list[Any]:

@@ -21,7 +21,7 @@ def packed_sequence_params(scenario: Scenario) -> PackedSeqParams | None:
     lengths = scenario.sequence_lengths
     if lengths is None:
         return None
-    ends, longest = _on_device([0, *accumulate(lengths)]), max(lengths)
+    ends, longest = ends_of(lengths), max(lengths)
     # Transformer Engine requires the places with padding where ranks share sequences. Padding counts as tokens here.
     padded = ends if scenario.layout.context_parallel_size > 1 else None
     return PackedSeqParams(
@@ -35,8 +35,9 @@ def packed_sequence_params(scenario: Scenario) -> PackedSeqParams | None:
     )
 
 
-def _on_device(ends: list[int]) -> torch.Tensor:
+def ends_of(lengths: tuple[int, ...]) -> torch.Tensor:
     """Returns the places at which sequences end, int32 [sequences + 1] with a 0 in front, on the device."""
+    ends = [0, *accumulate(lengths)]
     device = torch.tensor(ends, dtype=torch.int32).cuda()
     if not device.is_meta:
         return device

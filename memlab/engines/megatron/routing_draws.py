@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,6 +46,14 @@ class RoutingDraws:
         for layer in self._layers.values():
             layer.num_passes = 0
             layer.to_recompute.clear()
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Lets a pass in the block have the draw of the next one, which is then what it would be without that pass."""
+        before = [(layer, layer.num_passes, layer.to_recompute.copy()) for layer in self._layers.values()]
+        yield
+        for layer, num_passes, to_recompute in before:
+            layer.num_passes, layer.to_recompute = num_passes, to_recompute
 
     def of_pass(self, dispatcher: Any) -> tuple[int, int]:
         """Returns the layer of the model and the micro-batch of the pass that a layer's dispatcher begins.

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import random
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
+from memlab.engines.megatron.adapters import without_adapters
 from memlab.engines.megatron.build import LiveModel, seed_megatron
 from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
@@ -137,7 +138,12 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
     ranks = parallel_state.get_context_parallel_world_size()
     lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
     if state.loss == "cross_entropy" and state.num_labels is None:
-        return model(own_inputs, own_positions, mask, labels=own_labels, **packed), _mean_loss
+        given, named = (own_inputs, own_positions, mask), {"labels": own_labels, **packed}
+        if state.reference_model == "none" or not torch.is_grad_enabled():
+            return model(*given, **named), _mean_loss
+        of_reference = _reference_loss(live, *given, **named)
+        # ms-swift hands both to the schedule as one tensor (``forward_step`` in its trainers/dpo_trainer.py).
+        return torch.cat([of_reference, model(*given, **named)]), _mean_of_second_half
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank))
@@ -145,6 +151,19 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
     # Without labels the model returns the logits.
     logits = model(own_inputs, own_positions, mask, **packed)
     return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
+
+
+@torch.no_grad()
+def _reference_loss(live: LiveModel, *given: Any, **named: Any) -> torch.Tensor:
+    """Returns each token's loss by the frozen copy of the model, or by the model without its adapters."""
+    with without_adapters(live.modules()), live.config.memlab_routing.unnoted():
+        per_token: torch.Tensor = (*live.reference, live.chunk.module)[0](*given, **named)
+    return per_token
+
+
+def _mean_of_second_half(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
+    # What DPO computes of both halves has one number for each sequence.
+    return _mean_loss(per_token[per_token.shape[0] // 2 :])
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:

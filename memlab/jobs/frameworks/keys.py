@@ -168,6 +168,19 @@ def _read_dispatcher(value: Any) -> str:
     return "allgather" if value == "allgather" else "alltoall"
 
 
+def exchange_of(value: Any) -> str | None:
+    """Returns what context parallel ranks exchange; None if memlab does not have it, or if it differs between layers.
+
+    Megatron takes one value, or a list with one for each layer (``cp_comm_type``); Megatron-LM's has one or all.
+    """
+    kinds = {str(one) for one in value} if isinstance(value, list) else {"p2p" if value is None else str(value)}
+    return next(iter(kinds)) if kinds in ({"p2p"}, {"a2a"}) else None
+
+
+def _read_exchange(value: Any) -> str:
+    return exchange_of(value) or "p2p"  # another is named as not modelled
+
+
 def _read_capacity(value: Any) -> Any:
     # megatron/core/transformer/transformer_config.py, 0.16.1: below 0, no token is dropped.
     number = _read_number(value)
@@ -198,6 +211,7 @@ ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "pa
 PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
 DISPATCHER = Conversion(_read_dispatcher, _same)
+CP_COMM_TYPE = Conversion(_read_exchange, _same)
 CAPACITY = Conversion(_read_capacity, _same)
 EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""

@@ -22,6 +22,7 @@ from memlab.jobs.frameworks.keys import (
     BACKEND,
     CAPACITY,
     CONVERSIONS,
+    CP_COMM_TYPE,
     DISPATCHER,
     EXTRA_LAYERS,
     LOAD_BALANCING,
@@ -37,6 +38,7 @@ from memlab.jobs.frameworks.keys import (
     Conversion,
     Key,
     Missing,
+    exchange_of,
     is_false,
     is_given,
 )
@@ -94,6 +96,7 @@ _CONVERSIONS = {
     "moe_router_dtype": ROUTER_DTYPE,
     "moe_router_load_balancing_type": LOAD_BALANCING,
     "moe_token_dispatcher_type": DISPATCHER,
+    "cp_comm_type": CP_COMM_TYPE,
     "moe_expert_capacity_factor": CAPACITY,
     "mtp_num_layers": EXTRA_LAYERS,
 }
@@ -219,8 +222,8 @@ MISSING = (
     Missing(
         "cp_comm_type",
         "either",
-        "memlab's context parallel ranks exchange keys and values with p2p",
-        lambda value: value not in (None, "p2p", ["p2p"]),
+        "memlab's context parallel ranks exchange keys and values (p2p) or heads (a2a)",
+        lambda value: exchange_of(value) is None,
     ),
     Missing("fp8_dot_product_attention", "either", "attention computes in FP8"),
     Missing("fp8_multi_head_attention", "either", "attention computes in FP8"),

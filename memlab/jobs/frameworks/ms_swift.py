@@ -250,10 +250,10 @@ FRAMEWORK_MISSING = (
 _LIKELIHOOD = ("grpo", "gkd")
 """Methods that compute log-probabilities from logits. DPO and KTO take the language model's loss per token for them
 (``get_logps`` in swift/megatron/trainers/rlhf_mixin.py)."""
-_WITH_REFERENCE = ("grpo", "dpo", "kto")
-"""Methods that keep a frozen copy of the model where all parameters are trained, GRPO with ``--beta 0`` too, although
-nothing reads it then (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py). Of adapters, the model without them
-is the reference."""
+_COMPARES_IN_THE_STEP = ("dpo", "kto")
+"""Methods whose micro-batches run the reference model too: where all parameters are trained, a frozen copy of the model
+(``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py), else the model without its adapters. GRPO runs its copy
+between the steps, and keeps it with ``--beta 0`` too, although nothing reads it then."""
 
 _WITH_PAIRS = ("dpo", "rm")
 
@@ -377,9 +377,7 @@ def complete(reading: Reading) -> None:
         _complete_pairs(reading)
     _complete_task(reading, kind)
     _drop_teacher(reading, kind)
-    has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
-    if has_reference_model and kind != "grpo":
-        reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
+    has_reference_model = kind == "grpo" and _tuner(reading) == "full"
     _complete_rollout(reading, per_node, kind, is_generating=generates, has_reference_model=has_reference_model)
     rows = values["micro_batch_size"]
     # The language model's loss needs the same memory either way: it is computed in the layout of its logits.
@@ -389,6 +387,12 @@ def complete(reading: Reading) -> None:
         values["global_batch_size"] //= rows
     take_sequence_parallel(reading)
     _complete_trained(reading)
+    if kind in _COMPARES_IN_THE_STEP:
+        _take_reference_model(reading)
+    if kind == "kto":
+        reading.miss(
+            "rlhf_type", "more", "two passes more without gradients, for the divergence that KTO compares with"
+        )
     _note_history(reading)
     _note_fusion(reading)
 
@@ -437,6 +441,20 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
     if task in ("reranker", "generative_reranker"):
         negatives = _variable(reading, "MAX_NEGATIVE_SAMPLES", 7)
         reading.miss("task_type", "more", f"each of a batch is a positive and up to {negatives} negatives of the data")
+
+
+def _take_reference_model(reading: Reading) -> None:
+    """Takes the reference model of a step, where memlab predicts it."""
+    values = reading.values
+    kind = "copy" if _tuner(reading) == "full" else "without_adapters" if values.get("lora_rank") else None
+    has_own_adapters = any(is_given(reading.get(key)) for key in ("ref_adapters", "mcore_ref_adapter"))
+    has_more = values.get("fp8_format") or values.get("mtp_num_layers") or values.get("offload_modules")
+    if kind and not (has_more or has_own_adapters or (values.get("pipeline_model_parallel_size") or 1) > 1):
+        reading.take("rlhf_type", "reference_model", kind)
+    elif has_own_adapters:
+        reading.miss("rlhf_type", "more", "the reference model has adapters of its own")
+    elif kind == "copy":
+        reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
 
 
 def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
@@ -665,6 +683,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     values = common(scenario, settings)
     is_likelihood, length = scenario.state.loss == "log_softmax", longest_sequence(scenario)
     rows = scenario.micro_batch_size if scenario.packed_sequences is None else scenario.packed_sequences
+    is_pairs = scenario.state.reference_model != "none"
+    rows = max(1, rows // 2) if is_pairs else rows
     return (
         values
         | named(scenario)
@@ -678,7 +698,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "global_batch_size": rows * scenario.num_microbatches * scenario.layout.data_parallel_size,
             "max_length": length // 2 if is_likelihood else length,
             "max_completion_length": length - length // 2 if is_likelihood else 512,
-            "rlhf_type": "grpo" if is_likelihood else None,
+            "rlhf_type": "grpo" if is_likelihood else "dpo" if is_pairs else None,
             "task_type": None if scenario.state.num_labels is None else "seq_cls",
             "tuner_type": "full" if scenario.state.lora is None else "lora",
             "bf16": scenario.dtype == "bf16",
@@ -695,6 +715,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     if scenario.state.loss != "log_softmax":
         offloaded = [name for name in ("offload_parameters", "offload_optimizer") if getattr(settings, name)]
         reasons |= dict.fromkeys(offloaded, "ms-swift offloads only around the generation of answers")
+    if scenario.state.reference_model != "none" and scenario.micro_batch_size % 2:
+        reasons["reference_model"] = "ms-swift's DPO takes pairs of sequences, so an even number of them"
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     if scenario.state.lora is not None:
@@ -777,7 +799,7 @@ MS_SWIFT = Framework(
         "pin_cpu_params": "ms-swift has no such key",
     },
     without_own_key=frozenset(("lora_library", "lora_enable_input_require_grads", "lora_dropout_position"))
-    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output")),
+    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output", "reference_model")),
     cannot_write_of=cannot_write,
     packs=_packs,
     check=lambda reading: check_backend(reading, "flash"),

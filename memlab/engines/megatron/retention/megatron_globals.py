@@ -98,6 +98,7 @@ def release(live: LiveModel, *, leave: bool = True) -> None:
     try:
         release_optimizer(live)
         take_apart(live.chunks)
+        take_apart(live.reference)
         live.config = None
     finally:
         # After an error too, so that another model can be built.

@@ -1,0 +1,223 @@
+"""The attention that transformers calls where there is no GPU: what torch's kernels and flash-attn's save and allocate.
+
+transformers finds each function under its name, and has no mask function under it. `batch_for` makes the masks.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
+from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
+from memlab.engines.megatron.layers.torch_functions import new_random_state
+from memlab.engines.megatron.packed_sequences import ends_of
+from memlab.meter.labels import one_kernel
+
+_PREFIX = "memlab_"
+_UNFUSED = "sdpa_unfused"
+_NOT_KEPT = partial(as_one_operation, is_kept=False)
+"""A selective checkpoint knows torch's operations, and not those of the package flash-attn."""
+_ROWS_OF_LOG_SUMS, _QUERIES_PER_BLOCK = 32, 128
+
+
+def register() -> None:
+    """Tells transformers the functions."""
+    from transformers import AttentionInterface
+
+    kinds = {"sdpa": _sdpa, _UNFUSED: _unfused, "flash_attention_2": _flash, "eager": _eager}
+    for name, function in kinds.items():
+        AttentionInterface.register(_PREFIX + name.replace("flash", "f"), function)  # it would look for a package
+
+
+def name_of(scenario: Scenario, *, on_gpu: bool, has_allocator: bool) -> str:
+    """Returns the attention that transformers is to call: on a GPU torch's own, which chooses its kernel itself."""
+    name: str = scenario.attention_of_transformers
+    model = scenario.architecture
+    if on_gpu:
+        return name
+    is_grouped = model.num_query_groups < model.num_attention_heads
+    if has_allocator and scenario.dtype == "fp32" and is_grouped and name == "sdpa":
+        name = _UNFUSED
+    return _PREFIX + name.replace("flash", "f")
+
+
+def inputs_of(attention: str, scenario: Scenario) -> dict[str, Any]:
+    """Returns what transformers' model takes beside tokens: where packed sequences begin.
+
+    Args:
+        attention: What `name_of` has returned.
+        scenario: With the sequences.
+    """
+    lengths = scenario.sequence_lengths
+    if lengths is None:
+        return {}
+    positions = torch.cat([torch.arange(length, device="cpu") for length in lengths]).unsqueeze(0)
+    own = {"packed_lengths": lengths} if attention.startswith(_PREFIX) else {}
+    return {"position_ids": positions.cuda(), **own}
+
+
+def give_masks(module: Any, attention: str) -> None:
+    """Has transformers' model make the mask of `inputs_of`'s sequences when it begins, which it frees when it ends."""
+    if attention.startswith(_PREFIX):
+        with_mask = partial(_with_mask, attention.removeprefix(_PREFIX))
+        module.model.register_forward_pre_hook(with_mask, with_kwargs=True)
+
+
+def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    tokens, lengths = named["input_ids"].shape[1], named.get("packed_lengths")
+    if name == "eager":
+        dtype = model.embed_tokens.weight.dtype
+        return inputs, named | {"attention_mask": _seen(tokens, lengths, None, dtype)}
+    if name == "sdpa" and lengths is not None:
+        return inputs, named | {"attention_mask": _seen(tokens, lengths, None)}
+    return inputs, named
+
+
+def _seen(tokens: int, lengths: tuple[int, ...] | None, window: int | None, dtype: Any = torch.bool) -> torch.Tensor:
+    """Returns a mask [1, 1, tokens, tokens] of the keys that a query sees, or what is added to their scores."""
+    places = torch.arange(tokens, device="cuda")
+    seen = places.unsqueeze(1) >= places
+    if window is not None:
+        seen = seen & (places.unsqueeze(1) < places + window)
+    if lengths is not None:
+        numbers = [torch.full((length,), number) for number, length in enumerate(lengths)]
+        own = torch.cat(numbers).cuda()
+        seen = seen & (own.unsqueeze(1) == own)
+    seen = seen.view(1, 1, tokens, tokens)
+    return seen if dtype is torch.bool else _bias(seen, dtype)
+
+
+def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    zero, least = (torch.full((), value, dtype=dtype, device=seen.device) for value in (0.0, torch.finfo(dtype).min))
+    return torch.where(seen, zero, least)
+
+
+def _sdpa(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends as ``scaled_dot_product_attention`` does: with its flash kernel, or with another one if there is a mask.
+
+    Args:
+        module: transformers' attention.
+        query: Shape [batch, heads, tokens, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        mask: Of the keys that a query sees, bool [1, 1, tokens, tokens]; None if attention is causal.
+        **options: ``scaling`` of the scores; the dropout is 0.
+    """
+    assert not options.get("dropout"), "attention without dropout"
+    if mask is None:
+        return flash_attention_of_torch(query, key, value, options["scaling"], as_one_operation), None
+    # transformers copies the keys of each group of heads, since no kernel with a mask takes fewer (``repeat_kv``).
+    groups = query.shape[1] // key.shape[1]
+    key, value = (_repeated(each, groups) for each in (key, value))
+    output: torch.Tensor = _MaskedAttention.apply(query, key, value, _bias(mask, query.dtype), options["scaling"])
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _repeated(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    if groups == 1:
+        return tensor
+    batch, heads, tokens, channels = tensor.shape
+    copied = tensor.unsqueeze(2).expand(batch, heads, groups, tokens, channels)
+    return copied.reshape(batch, heads * groups, tokens, channels)
+
+
+class _MaskedAttention(torch.autograd.Function):
+    """torch's memory-efficient kernel, which takes what is added to the scores, and saves it.
+
+    The caller's mask of bits becomes such a tensor of the query's type in each layer (``convert_boolean_attn_mask`` in
+    aten/src/ATen/native/transformers/attention.cpp, torch 2.11 and 2.13), so that each layer keeps its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        batch, heads, tokens, channels = query.shape
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            output = query.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+            with one_kernel():
+                output.copy_(_attend(query, key, value, bias, scale))
+            rows = -(-tokens // _ROWS_OF_LOG_SUMS) * _ROWS_OF_LOG_SUMS
+            return output, query.new_empty(batch, heads, rows, dtype=torch.float32), new_random_state(query)
+
+        output, *others = as_one_operation(compute)
+        ctx.save_for_backward(query, key, value, bias, output, *others)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, bias, output, *_ = ctx.saved_tensors
+        batch, heads, tokens, channels = query.shape
+        results = tuple(torch.empty_like(each) for each in (query, key, value))
+        rows = -(-tokens // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
+        sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        of_query = query.new_empty(batch, heads, rows, channels, dtype=torch.float32)
+        with one_kernel(), torch.enable_grad():
+            one, two, three = leaves = tuple(each.detach().requires_grad_() for each in (query, key, value))
+            parts = torch.autograd.grad(_attend(one, two, three, bias, ctx.scale), leaves, grads[0])
+            for result, part in zip(results, parts, strict=True):
+                result.copy_(part)
+            del leaves, parts, one, two, three, result, part
+        del sums, of_query, output
+        return *results, None, None
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float) -> Any:
+    scores = query.float() @ key.float().transpose(2, 3) * scale + bias.float()
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def _flash(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends as transformers has the package flash-attn 2 attend, which gets views, and copies none.
+
+    The arguments are those of `_sdpa`; ``packed_lengths`` says that the row has several sequences.
+    """
+    assert mask is None and not options.get("dropout"), "causal attention without dropout"
+    lengths = options.get("packed_lengths")
+    if lengths is None:
+        return flash_attention_of_torch(query, key, value, options["scaling"], _NOT_KEPT), None
+    query, key, value = (each.transpose(1, 2).reshape(-1, each.shape[1], each.shape[3]) for each in (query, key, value))
+    output = packed_flash_attention_of_views(query, key, value, options["scaling"], ends_of(lengths), _NOT_KEPT)
+    return output.unsqueeze(0), None
+
+
+def _eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Attends with transformers' own function of the model's family."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **options)
+
+
+def _unfused(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends as ``scaled_dot_product_attention`` does on a GPU in fp32 with fewer heads of keys than of queries.
+
+    Of its kernels, those that take fp32 do not take fewer heads, so that it multiplies and keeps whole matrices of
+    scores (torch 2.11, seen on an H200). The arguments are those of `_sdpa`.
+    """
+    assert mask is None and not options.get("dropout"), "causal attention without dropout"
+    attend = torch.ops.aten._scaled_dot_product_attention_math
+    output, probabilities = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+    if probabilities.grad_fn is not None:
+        _hold_temporary_of_softmax(probabilities.grad_fn)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _hold_temporary_of_softmax(backward: Any) -> None:
+    """Holds a tensor while a softmax's backward runs: CUDA's multiplies gradient and output into one of its own.
+
+    Nothing of it is seen on fake tensors (``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu).
+    """
+    held: list[torch.Tensor] = []
+    backward.register_prehook(lambda gradients: held.append(torch.empty_like(gradients[0])))
+    backward.register_hook(lambda *_: held.clear())

@@ -1,0 +1,82 @@
+"""Checkpoints of layers that keep what attention and every second product of matrices return, and recompute the rest.
+
+NeMo Automodel calls them ``selective`` (``components/distributed/activation_checkpointing.py``, 36044ad3), torchtitan
+``SelectiveAC`` (``distributed/activation_checkpoint.py``, b5bcd76c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._functorch.partitioners import get_default_op_list
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
+
+_aten = torch.ops.aten
+_EVERY_SECOND = (_aten.mm.default, _aten.linear.default, _aten._grouped_mm.default)
+_ALWAYS = {
+    *(operation.default for operation in get_default_op_list().compute_intensive_ops),
+    *(_aten.addmm.default, _aten.bmm.default, _aten.topk.default, _aten.max.default),
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+_KEPT = "attention of memlab"
+"""The key in a checkpoint's storage, beside torch's operations."""
+
+
+def contexts(
+    recompute: AbstractContextManager[None],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Returns the contexts of such a checkpoint's forward, and of its recomputation.
+
+    Args:
+        recompute: Entered around the recomputation too.
+    """
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_kept = operation in _ALWAYS
+        if operation in _EVERY_SECOND:
+            counts[context.is_recompute] += 1
+            is_kept = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    forward, again = create_selective_checkpoint_contexts(policy)
+    return forward, _both(recompute, again)
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def as_one_operation(
+    compute: Callable[[], tuple[torch.Tensor, ...]], *, is_kept: bool = True
+) -> tuple[torch.Tensor, ...]:
+    """Runs what is one operation of torch on a GPU, and several here.
+
+    Args:
+        compute: Returns its results.
+        is_kept: Whether a checkpoint keeps the results, and does not run it again.
+    """
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+        return compute()
+    if is_kept and isinstance(mode, _CachedTorchDispatchMode):
+        kept: tuple[torch.Tensor, ...] = mode.storage[_KEPT].pop(0)
+        return kept
+    with _pop_mode_temporarily():
+        results = compute()
+    if is_kept:
+        mode.storage.setdefault(_KEPT, []).append(tuple(each.detach() for each in results))
+    return results

@@ -1,0 +1,121 @@
+"""Attention, packed sequences and selective checkpoints of the engine fsdp2: transformers' own losses, bytes by hand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from memlab import Lab, MemorySettings, TrainingState
+from memlab.backends import find_backend
+from memlab.backends.simulated import predicting
+from memlab.config.scenario import Scenario
+from memlab.fitting.recompute_cost import recomputed_operations
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SIZES: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
+
+
+def own_loss(scenario: Scenario, attention: str) -> float:
+    """Returns the loss of transformers' model as a user of it would compute it."""
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    torch.manual_seed(scenario.seed)
+    model = build_model(scenario, torch.bfloat16, attention=attention)
+    generator = torch.Generator().manual_seed(scenario.seed)
+    tokens = torch.randint(scenario.architecture.vocab_size, (1, scenario.seq_length), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in scenario.sequence_lengths or (64,)]).unsqueeze(0)
+    loss: float = model(input_ids=tokens, labels=tokens, position_ids=positions).loss.item()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "packed", "settings"),
+    [
+        ("llama-3-tiny", "sdpa", 3, {"selective_ac": True}),
+        ("phi-4-tiny", "flash_attention_2", 2, {"selective_ac": True}),
+        ("qwen3-dense-tiny", "eager", 2, {"checkpoint_every": 2}),
+    ],
+)
+def test_a_step_has_transformers_loss_and_is_predicted(
+    architecture: str, attention: Any, packed: int, settings: dict[str, Any]
+) -> None:
+    state = TrainingState(attn_implementation=attention)
+    scenario = Scenario.of(architecture, **SIZES, packed_sequences=packed, state=state)
+    found = []
+    for backend in (find_backend("cpu"), predicting("cpu")):
+        with Lab(scenario, backend=backend) as lab:
+            plain, changed = lab.step(), lab.step(MemorySettings(**FULL, **settings))
+        found.append(
+            [(each.static_bytes, each.peak_allocated_bytes, each.peak_by_category) for each in (plain, changed)]
+        )
+        if not backend.kind.is_prediction:
+            assert plain.loss == changed.loss == pytest.approx(own_loss(scenario, "sdpa"), rel=1e-3)
+            assert changed.recomputed_bytes > 0
+    assert found[0] == found[1]
+
+
+def test_a_mask_is_kept_by_each_layer_in_bf16_with_keys_of_all_heads() -> None:
+    from memlab.engines.fsdp2.attention import _sdpa
+
+    tokens, heads, groups, channels = 48, 4, 2, 16
+    query = torch.randn(1, heads, tokens, channels, dtype=torch.bfloat16, requires_grad=True)
+    key, value = (torch.randn(1, groups, tokens, channels, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().view(1, 1, tokens, tokens)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output, _ = _sdpa(None, query, key, value, mask, scaling=channels**-0.5)
+    of_heads, log_sums = 2 * heads * tokens * channels, 4 * heads * 64  # in blocks of 32 rows
+    assert sorted(saved.values()) == sorted([of_heads] * 4 + [2 * tokens**2, log_sums, 2 * 8])
+    truth = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    torch.testing.assert_close(output, truth.transpose(1, 2), rtol=0.02, atol=0.02)
+    of_output = torch.randn_like(output)
+    own = torch.autograd.grad(output, (query, key, value), of_output)
+    expected = torch.autograd.grad(truth.transpose(1, 2), (query, key, value), of_output)
+    torch.testing.assert_close(own, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_selective_checkpoint_keeps_attention_and_every_second_product() -> None:
+    from memlab.engines.fsdp2 import selective_checkpoint
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    scenario = Scenario.of("llama-3-tiny", **(SIZES | {"num_layers": 1}))
+    sizes = scenario.architecture
+    model = build_model(scenario, torch.bfloat16, attention="memlab_sdpa")
+    tokens, kept, found = torch.arange(64).unsqueeze(0), [], []
+
+    def contexts() -> Any:
+        forward, again = selective_checkpoint.contexts(nullcontext())
+        kept.append(forward.storage)
+        return forward, again
+
+    layer = model.model.layers[0]
+    forward = layer.forward
+    for is_selective in (False, True):
+        if is_selective:
+            layer.forward = lambda *args, **named: checkpoint(
+                forward, *args, use_reentrant=False, context_fn=contexts, **named
+            )
+        loss = model(input_ids=tokens, labels=tokens).loss
+        if is_selective:
+            (storage,) = kept
+            of_attention = [tuple(each.shape) for each in storage[selective_checkpoint._KEPT][0]]
+        found.append(torch.autograd.grad(loss, [*model.parameters()]))
+    heads, channels = sizes.num_attention_heads, sizes.kv_channels
+    assert of_attention == [(1, 64, heads, channels), (1, heads, 64), (2,)]
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    # Of q, k, v, o, gate, up and down, backward computes k, o and up again.
+    groups = sizes.num_query_groups * channels
+    per_token = 2 * (sizes.hidden_size * groups + heads * channels * sizes.hidden_size)
+    per_token += 2 * sizes.hidden_size * sizes.ffn_hidden_size
+    assert recomputed_operations(MemorySettings(**FULL, selective_ac=True), scenario) == per_token
