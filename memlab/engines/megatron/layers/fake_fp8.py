@@ -266,7 +266,7 @@ class _NormLinear(torch.autograd.Function):
             entered = recipe.quantize(_entered_shape(inputs, split)[0] * inputs.shape[1], width, columnwise=False)
         else:
             entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
-        layer.quantize_weight(columnwise=is_training and inputs.requires_grad)
+        layer.quantize_weight(columnwise=is_training)
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
         if is_training:
