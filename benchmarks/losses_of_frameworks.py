@@ -20,7 +20,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,9 +202,13 @@ def slime_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
         for chunk in (None, CHUNK):
             for trains in (True, False):
                 name = f"slime temperature {temperature} {'whole' if chunk is None else 'chunks'}"
-                theirs = partial(_slime, compute, ids, temperature, chunk)
-                name += "" if trains else " forward only"
-                yield Case(name=name, theirs=theirs, state=state_of(loss, chunk=chunk), trains=trains)
+                theirs = partial(_slime, compute, ids, temperature, chunk, 0.0)
+                state = state_of(loss, chunk=chunk)
+                full = name + " forward only" * (not trains)
+                yield Case(name=full, theirs=theirs, state=state, trains=trains)
+                if trains:
+                    theirs = partial(_slime, compute, ids, temperature, chunk, 0.01)
+                    yield Case(name=f"{name} entropy loss", theirs=theirs, state=replace(state, entropy_loss=True))
 
 
 def swift_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
@@ -230,13 +234,15 @@ def verl_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
         theirs = partial(_verl, compute, ids, with_entropy=not trains)
         state = state_of("vocab_parallel_cross_entropy")
         yield Case(name=f"verl{'' if trains else ' forward only'}", theirs=theirs, state=state, trains=trains)
+    theirs = partial(_verl, compute, ids, with_entropy=True)
+    yield Case(name="verl entropy loss", theirs=theirs, state=replace(state, entropy_loss=True))
 
 
 def _slime(
-    compute: Any, ids: torch.Tensor, temperature: float, chunk: int | None, logits: torch.Tensor
+    compute: Any, ids: torch.Tensor, temperature: float, chunk: int | None, coefficient: float, logits: torch.Tensor
 ) -> torch.Tensor:
     args = Namespace(
-        rollout_temperature=temperature, log_probs_chunk_size=chunk or -1, entropy_coef=0.0, allgather_cp=False,
+        rollout_temperature=temperature, log_probs_chunk_size=chunk or -1, entropy_coef=coefficient, allgather_cp=False,
         qkv_format="thd",
     )  # fmt: skip
     length = ids.shape[1]
@@ -244,7 +250,8 @@ def _slime(
         logits, args=args, unconcat_tokens=[ids[0]], total_lengths=[length], response_lengths=[length - 1],
         with_entropy=True,
     )  # fmt: skip
-    return torch.cat(result[1]["log_probs"])
+    log_probs = torch.cat(result[1]["log_probs"])
+    return log_probs + coefficient * torch.cat(result[1]["entropy"]) if coefficient else log_probs
 
 
 def _swift(compute: Any, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -262,7 +269,8 @@ def _verl(compute: Any, ids: torch.Tensor, logits: torch.Tensor, *, with_entropy
         data_format="thd",
     )  # fmt: skip
     of_labels: torch.Tensor = result["log_probs"]
-    return of_labels
+    is_in_loss = with_entropy and torch.is_grad_enabled()
+    return of_labels + 0.01 * result["entropy"] if is_in_loss else of_labels
 
 
 def measured(tokens: int, vocabulary: int, case: Case, loss: Loss) -> dict[str, float]:
@@ -297,6 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default="", help="words in the name of a case (default: all)")
     options = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
@@ -305,6 +314,8 @@ def main() -> None:
     for tokens, vocabulary in SIZES:
         lengths = (tokens // SEQUENCES,) * SEQUENCES
         for case in cases(options.checkouts, tokens, vocabulary, "cuda"):
+            if options.only not in case.name:
+                continue
             row: dict[str, Any] = {
                 "case": case.name, "tokens": tokens, "vocabulary": vocabulary, "state": case.state.changed(),
                 "sequences": SEQUENCES if case.packed else None, "trains": case.trains,

@@ -88,8 +88,6 @@ class Job:
     packed_sequences: int | None = None
     selective_ac: bool = False
     checkpoint_every: int | None = None
-    fsdp_version: int = 2
-    use_orig_params: bool = False
     grad_reduce_in_bf16: bool = False
     fp32_sharded_params: bool = False
     reshard_after_forward: str = "all_but_last"
@@ -102,6 +100,8 @@ class Job:
     fsdp2_backward_prefetch_depth: int = 0
     master_weights: bool = False
     store_param_remainders: bool = False
+    fsdp_version: int = 2
+    use_orig_params: bool = False
     attn_implementation: str = "sdpa"
     """With ``flash_attention_2``, torch's own copy of flash-attn 2 takes the place of the package."""
     lora_rank: int | None = None
@@ -503,8 +503,6 @@ def predicted_of(job: Job) -> dict[str, int]:
     """
     from memlab import Lab, Layout, MemorySettings, TrainingState
 
-    if job.fsdp_version == 1:
-        raise ValueError("fsdp_version is 1, which memlab does not predict")
     settings = None
     if job.checkpointing or job.selective_ac or job.checkpoint_every:
         settings = MemorySettings(

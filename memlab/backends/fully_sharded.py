@@ -18,6 +18,17 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 _PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
 
 
+class _FakeHandle:
+    """The module ``torch.cuda`` for FSDP1, which asks it whether there is a GPU."""
+
+    def is_available(self) -> bool:
+        """Returns True."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
 @contextmanager
 def sharding_on_cpu() -> Iterator[None]:
     """Lets FSDP2 shard tensors of the CPU, for the block."""
@@ -53,6 +64,7 @@ def sharding_on_fake_tensors() -> Iterator[None]:
         # torch registers a new tensor as its result for fake tensors (2.11 and 2.13): all logits once more, if the
         # vocabulary is divided. On a device, the result has the collective's own storage (`AsyncCollectiveTensor`).
         "torch.distributed._functional_collectives._maybe_wrap_tensor": lambda output: output,
+        "torch.distributed.fsdp._common_utils._FSDPDeviceHandle.from_device": lambda device: _FakeHandle(),
         "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
         "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
         **{

@@ -248,6 +248,7 @@ class Scenario:
                 "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
                 *("dtype", "engine"),
             )
+        self._check_version_1()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
@@ -270,6 +271,29 @@ class Scenario:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_version_1(self) -> None:
+        state, layout = self.state, self.layout
+        if state.fsdp_version == 2:
+            return
+        others = {
+            "tensor_model_parallel_size": layout.tensor_model_parallel_size > 1,
+            "fsdp_cpu_offload": state.fsdp_cpu_offload,
+            "lora_rank": state.lora is not None,
+            "adam_implementation": state.adam_implementation == "te_fused",
+            "reshard_after_forward_ranks": state.reshard_after_forward_ranks is not None,
+            "fsdp2_backward_prefetch_depth": state.fsdp2_backward_prefetch_depth > 0,
+            "fsdp2_forward_prefetch_depth": state.fsdp2_forward_prefetch_depth > 1,
+        }
+        for name, is_on in others.items():
+            if is_on:
+                value = getattr(layout if name == "tensor_model_parallel_size" else state, name, None)
+                value = state.lora.rank if state.lora is not None and name == "lora_rank" else value
+                raise RuleError(
+                    f"fsdp_version is 1 and {name} {value!r}, which memlab does not predict together: choose "
+                    f"fsdp_version 2, or leave {name} out",
+                    *("fsdp_version", name),
+                )
 
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size
@@ -307,11 +331,17 @@ class Scenario:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         self._check_windows_and_sinks()
-        if ranks > 1 and backend in ("flash", "unfused"):
-            reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
+        if ranks > 1 and backend == "unfused":
             raise RuleError(
-                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}: choose auto or fused, "
-                "or context_parallel_size 1",
+                f"attention_backend is 'unfused' with context_parallel_size {ranks}, which Transformer Engine refuses: "
+                "choose auto, fused or flash, or context_parallel_size 1",
+                *("attention_backend", "context_parallel_size"),
+            )
+        if ranks > 1 and backend == "flash" and self.architecture.multi_latent_attention:
+            raise RuleError(
+                f"attention_backend is 'flash' with context_parallel_size {ranks} for {self.architecture.name}, whose "
+                "keys and values have other sizes, which Transformer Engine gives to flash-attn 3 only and memlab does "
+                "not predict: choose auto or fused, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
         if ranks > 1 and self.state.cp_comm_type == "a2a":
@@ -900,6 +930,8 @@ class Scenario:
                 reasons["store_param_remainders"] = "the shards are fp32"
             elif state.lora is not None and state.lora.fsdp2_library == "peft":
                 reasons["store_param_remainders"] = "PEFT's adapters are fp32"
+        if state.use_orig_params and state.fsdp_version == 2:
+            reasons["use_orig_params"] = "fully_shard always has the original parameters"
         if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         elif state.reshard_after_forward_ranks == self.ranks_of_shards:

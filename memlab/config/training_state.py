@@ -39,6 +39,8 @@ ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
+HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
+"""Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -214,6 +216,12 @@ class TrainingState:
         at_most=2**26,
     )
 
+    entropy_loss: bool = option(
+        False,
+        "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
+        "entropy from the loss, and keep what its gradient needs",
+        **_LOSS,
+    )
     # The model is built with it.
     num_labels: int | None = option(
         None,
@@ -393,6 +401,21 @@ class TrainingState:
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
+    fsdp_version: int = option(
+        2,
+        "torch's fully_shard (2), or its FullyShardedDataParallel (1), which shards the parameters of a layer as one",
+        rebuilds="model",
+        at_most=2,
+        advice="choose 1 or 2",
+        **_FSDP2,
+    )
+    """verl's strategies ``fsdp2`` and ``fsdp``; the name is that of Hugging Face's accelerate."""
+    use_orig_params: bool = option(
+        False,
+        "with `fsdp_version` 1: give the optimizer each parameter's part of the flat parameter",
+        rebuilds="model",
+        **_FSDP2,
+    )
     fp32_sharded_params: bool = option(
         False,
         "keep each rank's parameters, their gradients and Adam's moments in fp32; layers compute in `dtype`",
@@ -563,6 +586,12 @@ class TrainingState:
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
                 f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out",
                 *("logprobs_chunk_size", "loss"),
+            )
+        if self.entropy_loss and self.loss not in HAVE_ENTROPY:
+            raise RuleError(
+                f"entropy_loss is True, but only the losses {', '.join(HAVE_ENTROPY)} read it, and loss is "
+                f"{self.loss!r}: choose one of them, or leave entropy_loss out",
+                *("entropy_loss", "loss"),
             )
         if self.fp32_output and self.loss == "cross_entropy":
             raise RuleError(

@@ -269,7 +269,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "store_param_remainders": _remainder_bytes,
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
-    "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
+    "entropy_from_logits_with_chunking": lambda scenario: 4 * (1 + scenario.state.entropy_loss) * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,

@@ -237,6 +237,11 @@ _TORCH = (
             "They refuse tensors without values, on the device and on the host.",
         ),
         _replaced(
+            "torch.distributed.fsdp._common_utils:_FSDPDeviceHandle",
+            "from_device",
+            "FSDP1 finds no module of torch for the device of fake tensors.",
+        ),
+        _replaced(
             "torch.optim.adam",
             "_device_dtype_check_for_fused",
             "It refuses fake tensors, which stand for a CUDA device's.",
@@ -274,6 +279,48 @@ _TORCH = (
             "_grouped_mm _scaled_dot_product_cudnn_attention",
             "Operations of which a selective checkpoint keeps the results, or every second one.",
             source="aten/src/ATen/native/native_functions.yaml",
+        ),
+    ),
+    *_in(
+        "engines/fsdp2/flat_model.py",
+        _used(
+            "torch.distributed.fsdp._common_utils",
+            "HandleTrainingState TrainingState",
+            "A unit of FSDP1 between steps, after a step that did not reach its end.",
+        ),
+        _used(
+            "torch.distributed.fsdp._init_utils",
+            "SHARDING_STRATEGY_MAP",
+            "What a unit does with gathered parameters, which changes between steps.",
+        ),
+        _used(
+            "torch.distributed.fsdp._flat_param:FlatParamHandle",
+            "_use_sharded_views _use_sharded_flat_param",
+            "A flat parameter in another storage, and after a step that did not reach its end.",
+        ),
+        _used(
+            "torch.distributed.fsdp._runtime_utils",
+            "_handle _sync_gradients _post_backward_callback_queued _ran_pre_backward_hook _needs_pre_backward_unshard "
+            "_prefetched _post_forward_index _training_state",
+            "A unit's flat parameter, whether it reduces gradients, and what the end of a step sets.",
+            on_instances=True,
+        ),
+        _used(
+            "torch.distributed.fsdp:FullyShardedDataParallel",
+            "_zero_scalar",
+            "What its clipping keeps on the device.",
+            on_instances=True,
+        ),
+        _used(
+            "torch.distributed.fsdp._flat_param:FlatParamHandle",
+            "_use_orig_params _sharding_strategy",
+            "How a unit has its parameters.",
+            on_instances=True,
+        ),
+        _used(
+            "torch.distributed.fsdp:ShardingStrategy",
+            "_HYBRID_SHARD_ZERO2",
+            "What verl takes for groups of ranks that keep gathered parameters.",
         ),
     ),
     *_in(

@@ -47,6 +47,7 @@ def _nemo(section: str = "grpo", deferred: str = "false", packed: str = "true", 
 
 
 _WHOLE, _BY_SEQUENCE = "logprobs_one_hot", "logprobs_by_sequence"
+_CHUNKED_ENTROPY = "actor_rollout_ref.actor.entropy_from_logits_with_chunking"
 _OF_VERL = "vocab_parallel_cross_entropy"
 
 
@@ -98,6 +99,35 @@ def test_a_job_computes_the_loss_of_its_framework(
     # Only NeMo-RL keeps logits in bf16, and Megatron's own loss returns none.
     assert scenario.state.fp32_output == (loss != "cross_entropy" and "defer_fp32_logits: true" not in text)
     assert (scenario.seq_length, scenario.micro_batch_size, scenario.packed_sequences) == row
+
+
+@pytest.mark.parametrize(
+    ("text", "has_entropy", "missed"),
+    [
+        (_VERL, False, set()),
+        (f"{_VERL} actor_rollout_ref.actor.entropy_coeff=0.01", True, set()),
+        (f"{_VERL} actor_rollout_ref.actor.calculate_entropy=True", True, set()),
+        (f"{_VERL} actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.calculate_entropy=False", False, set()),
+        (
+            f"{_VERL} actor_rollout_ref.actor.entropy_coeff=0.01 {_CHUNKED_ENTROPY}=True",
+            True, {_CHUNKED_ENTROPY},
+        ),
+        (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.01", True, set()),
+        (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.0", False, set()),
+        (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.01 --rollout-top-p 0.9", True, {"entropy_coef", "rollout_top_p"}),
+    ],
+)  # fmt: skip
+def test_the_entropy_is_a_part_of_the_loss_where_a_job_gives_it_a_coefficient(
+    text: str, has_entropy: bool, missed: set[str], tmp_path: Path
+) -> None:
+    """verl's is so wherever it is computed (``ppo_loss`` in verl/workers/utils/losses.py, 0.9.1)."""
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    job = Job.read(path, version="0.9.1" if "verl" in text else None)
+    assert job.required()[0].state.entropy_loss == has_entropy
+    of_entropy = {one.key: one for one in job.not_modelled if "entropy" in one.key or "top_p" in one.key}
+    assert of_entropy.keys() == missed
+    assert all(one.bound_bytes for one in of_entropy.values() if "entropy" in one.key)
 
 
 @pytest.mark.parametrize(

@@ -439,7 +439,7 @@ def test_slime_keeps_chosen_experts_on_the_host_and_copies_those_in_flight(key: 
 
 def test_the_entropy_of_slime_has_a_bound(tmp_path: Path) -> None:
     """The logits in fp32, the entropy's gradient, and where a mask leaves tokens out the probabilities of all."""
-    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01")
+    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01 --rollout-top-p 0.9")
     vocabulary = job.required()[0].architecture.vocab_size
     assert effects(job)["entropy_coef"].bound_bytes == 3 * 4 * 1024 * vocabulary
 

@@ -611,6 +611,7 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "policy_loss_type",
         "loss_fn",
         "ref_model",
+        "entropy_coef",
         "freeze_moe_router",
         "ref.megatron.param_offload",
         "padding_free",

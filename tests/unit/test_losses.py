@@ -81,6 +81,45 @@ def test_every_loss_has_the_values_of_the_unfused_cross_entropy(
         assert other.norm() > 0
 
 
+@pytest.mark.parametrize("loss", losses.WITH_ENTROPY)
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_tensor_ranks_subtract_the_entropy_together_as_one_rank_does(loss: str, chunk_size: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, weights = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, generator=generator)
+    labels = torch.randint(40, (2, 7), generator=generator)
+    whole = logits.clone().requires_grad_()
+    distribution = torch.distributions.Categorical(logits=whole)
+    expected = -distribution.log_prob(labels) - 0.01 * distribution.entropy()
+    expected.backward(weights)
+    assert whole.grad is not None
+    of_ranks: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def job(rank: int, group: Any) -> None:
+        part = logits[:, :, 20 * rank : 20 * (rank + 1)].clone().requires_grad_()
+        together = losses.WITH_ENTROPY[loss](part * 1, labels, group, chunk_size)
+        of_ranks[rank] = together.detach(), *torch.autograd.grad(together, part, weights)
+
+    on_ranks(2, job)
+    for rank, (of_labels, gradient) in of_ranks.items():
+        torch.testing.assert_close(of_labels, expected.detach())
+        torch.testing.assert_close(gradient, whole.grad[:, :, 20 * rank : 20 * (rank + 1)])
+
+
+def test_the_entropy_keeps_and_makes_what_the_frameworks_keep_and_make() -> None:
+    """By hand, in fp32: verl keeps a copy of the logits and a softmax; slime the logits, and makes their gradient.
+
+    Without the entropy the loss keeps one of these, and the logits are freed before backward.
+    """
+    logits = 4096 * 100_352
+    with Lab("phi-4", num_layers=2, seq_length=4096, backend="simulated") as lab:
+        for loss, phase in (("vocab_parallel_cross_entropy", "forward"), ("softmax", "backward")):
+            plain = TrainingState(loss=loss, fp32_output=True)  # type: ignore[arg-type]
+            without, beside = lab.step(state=plain), lab.step(state=replace(plain, entropy_loss=True))
+            assert beside.peak_by_module["loss"] == pytest.approx(8 * logits, rel=1e-3)
+            assert beside.peak_allocated_bytes - without.peak_allocated_bytes == pytest.approx(4 * logits, rel=1e-3)
+            assert beside.peak_phase == phase
+
+
 @pytest.mark.parametrize("how", ["te", "log-probabilities", "chunks", "one-hot chunks", "softmax", "log_softmax"])
 def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
     generator = torch.Generator().manual_seed(0)

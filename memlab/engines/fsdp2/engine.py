@@ -22,6 +22,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.engines.fsdp2 import training_step as steps
+from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.engines.fsdp2.sharded_model import ShardedModel
@@ -72,7 +73,8 @@ class Fsdp2Engine:
     def build(self) -> None:
         if not torch.distributed.is_initialized():
             self._place.join(self.scenario.layout)
-        self._live = ShardedModel(self.scenario, self._place.kind)
+        kind = FlatModel if self.scenario.state.fsdp_version == 1 else ShardedModel
+        self._live = kind(self.scenario, self._place.kind)
 
     def release_optimizer(self) -> None:
         self.live.optimizer = None
@@ -176,7 +178,7 @@ class Fsdp2Engine:
         return self.live.layers
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for name, module in self.live.module.named_modules():
+        for name, module in self.live.named_modules():
             yield _NAMES.get(name) or name.replace("model.layers.", "decoder.layers.", 1), module
 
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -193,7 +195,7 @@ class Fsdp2Engine:
         yield from (("parameters", "a shard", each) for each in self.groups().parameters())
 
     def workspace(self) -> Iterator[torch.Tensor]:
-        yield from self.live.module.buffers()
+        yield from self.live.workspace()
         yield from transformer_engine_caches.tensors()
         states = self.live.optimizer.state.values() if self.live.optimizer is not None else ()
         yield from (state["step"] for state in states if "step" in state)

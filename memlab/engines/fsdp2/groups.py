@@ -35,11 +35,13 @@ class ShardedGroups:
 
     def parameters(self) -> list[torch.Tensor]:
         """Returns the rank's shards."""
-        return [whole_storage(each) for each in self._live.parameters]
+        # With FSDP1's ``use_orig_params``, several are parts of one storage.
+        whole = [whole_storage(each) for each in self._live.parameters]
+        return [*{each.untyped_storage()._cdata: each for each in whole}.values()]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients of the shards, which are there from backward to the next step's `zero_grad`."""
-        return [whole_storage(each.grad) for each in self._live.parameters if each.grad is not None]
+        """Returns the gradients of the shards."""
+        return [whole_storage(each) for each in self._live.gradients()]
 
     def optimizer_state(self) -> list[torch.Tensor]:
         """Returns Adam's moments, and the main parameters that Transformer Engine's may keep."""
@@ -57,10 +59,10 @@ class ShardedGroups:
 
 def holdings(live: ShardedModel) -> Iterator[HeldTensor]:
     """Yields what FSDP2's own objects and the optimizer refer to."""
-    for each in live.sharded():
-        yield HeldTensor("parameters", "shards", each._sharded_param_data)
-        if each.sharded_param.grad is not None:
-            yield HeldTensor("gradients", "the shards' .grad", whole_storage(each.sharded_param.grad))
+    for shard, gradient in live.shards():
+        yield HeldTensor("parameters", "shards", shard)
+        if gradient is not None:
+            yield HeldTensor("gradients", "the shards' .grad", whole_storage(gradient))
     for state in live.optimizer.state.values() if live.optimizer is not None else ():
         for name, value in state.items():
             if value.dim():

@@ -16,11 +16,11 @@ from memlab.engines.fsdp2.adapters import add_adapters
 from memlab.engines.fsdp2.attention import name_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import build_model
-from memlab.engines.fsdp2.tensor_parallel import divide
+from memlab.engines.fsdp2.tensor_parallel import clip, divide
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LEARNING_RATE = 0.0
 """A step changes no weights, as with `memlab.engines.megatron`: every step of a lab has the same loss."""
 
@@ -35,7 +35,7 @@ class ShardedModel:
 
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:
         mesh_device = "cuda" if place.on_gpu else "cpu"
-        sharded = torch.float32 if scenario.state.fp32_sharded_params else _DTYPES[scenario.dtype]
+        sharded = torch.float32 if scenario.state.fp32_sharded_params else DTYPES[scenario.dtype]
         torch.manual_seed(scenario.seed)
         self.attention = name_of(scenario, on_gpu=place.on_gpu, has_allocator=place.has_allocator)
         # The whole model has no part in a step, and is made under another default type than the meter expects.
@@ -45,8 +45,6 @@ class ShardedModel:
                 if scenario.state.lora is not None:
                     add_adapters(self.module, scenario)
             self._shard(mesh_device, scenario)
-            if mesh_device == "cpu":  # gloo has no average
-                self.module.set_force_sum_reduction_for_comms(True)
         # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
         self.parameters: list[Any] = list(self.module.parameters())
         self.is_divided = scenario.layout.tensor_model_parallel_size > 1
@@ -85,10 +83,39 @@ class ShardedModel:
         """Says whether the next backward reduces gradients."""
         self.module.set_requires_gradient_sync(is_last)
 
+    def clip(self, max_norm: float) -> None:
+        """Clips the gradients."""
+        if self.is_divided:
+            clip(self.parameters, max_norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters, max_norm, foreach=True)
+
+    @property
+    def inner(self) -> Any:
+        """Transformers' model."""
+        return self.module
+
     @property
     def layers(self) -> list[Any]:
         """The transformer layers."""
         return list(self.module.model.layers)
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        """Yields the modules of transformers' model by their names there."""
+        yield from self.module.named_modules()
+
+    def shards(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """Yields each parameter's shard and its gradient, as FSDP2's own objects have them."""
+        for each in self.sharded():
+            yield each._sharded_param_data, each.sharded_param.grad
+
+    def workspace(self) -> Iterator[torch.Tensor]:
+        """Yields what is kept beside shards and optimizer state."""
+        yield from self.module.buffers()
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yields the gradients of the shards, which are there from backward to the next step's `zero_grad`."""
+        yield from (each.grad for each in self.parameters if each.grad is not None)
 
     def sharded(self) -> Iterator[Any]:
         """Yields FSDP2's own object for each parameter."""
@@ -104,6 +131,10 @@ class ShardedModel:
                 each._unsharded_param.grad = None
         if hasattr(self.module, "reset_iter_state"):
             self.module.reset_iter_state()
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Drops gradients, and the state of an update that did not reach its end."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
         for state in [state for state in self.optimizer.state.values() if "exp_avg_sq" not in state]:
@@ -126,13 +157,15 @@ class ShardedModel:
         for layer in self.layers:
             fully_shard(layer, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
         fully_shard(self.module, reshard_after_forward=False, **options)
+        if mesh_device == "cpu":  # gloo has no average
+            self.module.set_force_sum_reduction_for_comms(True)
         self._meshes_after_forward = {
             group: group.post_forward_mesh_info for layer in self.layers for group in _groups(layer)
         }
 
     def _to_device(self) -> None:
         """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own."""
-        place = _on_pinned_host if self.is_on_host else _on_device
+        place = _on_pinned_host if self.is_on_host else on_device
         with keeping("parameters"):
             for each in self.sharded():
                 each.device = torch.device("cuda")  # where it is gathered
@@ -143,7 +176,7 @@ class ShardedModel:
         with keeping("workspace"):
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, _on_device(buffer))
+                    setattr(module, name, on_device(buffer))
 
 
 def _groups(module: Any) -> list[Any]:
@@ -157,11 +190,12 @@ def _on_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
-def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor in a storage of its own on the device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda").copy_(tensor)
 
 
 def _policy(scenario: Scenario) -> MixedPrecisionPolicy:
     """Returns what NeMo Automodel gives FSDP2: layers compute in ``dtype``, and gradients are reduced in fp32."""
     reduced = torch.bfloat16 if scenario.state.grad_reduce_in_bf16 else torch.float32
-    return MixedPrecisionPolicy(param_dtype=_DTYPES[scenario.dtype], reduce_dtype=reduced)
+    return MixedPrecisionPolicy(param_dtype=DTYPES[scenario.dtype], reduce_dtype=reduced)

@@ -11,7 +11,7 @@ import torch
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.sharded_model import ShardedModel
-from memlab.engines.fsdp2.tensor_parallel import clip, loss_of
+from memlab.engines.fsdp2.tensor_parallel import loss_of
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels, on_host
 
@@ -58,10 +58,7 @@ def update_parameters(live: ShardedModel) -> None:
     """Clips the gradients, and runs the optimizer."""
     assert live.optimizer is not None
     with on_host() if live.is_on_host else nullcontext():
-        if live.is_divided:
-            clip(live.parameters, _MAX_NORM)
-        else:
-            torch.nn.utils.clip_grad_norm_(live.parameters, _MAX_NORM, foreach=True)
+        live.clip(_MAX_NORM)
         live.optimizer.step()
 
 

@@ -23,6 +23,8 @@ from torch.distributed import ReduceOp
 
 from memlab.config.training_state import TrainingState
 
+_ENTROPY_COEFFICIENT = 0.01
+"""Of the entropy in a loss: a usual one."""
 _TOPK = 64
 """Logits of a token that a teacher sends (``distillation.topk_logits_k``, NeMo-RL 7ea279ab)."""
 
@@ -52,6 +54,8 @@ class LossFromLogits(torch.nn.Module):
         if state.num_labels is not None:
             return (logits - 1).square().mean(-1)
         compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size
+        if state.entropy_loss:
+            compute = WITH_ENTROPY[state.loss]
         if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
             return compute(logits, labels, group, chunk_size)
         sums: list[torch.Tensor] = []
@@ -102,8 +106,24 @@ def _vocab_parallel_cross_entropy(
     return of_labels
 
 
+def _cross_entropy_and_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return _vocab_parallel_cross_entropy(logits, labels, group, chunk_size)
+    logits.div_(torch.ones_like(labels, dtype=logits.dtype).unsqueeze(-1))
+    loss: torch.Tensor = _CrossEntropyAndEntropy.apply(logits, labels, group)
+    return loss
+
+
 def _softmax(
-    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, is_scaled: bool = False
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any,
+    chunk_size: int | None,
+    *,
+    is_scaled: bool = False,
+    has_entropy: bool = False,
 ) -> torch.Tensor:
     rows = logits.flatten(0, 1)
     if is_scaled:
@@ -113,7 +133,8 @@ def _softmax(
     if chunk_size is not None:
         number = -(-rows.shape[0] // chunk_size)
         chunks = list(zip(rows.chunk(number), own.chunk(number), strict=True))
-    return -torch.cat([_LogProbabilitiesOfSoftmax.apply(*chunk, group) for chunk in chunks]).view_as(labels)
+    of_chunks = [_LogProbabilitiesOfSoftmax.apply(*chunk, group, has_entropy) for chunk in chunks]
+    return -torch.cat(of_chunks).view_as(labels)
 
 
 def _kept_log_softmax(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
@@ -152,6 +173,14 @@ LOSSES: dict[str, _Loss] = {
     "topk_logits": _topk_logits,
 }
 """What each loss of `TrainingState` computes, but for Megatron's own, which the model itself computes."""
+WITH_ENTROPY: dict[str, _Loss] = {
+    # With ``entropy_coeff`` and ``calculate_entropy``.
+    "vocab_parallel_cross_entropy": _cross_entropy_and_entropy,
+    # With ``entropy_coef``: without it, slime's entropy is a metric that keeps nothing.
+    "softmax": partial(_softmax, has_entropy=True),
+    "scaled_softmax": partial(_softmax, is_scaled=True, has_entropy=True),
+}
+"""The losses from which the entropy is subtracted, each computed as its framework does."""
 BY_SEQUENCE = ("logprobs_by_sequence", "topk_logits")
 """Losses that training computes for one packed sequence after the other."""
 
@@ -325,23 +354,73 @@ class _LogSoftmaxOfRanks(torch.autograd.Function):
 
 
 class _LogProbabilitiesOfSoftmax(torch.autograd.Function):
-    """Log-probabilities [tokens] of labels, in one copy of the logits, which is the softmax and then the gradient."""
+    """Log-probabilities [tokens] of labels, in one copy of the logits, which is the softmax and then the gradient.
+
+    With the entropy, a part of which is added, the logits are kept too, and its gradient is one more tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any, has_entropy: bool) -> torch.Tensor:
+        own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
+        rows = logits.float()
+        maximum = _maximum(rows, group)
+        softmax = rows - maximum
+        picked = softmax.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+        total = _summed(softmax.exp_().sum(dim=-1), group)
+        softmax.div_(total.unsqueeze(-1))
+        log_probs = _summed(picked.masked_fill_(elsewhere, 0.0), group) - total.log()
+        if not has_entropy:
+            ctx.save_for_backward(softmax, own, elsewhere)
+            return log_probs
+        weighted = _weighted(softmax, rows, group)
+        ctx.save_for_backward(softmax, own, elsewhere, rows, weighted)
+        return log_probs + _ENTROPY_COEFFICIENT * (maximum.squeeze(-1) + total.log() - weighted.squeeze(-1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        softmax, own, elsewhere, *of_entropy = ctx.saved_tensors
+        if not of_entropy:
+            return _gradient(softmax.neg_(), gradient, own, elsewhere), None, None, None
+        rows, weighted = of_entropy
+        more = (weighted - rows).mul_(softmax).mul_((_ENTROPY_COEFFICIENT * gradient).unsqueeze(-1))
+        return _gradient(softmax.neg_(), gradient, own, elsewhere).add_(more), None, None, None
+
+
+class _CrossEntropyAndEntropy(torch.autograd.Function):
+    """Cross entropy less a part of the entropy, as verl computes both: the one in a copy of the logits.
+
+    It keeps that copy, the logits and the entropy's softmax. In nodes of their own, as in verl, the gradients would be
+    added up as `_Slice` says.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
         own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
-        rows = logits.float()
-        softmax = rows - _maximum(rows, group)
-        picked = softmax.gather(-1, own.unsqueeze(-1)).squeeze(-1)
-        total = _summed(softmax.exp_().sum(dim=-1), group)
-        softmax.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, own, elsewhere)
-        return _summed(picked.masked_fill_(elsewhere, 0.0), group) - total.log()
+        copy = logits.clone()
+        maximum = _maximum(logits, group)
+        softmax = (logits - maximum).exp_()
+        total = _summed(softmax.sum(dim=-1, keepdim=True), group)
+        softmax.div_(total)
+        weighted = _weighted(softmax, logits, group)
+        copy.sub_(maximum)
+        picked = _of_labels(copy, own, elsewhere, group)
+        copy.exp_().div_(total)
+        ctx.save_for_backward(logits, softmax, copy, weighted, own, elsewhere)
+        of_labels = total.log().squeeze(-1) - picked
+        return of_labels - _ENTROPY_COEFFICIENT * (maximum + total.log() - weighted).squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        softmax, own, elsewhere = ctx.saved_tensors
-        return _gradient(softmax.neg_(), gradient, own, elsewhere), None, None
+        logits, softmax, copy, weighted, own, elsewhere = ctx.saved_tensors
+        logits.sub_(weighted)
+        softmax.mul_(logits).mul_((_ENTROPY_COEFFICIENT * gradient).unsqueeze(-1))
+        logits.add_(weighted)
+        return softmax.sub_(_gradient(copy.neg_(), gradient, own, elsewhere)), None, None
+
+
+def _weighted(softmax: torch.Tensor, rows: torch.Tensor, group: Any) -> torch.Tensor:
+    # As one product of matrices it makes no tensor of the logits' size, like the frameworks' own kernels.
+    return _summed(torch.einsum("...v,...v->...", softmax, rows), group).unsqueeze(-1)
 
 
 def _chunks(num_tokens: int, chunk_size: int | None) -> Iterator[slice]:

@@ -52,7 +52,12 @@ from memlab.jobs.frameworks.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.frameworks.megatron_lm import NO_MASK_OF_DATA_LOADER, ONLY_OF_MS_SWIFT, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import (
+    NO_MASK_OF_DATA_LOADER,
+    ONLY_OF_MS_SWIFT,
+    ONLY_OF_VERL_AND_SLIME,
+    take_sequence_parallel,
+)
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     drop_frozen_parts,
@@ -614,6 +619,7 @@ NEMO_RL = Framework(
     packs=is_packed,
     cannot_write=OF_BRIDGE
     | ONLY_OF_MS_SWIFT
+    | ONLY_OF_VERL_AND_SLIME
     | NO_MASK_OF_DATA_LOADER
     | of_one_kind("NeMo-RL")
     | {

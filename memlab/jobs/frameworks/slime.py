@@ -53,6 +53,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
+_IS_NOT_ZERO = Conversion(lambda value: bool(NUMBER.read(value)), lambda value: 0.01 if value else 0)
 KEYS = (
     Key("hf_checkpoint", "architecture", TEXT),
     Key("actor_num_nodes", "nodes", WHOLE, 1),
@@ -60,6 +61,7 @@ KEYS = (
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
     Key("qkv_format", "qkv_format", TEXT, "thd"),
     Key("max_tokens_per_gpu", "tokens_per_rank", COUNT, None),
+    Key("entropy_coef", "entropy_loss", _IS_NOT_ZERO, False),
     Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", COUNT, None),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
     Key("rollout_num_gpus_per_engine", "engine_ranks", COUNT, 1),
@@ -117,7 +119,6 @@ FRAMEWORK_MISSING = (
         Missing(name, "either", "some layers compute with DeepGEMM in FP8", is_given)
         for name in ("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers")
     ),
-    Missing("entropy_coef", "more", "the entropy's gradient keeps the probabilities"),
     Missing("rollout_top_p", "more", "a mask and one more copy of the logits leave out what was not sampled from",
             lambda value: value not in (None, 1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
@@ -140,6 +141,8 @@ def complete(reading: Reading) -> None:
     if (values.get("logprobs_chunk_size") or -1) < 0:
         values["logprobs_chunk_size"] = None
     values["loss"] = "softmax" if values.pop("temperature") == 1 else "scaled_softmax"
+    if values["entropy_loss"] and reading.get("rollout_top_p", 1.0) not in (None, 1):
+        reading.miss("entropy_coef", "more", "the entropy is that of all logits, with a softmax of its own")
     is_colocated = values.pop("is_colocated")
     _complete_offload(reading, is_colocated=is_colocated)
     _note_skipped_passes(reading)
@@ -365,7 +368,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
 _NEVER = {
     name: reason
     for name, reason in CANNOT_WRITE.items()
-    if not name.startswith(("offload", "loss", "fp32_output", "logprobs"))
+    if not name.startswith(("offload", "loss", "fp32_output", "logprobs", "entropy"))
 }
 
 SLIME = Framework(

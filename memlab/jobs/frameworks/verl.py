@@ -55,6 +55,8 @@ KEYS = (
     Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", COUNT, 256),
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
+    Key(f"{_ACTOR}.calculate_entropy", "entropy_loss", SWITCH, False),
+    Key(f"{_ACTOR}.entropy_coeff", "entropy_coefficient", NUMBER, 0),
     *(
         Key(f"{prefix}.log_prob_{key}", f"{model}_{field}", conversion)
         for model, prefix in (("policy", _ROLLOUT), ("reference", "actor_rollout_ref.ref"))
@@ -81,8 +83,6 @@ FRAMEWORK_MISSING = (
     *engine_missing(*_PREFIXES),
     Missing(f"{_ACTOR}.use_fused_kernels", "less", "log-probabilities without whole logits"),
     Missing(f"{_ACTOR}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
-    Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
-    Missing(f"{_ACTOR}.calculate_entropy", "more", "verl copies the logits and keeps probabilities for backward"),
     Missing(f"{_ACTOR}.calculate_sum_pi_squared", "more", "the probabilities of all logits are squared"),
     Missing(f"{_ACTOR}.ppo_micro_batch_size", "either",
             "it counts the sequences of all ranks and is deprecated: memlab takes ppo_micro_batch_size_per_gpu, or 1"),
@@ -124,6 +124,7 @@ def complete(reading: Reading) -> None:
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
     of_log_probs, rows = _largest_pass(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
+    _take_entropy(reading)
     is_colocated = values.pop("is_colocated")
     if is_colocated:
         _take_allocator(reading)
@@ -178,6 +179,20 @@ def _largest_pass(
         else:
             passes.append((longest * rows, 1) if removes_padding else (longest, rows))
     return max(passes if _compares(reading) else passes[:1], key=math.prod)
+
+
+def _take_entropy(reading: Reading) -> None:
+    """Takes the entropy, which is a part of the loss wherever it is computed, with a coefficient of 0 too.
+
+    See ``ppo_loss`` in verl/workers/utils/losses.py (0.9.1). Its chunks are slices of the logits, each of which has a
+    gradient of all logits' size.
+    """
+    values, key = reading.values, f"{_ACTOR}.entropy_from_logits_with_chunking"
+    if values.pop("entropy_coefficient"):
+        values["entropy_loss"] = True
+    if values["entropy_loss"] and reading.get(key):
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.miss(key, "more", "the gradients of chunks are added up, each with all logits' size")
 
 
 def _take_allocator(reading: Reading) -> None:
@@ -282,6 +297,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     return composed(scenario, settings) | {
         "model_engine": "megatron",
+        "entropy_coefficient": 0,
         "allocator": None,
         "tokens_per_rank": tokens if is_row else 16384,
         "micro_batch_size": None if is_row else scenario.micro_batch_size,
@@ -304,7 +320,7 @@ VERL = Framework(
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
-    cannot_write=CANNOT_WRITE,
+    cannot_write={name: reason for name, reason in CANNOT_WRITE.items() if name != "entropy_loss"},
     without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,

@@ -1,0 +1,88 @@
+"""FSDP1 under the engine fsdp2: what a rank keeps, live steps, and predictions of two ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.backends import find_backend
+from memlab.backends.simulated import predicting
+from memlab.config.lora import LoRA
+from memlab.config.scenario import Scenario
+from memlab.lab.one_process import OneProcess
+from memlab.lab.request import StepRequest
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+SIZES: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
+IN_FP32: dict[str, Any] = {"fsdp_version": 1, "fp32_sharded_params": True}
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def of(state: dict[str, Any], **more: Any) -> Scenario:
+    return Scenario.of("llama-3-tiny", **(SIZES | more), state=TrainingState(**(IN_FP32 | state)))
+
+
+@pytest.mark.parametrize("state", [{}, {"use_orig_params": True}])
+def test_a_live_step_is_fsdp2s_and_its_prediction(state: dict[str, Any]) -> None:
+    one = OneProcess(of(state), find_backend("cpu"))
+    one.build()
+    try:
+        first, recomputed = one.take(StepRequest()), one.take(StepRequest(settings=FULL))
+        moved = one.transfer("offload", ("parameters", "optimizer state"))
+        numel = one.scenario.architecture.with_layers(2).num_parameters
+        assert moved.transferred_bytes == {"parameters": 4 * numel, "optimizer state": 8 * numel}
+        assert not one.run_exclusive(one.model.transfers.audit).complaints
+        with patch("torch.autograd.backward", side_effect=MemoryError), pytest.raises(MemoryError):
+            one.take(StepRequest())
+        again = one.take(StepRequest())
+        assert again.loss == first.loss and again.peak_allocated_bytes == first.peak_allocated_bytes
+        assert first.residual_bytes == recomputed.residual_bytes == 0
+    finally:
+        one.close()
+    with Lab(of(state), backend=predicting("cpu")) as lab:
+        predicted = lab.step(), lab.step(FULL)
+    assert [each.peak_by_category for each in predicted] == [first.peak_by_category, recomputed.peak_by_category]
+    with Lab(of({"fsdp_version": 2}), backend="cpu") as lab:
+        assert lab.step().loss == first.loss
+
+
+def test_each_of_two_ranks_gathers_flat_parameters_in_bf16() -> None:
+    """Bytes of two live ranks over gloo (torch 2.13): 4,380,036 at the start of a step, 7,703,456 at its peak."""
+    scenario = of({}, num_layers=3, layout=Layout(data_parallel_size=2))
+    with Lab(scenario, backend=predicting("cpu")) as lab:
+        record = lab.step()
+    numel = scenario.architecture.with_layers(3).num_parameters
+    angles = 2 * 4 * scenario.architecture.kv_channels // 2
+    assert record.static_bytes == 12 * numel // 2 + angles + 4, "and the zero that its clipping keeps"
+    assert (record.static_bytes, record.peak_allocated_bytes) == (4_380_036, 7_703_456)
+
+
+def test_what_changes_in_place_is_that_of_a_new_lab() -> None:
+    layout = Layout(data_parallel_size=2)
+    kept = of({"reshard_after_forward": "none"}, layout=layout, num_layers=4)
+    with Lab(replace(kept, state=TrainingState(**IN_FP32)), backend=predicting("cpu")) as lab:
+        sharded = lab.step().peak_by_category
+        lab.set_state(kept.state)
+        changed = lab.step().peak_by_category
+    with Lab(kept, backend=predicting("cpu")) as lab:
+        assert lab.step().peak_by_category == changed != sharded
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"fsdp_cpu_offload": True}, "fsdp_version is 1 and fsdp_cpu_offload True"),
+        ({"lora": LoRA(rank=8)}, "fsdp_version is 1 and lora_rank 8"),
+        ({"adam_implementation": "te_fused"}, "fsdp_version is 1 and adam_implementation 'te_fused'"),
+        ({"fsdp2_forward_prefetch_depth": 2}, "fsdp_version is 1 and fsdp2_forward_prefetch_depth 2"),
+        ({"fsdp_version": 3}, "fsdp_version is 3, must be"),
+    ],
+)
+def test_what_version_1_lacks_is_refused_by_name(state: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        of(state)
