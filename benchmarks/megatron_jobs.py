@@ -764,6 +764,11 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(QWEN, 2, alone, {}, FULL, state=lora(16, *OF_PARTS))
     for targets in (OF_LATENT_ATTENTION, (*OF_LATENT_ATTENTION, *OF_MLP)):
         yield from of(MOONLIGHT, 2, alone, {}, FULL, state=lora(8, *targets))
+    for model in (LLAMA, QWEN):
+        yield from of(model, 4, alone, {}, FULL, state=lora(16) | BLOCKWISE)
+        yield from of(model, 2, alone, {}, FULL, state=lora(16) | TENSORWISE)
+    yield from of(LLAMA, 2, alone, {}, state=lora(32, *OF_MLP) | BLOCKWISE)
+    yield from of(PHI, 2, alone, recompute("mlp"), state=lora(16) | BLOCKWISE)
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
 

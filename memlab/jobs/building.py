@@ -14,7 +14,7 @@ from memlab.config.option import options_of, unread
 from memlab.config.pipeline_layout import without_extra_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
@@ -403,7 +403,9 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     values = reading.values
     if layout.pipeline_model_parallel_size == 1:
         values["deallocate_pipeline_outputs"] = False
-    if values.get("loss", "cross_entropy") != "cross_entropy" or values.get("num_labels") is not None:
+    if values.get("num_labels") is not None:  # no logits
+        values |= {name: options_of(TrainingState)[name].default for name in LOSS_OPTIONS}
+    if values.get("loss", "cross_entropy") != "cross_entropy":
         values["cross_entropy_loss_fusion"] = False
     for name in unread(TrainingState, values):
         values[name] = options_of(TrainingState)[name].default
