@@ -453,8 +453,8 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    for some in (exchanges_of_heads, fusions_of_two_ranks, classic_gpt_of_two_ranks, heads_of_two_ranks,
-                 adapters_of_two_ranks):  # fmt: skip
+    for some in (exchanges_of_heads, rings_of_flash_attn, fusions_of_two_ranks, classic_gpt_of_two_ranks,
+                 heads_of_two_ranks, adapters_of_two_ranks):  # fmt: skip
         yield from some(of)
 
 
@@ -632,6 +632,15 @@ def exchanges_of_heads(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     heads = {"cp_comm_type": "a2a"}
     yield from of(QWEN_8B, 4, "CP2", {}, FULL, recompute("core_attn"), ATTENTION, state=heads)
     yield from of(GPT_OSS, 2, "CP2", {}, FULL, state=heads)
+
+
+def rings_of_flash_attn(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs with flash-attn: of two ranks that pass keys and values around, and of one."""
+    flash = {"attention_backend": "flash"}
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL, recompute("core_attn"), ATTENTION, state=flash)
+    yield from of(PHI, 4, "CP2", {}, state=flash)
+    yield from of(QWEN, 2, "CP2 EP2", {}, recompute("moe_act"), state=flash)
+    yield from of(QWEN_8B, 2, "one rank", {}, FULL, state=flash)
 
 
 def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

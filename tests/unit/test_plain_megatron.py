@@ -107,8 +107,10 @@ def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words:
         f"phi-4 2 layers one rank x1 lora_rank=32 lora_target_modules={'+'.join(OF_PARTS)} lora_dropout=0.1",
         "qwen3-30b-a3b 4 layers one rank x1 offload_modules=expert_fc1+moe_act lora_rank=16",
         "qwen3-30b-a3b 2 layers one rank x1 lora_rank=24 lora_target_modules=",
-        "llama-3.1-8b 2 layers one rank x1 lora_rank=32 lora_target_modules=linear_fc1+linear_fc2 fp8_format=e4m3 "
-        "fp8_recipe=blockwise",
+        (
+            "llama-3.1-8b 2 layers one rank x1 lora_rank=32 lora_target_modules=linear_fc1+linear_fc2 fp8_format=e4m3 "
+            "fp8_recipe=blockwise"
+        ),
     ],
 )
 def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> None:
