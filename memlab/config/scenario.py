@@ -331,11 +331,17 @@ class Scenario:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         self._check_windows_and_sinks()
-        if ranks > 1 and backend in ("flash", "unfused"):
-            reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
+        if ranks > 1 and backend == "unfused":
             raise RuleError(
-                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}: choose auto or fused, "
-                "or context_parallel_size 1",
+                f"attention_backend is 'unfused' with context_parallel_size {ranks}, which Transformer Engine refuses: "
+                "choose auto, fused or flash, or context_parallel_size 1",
+                *("attention_backend", "context_parallel_size"),
+            )
+        if ranks > 1 and backend == "flash" and self.architecture.multi_latent_attention:
+            raise RuleError(
+                f"attention_backend is 'flash' with context_parallel_size {ranks} for {self.architecture.name}, whose "
+                "keys and values have other sizes, which Transformer Engine gives to flash-attn 3 only and memlab does "
+                "not predict: choose auto or fused, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
         if ranks > 1 and self.state.cp_comm_type == "a2a":

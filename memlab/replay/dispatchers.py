@@ -18,8 +18,8 @@ from memlab.engines.retained_leaves import Retained, retained_by
 from memlab.meter.observers import unobserved
 from memlab.meter.repeater import Repeater
 from memlab.replay.offload_calls import spec_of
-from memlab.replay.passes import Holder, Left, Pass, PassesOfStep, Reference
-from memlab.replay.units import Unit, Units
+from memlab.replay.passes import Holder, Left, Pass, PassesOfStep, Reference, Unit
+from memlab.replay.units import Units
 
 _KEPT = "memlab_kept"
 """Attribute of a stand-in: stand-ins of what its graph would keep."""

@@ -21,8 +21,8 @@ from memlab.meter.recording import INPUT, OWN, RETAINED, Recording, Replay, Role
 from memlab.meter.repeater import Repeater
 from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.offload_calls import Spec, spec_of
-from memlab.replay.passes import Reference
-from memlab.replay.units import Unit, Units, enter_layers
+from memlab.replay.passes import Reference, Unit
+from memlab.replay.units import Units, enter_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ import torch
 
 from memlab.meter.recording import GRADIENT, Role
 from memlab.replay.offload_calls import spec_of
-from memlab.replay.passes import Known, Pass, PassesOfStep
+from memlab.replay.passes import Known, Pass, PassesOfStep, Unit
 from memlab.replay.retention import Retention
-from memlab.replay.units import Unit
 
 Freed = list[tuple[int, Role]]
 """As `memlab.meter.recording.freed_by` returns it."""

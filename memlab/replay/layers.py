@@ -38,12 +38,12 @@ from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.forward_only import ForwardOnlyPasses
 from memlab.replay.knowledge import Knowledge
 from memlab.replay.offload_calls import RepeatedCalls
-from memlab.replay.passes import NotReplayableError, Pass, PassesOfStep
+from memlab.replay.passes import NotReplayableError, Pass, PassesOfStep, Unit
 from memlab.replay.plan import Plan
 from memlab.replay.recorder import Recorder
 from memlab.replay.replayer import Replayer
 from memlab.replay.retention import Retention
-from memlab.replay.units import Unit, Units
+from memlab.replay.units import Units
 from memlab.upstream.patching import patched
 
 

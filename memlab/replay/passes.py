@@ -1,11 +1,14 @@
-"""Passes through units: what is known of one that is under way, of those in flight, and what a pass leaves."""
+"""Units and passes through them: what is known of one that is under way, of those in flight, and what a pass leaves."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from memlab.engines.megatron.build import LiveModel
@@ -14,7 +17,9 @@ from memlab.meter.allocations import StorageAllocation
 from memlab.meter.recording import Recording, Replay
 from memlab.replay.offload_calls import Calls, Saved, Spec
 from memlab.replay.plan import Plan
-from memlab.replay.units import Unit
+
+NO_UNIT = -1
+"""The kind of what is before the first unit, or behind the last one."""
 
 
 class NotReplayableError(RuntimeError):
@@ -72,6 +77,45 @@ class Left:
     def retained(self) -> list[StorageAllocation]:
         """Returns what the unit's next pass frees."""
         return [each for place, each in enumerate(self.others) if place not in self.in_graph]
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A layer, or the layers of a checkpoint. Units of one kind at equal places have equal passes."""
+
+    layers: tuple[int, ...]
+    modules: npt.NDArray[np.int64]
+    """The codes of its layers' modules, by place."""
+    places: dict[int, int]
+    """Places by code."""
+    kind: int = NO_UNIT
+    """Equal for units with equal layers of one chunk of the model."""
+    before: int = NO_UNIT
+    """The kind of the unit before it, below 0 if it is the first one."""
+    after: int = NO_UNIT
+    num_equal_before: int = 0
+    """Units before it that have the same kind and neighbours of the same kinds."""
+    num_equal_after: int = 0
+    is_checkpoint: bool = False
+    """Whether full recompute steps its layers again in backward."""
+    is_in_checkpoint: bool = False
+    """Whether it is a layer of a checkpoint that is opened: its layers are units, and not the checkpoint."""
+    ends_chunk: bool = False
+    """Whether no layer of its chunk of the model follows it."""
+    last_pass: Pass | None = None
+    last_backward: Pass | None = None
+    """The pass whose backward has ended last."""
+    held: list[weakref.ref[Any] | None] = field(default_factory=list)
+    """What stands for what its last backward pass left allocated: the storages, in the order of `Left.others`."""
+    keeps_states: bool = False
+    """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
+    is_replayed: bool = False
+    """Whether its first pass in this step was replayed."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other unit of its chunk of the model is before it."""
+        return self.before == NO_UNIT
 
 
 @dataclass(slots=True, eq=False)

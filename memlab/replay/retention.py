@@ -13,8 +13,8 @@ from memlab.meter.allocations import Allocation, StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import RETAINED, Role
 from memlab.meter.repeater import Repeater
-from memlab.replay.passes import Pass, PassesOfStep
-from memlab.replay.units import Unit, Units
+from memlab.replay.passes import Pass, PassesOfStep, Unit
+from memlab.replay.units import Units
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 

@@ -6,66 +6,20 @@ recompute and the backward that follows it.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
+from memlab.replay.passes import NO_UNIT, Unit
 
-if TYPE_CHECKING:
-    from memlab.replay.passes import Pass
-
-_NONE = -1
-"""The kind of what is before the first unit, or behind the last one."""
 _MOST_UNOPENED = 2
 """The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit, of which
 recompute steps only some in the checkpoints that backward reaches first."""
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """A layer, or the layers of a checkpoint. Units of one kind at equal places have equal passes."""
-
-    layers: tuple[int, ...]
-    modules: npt.NDArray[np.int64]
-    """The codes of its layers' modules, by place."""
-    places: dict[int, int]
-    """Places by code."""
-    kind: int = _NONE
-    """Equal for units with equal layers of one chunk of the model."""
-    before: int = _NONE
-    """The kind of the unit before it, below 0 if it is the first one."""
-    after: int = _NONE
-    num_equal_before: int = 0
-    """Units before it that have the same kind and neighbours of the same kinds."""
-    num_equal_after: int = 0
-    is_checkpoint: bool = False
-    """Whether full recompute steps its layers again in backward."""
-    is_in_checkpoint: bool = False
-    """Whether it is a layer of a checkpoint that is opened: its layers are units, and not the checkpoint."""
-    ends_chunk: bool = False
-    """Whether no layer of its chunk of the model follows it."""
-    last_pass: Pass | None = None
-    last_backward: Pass | None = None
-    """The pass whose backward has ended last."""
-    held: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """What stands for what its last backward pass left allocated: the storages, in the order of `Left.others`."""
-    keeps_states: bool = False
-    """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
-    is_replayed: bool = False
-    """Whether its first pass in this step was replayed."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no other unit of its chunk of the model is before it."""
-        return self.before == _NONE
 
 
 class Units:
@@ -166,7 +120,7 @@ class Units:
             is_in_front = unit.layers[0] < self._without_gradient[chunk]
             kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
-        kinds = [_NONE, *(unit.kind for unit in units), _NONE]
+        kinds = [NO_UNIT, *(unit.kind for unit in units), NO_UNIT]
         num_equal = Counter[tuple[int, int, int]]()
         for place, unit in enumerate(units):
             unit.before, unit.after = kinds[place], kinds[place + 2]

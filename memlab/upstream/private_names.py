@@ -715,11 +715,6 @@ _WITHOUT_TE = (
     *_in(
         "engines/megatron/build.py",
         _replaced(
-            "megatron.core.transformer.multi_latent_attention",
-            "TELinear",
-            "Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
-        ),
-        _replaced(
             "megatron.core.models.gpt.gpt_layer_specs",
             "TESpecProvider",
             "The spec is Transformer Engine's; only the classes in it are the provider's.",
@@ -1057,6 +1052,17 @@ _MEGATRON = (
     ),
     *_in(
         "engines/megatron/megatron_versions.py",
+        _replaced(
+            "megatron.core.transformer.multi_latent_attention",
+            "TELinear",
+            "Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
+        ),
+        _replaced(
+            "megatron.core.transformer.mla_qk_norm_config",
+            "get_backend",
+            "Latent attention takes norms and linears with norms from Transformer Engine's own provider.",
+            since=(0, 19),
+        ),
         _used(
             "megatron.core.transformer.transformer_layer:TransformerLayer",
             "mlp_norm_manager",

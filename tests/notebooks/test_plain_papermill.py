@@ -76,6 +76,7 @@ def test_options_of_the_state_may_be_one_text_as_papermill_gives_it() -> None:
 
 
 @pytest.mark.notebook
+@pytest.mark.slow  # that papermill parses the parameters, and that a lab finds its files, is tested above
 def test_a_lab_runs_from_another_folder_as_the_readme_says(tmp_path: Path) -> None:
     """Its exercises run as they are: their checks say what is missing, and the notebook goes on."""
     (line,) = re.findall(r"^papermill .*$", (ROOT / "labs" / "README.md").read_text(), re.MULTILINE)

@@ -64,7 +64,7 @@ class Night:
         return result
 
 
-@pytest.fixture(scope="module", params=["cpu", "simulated"])
+@pytest.fixture(scope="module", params=[pytest.param("cpu", marks=pytest.mark.slow), "simulated"])
 def night(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Night:
     root = tmp_path_factory.mktemp("planted")
     (root / "labs").mkdir()

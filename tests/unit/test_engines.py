@@ -24,6 +24,7 @@ from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import kept_bytes, parameters_of_rank
 from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.lab.one_process import OneProcess
 from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
@@ -370,4 +371,4 @@ def test_a_torchvision_of_another_torch_is_named_and_what_to_do(monkeypatch: pyt
     broken.__spec__ = ModuleSpec("transformers", None)
     monkeypatch.setitem(sys.modules, "transformers", broken)
     with pytest.raises(ValueError, match=r"do not import here \(no torchvision::nms\): take the torchvision of torch"):
-        Lab("phi-4-tiny", **SIZES)
+        check_installed()

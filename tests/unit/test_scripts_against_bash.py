@@ -15,7 +15,9 @@ from tests.unit.shell_scripts import ScriptMaker, compared, starts_of_bash
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the truth is bash, which is not installed")
 
 
-@pytest.mark.parametrize("seed", range(0, 200, 20))
+@pytest.mark.parametrize(
+    "seed", [*range(0, 100, 20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 200, 20))]
+)
 def test_a_random_script_starts_what_bash_starts_or_is_said_to_be_undecided(seed: int, tmp_path: Path) -> None:
     path, found = tmp_path / "run.sh", []
     for each in range(seed, seed + 20):
