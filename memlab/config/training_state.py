@@ -711,10 +711,12 @@ class TrainingState:
             raise RuleError(
                 f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
             )
-        if self.fp8_format:
+        if self.fp8_format and (self.fp8_param_gather or self.lora.library != "megatron_bridge"):
+            other = "fp8_param_gather" if self.fp8_param_gather else f"lora_library {self.lora.library!r}"
             raise RuleError(
-                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r}, which memlab does not predict "
-                "together yet: leave one of the two out",
+                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r} and {other}, which memlab does not "
+                "predict together yet: leave one of the three out, or take Megatron-Bridge's adapters beside a bf16 "
+                "model that computes in FP8",
                 *("lora_rank", "fp8_format"),
             )
 

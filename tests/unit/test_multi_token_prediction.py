@@ -19,7 +19,6 @@ from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.views.text.record import without_state
 from tests.unit.inside import inside
-from tests.unit.of_old_core import OLD_CORE
 
 pytestmark = pytest.mark.versions
 
@@ -27,7 +26,6 @@ EXTRA = TrainingState(mtp_num_layers=1)
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 
 
-@OLD_CORE
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [
@@ -51,7 +49,6 @@ def test_a_rank_has_the_parameters_that_megatron_builds(layout: dict[str, Any], 
         assert sum(parameters_of_rank(lab.scenario)) == live
 
 
-@OLD_CORE
 def test_a_last_stage_has_an_output_weight_beside_its_copy_of_a_tied_embedding() -> None:
     where = Layout(**PP2, rank=1)
     with Lab("qwen3-dense-tiny", seq_length=64, layout=where, state=EXTRA, backend="simulated") as lab:
