@@ -30,8 +30,8 @@ WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
 FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """The families that the engine fsdp2 builds."""
-_FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
-"""Those of them that it divides over tensor parallel ranks: Phi-3's fused matrices have another plan."""
+_FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Those of them that it divides over tensor parallel ranks."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -311,7 +311,7 @@ class Scenario:
                 "Automodel: choose a divisor",
                 "tensor_model_parallel_size",
             )
-        options = {"sequence_parallel": self.layout.sequence_parallel}
+        options = {"sequence_parallel": self.layout.sequence_parallel and model.family == "phi3"}
         options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
         for name, is_on in options.items():
             if is_on:

@@ -282,6 +282,14 @@ _TORCH = (
         ),
     ),
     *_in(
+        "engines/fsdp2/tensor_parallel.py",
+        _used(
+            "torch.distributed.tensor.parallel:SequenceParallel",
+            "_prepare_output_fn",
+            "NeMo Automodel's norm of a part of the sequence gathers its output there.",
+        ),
+    ),
+    *_in(
         "engines/fsdp2/flat_model.py",
         _used(
             "torch.distributed.fsdp._common_utils",
