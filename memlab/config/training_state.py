@@ -216,6 +216,15 @@ class TrainingState:
         at_most=2**26,
     )
 
+    topk_logits_k: int = option(
+        64,
+        "logits of each token that a teacher sends, and that the loss compares with (default 64)",
+        **_LOSS,
+        needs="loss",
+        needs_value="topk_logits",
+        at_most=2**16,
+    )
+    """``distillation.topk_logits_k`` of NeMo-RL (7ea279ab), whose example has 64."""
     entropy_loss: bool = option(
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
