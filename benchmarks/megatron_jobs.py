@@ -453,8 +453,8 @@ def jobs() -> Iterator[Job]:
     yield from of(LLAMA, 4, "DP2", {}, state=LOW_PRECISION)
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
-    for some in (exchanges_of_heads, fusions_of_two_ranks, classic_gpt_of_two_ranks, heads_of_two_ranks,
-                 adapters_of_two_ranks):  # fmt: skip
+    for some in (exchanges_of_heads, rings_of_flash_attn, fusions_of_two_ranks, classic_gpt_of_two_ranks,
+                 heads_of_two_ranks, adapters_of_two_ranks):  # fmt: skip
         yield from some(of)
 
 
@@ -634,6 +634,15 @@ def exchanges_of_heads(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(GPT_OSS, 2, "CP2", {}, FULL, state=heads)
 
 
+def rings_of_flash_attn(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs with flash-attn: of two ranks that pass keys and values around, and of one."""
+    flash = {"attention_backend": "flash"}
+    yield from of(QWEN_8B, 4, "CP2", {}, FULL, recompute("core_attn"), ATTENTION, state=flash)
+    yield from of(PHI, 4, "CP2", {}, state=flash)
+    yield from of(QWEN, 2, "CP2 EP2", {}, recompute("moe_act"), state=flash)
+    yield from of(QWEN_8B, 2, "one rank", {}, FULL, state=flash)
+
+
 def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of two ranks with the fusions of frameworks, each kind of parallelism once."""
     both = FUSED_GRADIENTS | UNFUSED_ACTIVATION
@@ -755,6 +764,11 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(QWEN, 2, alone, {}, FULL, state=lora(16, *OF_PARTS))
     for targets in (OF_LATENT_ATTENTION, (*OF_LATENT_ATTENTION, *OF_MLP)):
         yield from of(MOONLIGHT, 2, alone, {}, FULL, state=lora(8, *targets))
+    for model in (LLAMA, QWEN):
+        yield from of(model, 4, alone, {}, FULL, state=lora(16) | BLOCKWISE)
+        yield from of(model, 2, alone, {}, FULL, state=lora(16) | TENSORWISE)
+    yield from of(LLAMA, 2, alone, {}, state=lora(32, *OF_MLP) | BLOCKWISE)
+    yield from of(PHI, 2, alone, recompute("mlp"), state=lora(16) | BLOCKWISE)
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
 

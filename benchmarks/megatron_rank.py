@@ -261,12 +261,14 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
         chunks.append(
             DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
         )
+    # ms-swift builds it here (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py, 3602360).
+    reference = [frozen(gpt_model(job, config), chunks[0])] if has_reference else []
     optimizer = get_megatron_optimizer(OptimizerConfig(**adam), chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     if ddp.get("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks, optimizer, [frozen(gpt_model(job, config), chunks[0])] if has_reference else []
+    return chunks, optimizer, reference
 
 
 def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:

@@ -34,6 +34,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.flash_attn_of_torch import stand_in
 from benchmarks.megatron_jobs import MODELS, Job, jobs
 
 if TYPE_CHECKING:  # measuring imports nothing of memlab
@@ -80,18 +81,17 @@ def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float
     folder.mkdir(parents=True, exist_ok=True)
     import torch
 
-    run_rank = importlib.import_module("benchmarks.megatron_rank").run_rank
     on_gpus = torch.cuda.device_count() > 0
     num_ranks = num_ranks or torch.cuda.device_count() or 4
+    in_turn = [job for job in jobs() if job.num_ranks == num_ranks and any(word in job.name for word in only)]
+    if any(job.state.get("attention_backend") == "flash" for job in in_turn):
+        stand_in()
+    run_rank = importlib.import_module("benchmarks.megatron_rank").run_rank
     context = multiprocessing.get_context("fork" if not on_gpus or forked_processes_can_use_gpus() else "spawn")
     print(f"{time.monotonic() - started:.0f} s: imported; processes start by {context.get_start_method()}", flush=True)
     file = folder / "ranks.jsonl"
     done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
-    wanted = [
-        job if on_gpus else job.tiny()
-        for job in jobs()
-        if job.num_ranks == num_ranks and any(word in job.name for word in only)
-    ]
+    wanted = [job if on_gpus else job.tiny() for job in in_turn]
     left = [(number, job) for number, job in enumerate(wanted) if job.name not in done]
     failed = 0
     # A store in a file: one that this process serves has a thread, whose locks forked processes would find closed.

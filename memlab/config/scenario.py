@@ -30,8 +30,8 @@ WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
 FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """The families that the engine fsdp2 builds."""
-_FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
-"""Those of them that it divides over tensor parallel ranks: Phi-3's fused matrices have another plan."""
+_FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Those of them that it divides over tensor parallel ranks."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -311,7 +311,7 @@ class Scenario:
                 "Automodel: choose a divisor",
                 "tensor_model_parallel_size",
             )
-        options = {"sequence_parallel": self.layout.sequence_parallel}
+        options = {"sequence_parallel": self.layout.sequence_parallel and model.family == "phi3"}
         options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
         for name, is_on in options.items():
             if is_on:
@@ -331,11 +331,17 @@ class Scenario:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
         self._check_windows_and_sinks()
-        if ranks > 1 and backend in ("flash", "unfused"):
-            reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
+        if ranks > 1 and backend == "unfused":
             raise RuleError(
-                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}: choose auto or fused, "
-                "or context_parallel_size 1",
+                f"attention_backend is 'unfused' with context_parallel_size {ranks}, which Transformer Engine refuses: "
+                "choose auto, fused or flash, or context_parallel_size 1",
+                *("attention_backend", "context_parallel_size"),
+            )
+        if ranks > 1 and backend == "flash" and self.architecture.multi_latent_attention:
+            raise RuleError(
+                f"attention_backend is 'flash' with context_parallel_size {ranks} for {self.architecture.name}, whose "
+                "keys and values have other sizes, which Transformer Engine gives to flash-attn 3 only and memlab does "
+                "not predict: choose auto or fused, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
         if ranks > 1 and self.state.cp_comm_type == "a2a":

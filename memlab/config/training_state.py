@@ -216,6 +216,15 @@ class TrainingState:
         at_most=2**26,
     )
 
+    topk_logits_k: int = option(
+        64,
+        "logits of each token that a teacher sends, and that the loss compares with (default 64)",
+        **_LOSS,
+        needs="loss",
+        needs_value="topk_logits",
+        at_most=2**16,
+    )
+    """``distillation.topk_logits_k`` of NeMo-RL (7ea279ab), whose example has 64."""
     entropy_loss: bool = option(
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
@@ -702,10 +711,12 @@ class TrainingState:
             raise RuleError(
                 f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
             )
-        if self.fp8_format:
+        if self.fp8_format and (self.fp8_param_gather or self.lora.library != "megatron_bridge"):
+            other = "fp8_param_gather" if self.fp8_param_gather else f"lora_library {self.lora.library!r}"
             raise RuleError(
-                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r}, which memlab does not predict "
-                "together yet: leave one of the two out",
+                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r} and {other}, which memlab does not "
+                "predict together yet: leave one of the three out, or take Megatron-Bridge's adapters beside a bf16 "
+                "model that computes in FP8",
                 *("lora_rank", "fp8_format"),
             )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -395,6 +396,26 @@ def bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> Non
         if None not in bounds and one.effect != "unknown":
             one = replace(one, bound_bytes=max(filter(None, bounds), default=0))
         reading.not_modelled[index] = one
+
+
+def bounded_by(rows: Iterable[NotModelled], keys: Collection[str], other: Scenario | None) -> tuple[NotModelled, ...]:
+    """Returns rows in which keys that stand for a second model are bounded by what that keeps between its steps.
+
+    With a fused accumulation of gradients, Transformer Engine keeps one unused gradient of each shape too.
+
+    Args:
+        rows: What is not modelled of a job.
+        keys: Of the second model.
+        other: What it trains; None if memlab refuses it, which leaves the rows as they are.
+    """
+    if other is None:
+        return tuple(rows)
+    most = 0
+    for rank in other.on_ranks(None):
+        shapes = {rank.layout.shape_of(weight) for weight in rank.weights_of_rank}
+        unused = 2 * sum(map(math.prod, shapes)) * rank.state.gradient_accumulation_fusion
+        most = max(most, sum(kept_bytes(rank)) + unused)
+    return tuple(replace(one, bound_bytes=most) if one.key in keys else one for one in rows)
 
 
 def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) -> int | None:

@@ -14,7 +14,7 @@ from memlab.config.option import options_of, unread
 from memlab.config.pipeline_layout import without_extra_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
@@ -209,6 +209,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     _note_turns_of_chunks(reading, layout, num_microbatches)
     _check_whole_sequences(reading, layout, seq_length)
     is_megatron = values.get("engine") in (None, "megatron")
+    if layout.context_parallel_size > 1:
+        _drop_flash_attention(reading, architecture)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:
@@ -261,7 +263,11 @@ def _drop_extra_layers(reading: Reading) -> None:
     text = values.get("pipeline_model_parallel_layout")
     beside = {
         "a loss that the framework computes from the logits": values.get("loss", "cross_entropy") != "cross_entropy",
-        "FP8": values.get("fp8_format") is not None,
+        "full recompute in FP8 by the delayed recipe": (
+            values.get("fp8_format") is not None
+            and values.get("fp8_recipe", TrainingState().fp8_recipe) == "delayed"
+            and values.get("recompute_granularity") == "full"
+        ),
         "adapters": values.get("lora_rank") is not None,
         "a pipeline layout that has them on another stage than the loss": bool(re.search("m.*[|]", text or "")),
     }
@@ -279,6 +285,16 @@ def _drop_extra_layers(reading: Reading) -> None:
         for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _OF_EXTRA_LAYERS]:
             if reading.get(key) not in (None, False, ""):
                 reading.miss(key, *_OF_EXTRA_LAYERS[key.rpartition(".")[2]])
+
+
+def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
+    """Names flash-attn of ranks that share sequences where memlab has only cuDNN's kernels."""
+    values, is_latent = reading.values, architecture.multi_latent_attention
+    if values.get("attention_backend") != "flash" or not (is_latent or values.get("cp_comm_type") == "a2a"):
+        return
+    what = "latent attention" if is_latent else "exchanged heads (cp_comm_type a2a)"
+    reading.miss("attention_backend", "either", f"memlab predicts {what} of several ranks on cuDNN only")
+    values["attention_backend"] = "auto"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
@@ -391,16 +407,13 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
     values = reading.values
     if layout.pipeline_model_parallel_size == 1:
         values["deallocate_pipeline_outputs"] = False
-    if values.get("loss", "cross_entropy") != "cross_entropy" or values.get("num_labels") is not None:
+    if values.get("num_labels") is not None:  # no logits
+        values |= {name: options_of(TrainingState)[name].default for name in LOSS_OPTIONS}
+    if values.get("loss", "cross_entropy") != "cross_entropy":
         values["cross_entropy_loss_fusion"] = False
     for name in unread(TrainingState, values):
         values[name] = options_of(TrainingState)[name].default
     backend = values.get("attention_backend")
-    if backend == "flash" and layout.context_parallel_size > 1:
-        reading.miss(
-            "attention_backend", "either", "memlab predicts context parallel attention for cuDNN's kernels only"
-        )
-        values["attention_backend"] = "auto"
     if backend == "local":
         reading.miss("attention_backend", "more", "Megatron's own attention keeps the scores of every head")
         values["attention_backend"] = "unfused"

@@ -18,7 +18,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.config.versions import Versions
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import bound, is_of_inference_engine
+from memlab.jobs.bounds import bound, bounded_by, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -30,7 +30,7 @@ from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
-from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named, table_of
+from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
@@ -91,7 +91,8 @@ class Job:
 
         Args:
             path: A script, a log, a configuration, or a folder with one.
-            format_name: The framework whose file it is, one of `FRAMEWORKS`; None recognizes it.
+            format_name: The framework whose file it is, one of `FRAMEWORKS`; None recognizes it. A name of
+                `OF_OTHER_MODELS` reads the second model that the job trains.
             overrides: ``key=value`` in the framework's spelling; ``NAME=value`` sets a variable of a script.
             version: Version of the framework, if its defaults depend on the version.
             architecture: Replaces the job's own; None takes what the file says.
@@ -122,10 +123,11 @@ class Job:
     ) -> Job:
         given = dict(_pair(text) for text in overrides)
         variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
-        if format_name is not None:
-            framework_named(format_name)
-        name, entries = read_file(path, variables, format_name, arguments)
-        framework = table_of(name, {key: entry.value for key, entry in entries.by_key.items()} | given)
+        file_format, other = OF_OTHER_MODELS.get(format_name or "", (format_name, None))
+        if file_format is not None:
+            framework_named(file_format)
+        name, entries = read_file(path, variables, file_format, arguments)
+        framework = other or table_of(name, {key: entry.value for key, entry in entries.by_key.items()} | given)
         environment = {
             name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
         }
@@ -138,7 +140,15 @@ class Job:
         framework.read(reading)
         if world_size is not None:
             reading.values["world_size"] = world_size
-        return _built(cls, framework, reading, architecture)
+        job = _built(cls, framework, reading, architecture)
+        missing = {one.key for one in job.not_modelled}
+        for own_name, (of_framework, table) in OF_OTHER_MODELS.items():
+            if of_framework == framework.name and not missing.isdisjoint(table.decided_by):
+                again = [f"{key}={text}" for key, text in given.items()]
+                second = cls._read(path, own_name, again, version, None, world_size, arguments)
+                bounded = bounded_by(job.not_modelled, table.decided_by, second.scenario)
+                job = replace(job, not_modelled=bounded)
+        return job
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all of it as JSON-ready values."""

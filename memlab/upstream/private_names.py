@@ -282,6 +282,14 @@ _TORCH = (
         ),
     ),
     *_in(
+        "engines/fsdp2/tensor_parallel.py",
+        _used(
+            "torch.distributed.tensor.parallel:SequenceParallel",
+            "_prepare_output_fn",
+            "NeMo Automodel's norm of a part of the sequence gathers its output there.",
+        ),
+    ),
+    *_in(
         "engines/fsdp2/flat_model.py",
         _used(
             "torch.distributed.fsdp._common_utils",
@@ -707,11 +715,6 @@ _WITHOUT_TE = (
     *_in(
         "engines/megatron/build.py",
         _replaced(
-            "megatron.core.transformer.multi_latent_attention",
-            "TELinear",
-            "Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
-        ),
-        _replaced(
             "megatron.core.models.gpt.gpt_layer_specs",
             "TESpecProvider",
             "The spec is Transformer Engine's; only the classes in it are the provider's.",
@@ -1049,6 +1052,17 @@ _MEGATRON = (
     ),
     *_in(
         "engines/megatron/megatron_versions.py",
+        _replaced(
+            "megatron.core.transformer.multi_latent_attention",
+            "TELinear",
+            "Latent attention asks by class whether a linear is whole on each tensor parallel rank.",
+        ),
+        _replaced(
+            "megatron.core.transformer.mla_qk_norm_config",
+            "get_backend",
+            "Latent attention takes norms and linears with norms from Transformer Engine's own provider.",
+            since=(0, 19),
+        ),
         _used(
             "megatron.core.transformer.transformer_layer:TransformerLayer",
             "mlp_norm_manager",

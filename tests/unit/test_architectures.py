@@ -16,7 +16,6 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from tests.unit.corruption import corruptions
-from tests.unit.of_old_core import OLD_CORE
 from tests.unit.refusal import refusal
 
 # "Model size" of the safetensors on each model's Hugging Face page.
@@ -122,11 +121,8 @@ LARGE = ("gpt-oss-120b", "kimi-k2")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name,
-            marks=[pytest.mark.slow] * (name in LARGE) + [OLD_CORE] * architecture.multi_latent_attention,
-        )
-        for name, architecture in ARCHITECTURES.items()
+        pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE))
+        for name in ARCHITECTURES
         if not name.endswith("-tiny")
     ],
 )

@@ -211,7 +211,6 @@ def test_recompute_of_unfused_attention_is_suggested_where_its_probabilities_do_
             {"state": UNFUSED, "layout": Layout(context_parallel_size=2)},
             "'unfused' with context_parallel_size 2, which",
         ),
-        ({"state": FLASH, "layout": Layout(context_parallel_size=2)}, "'flash' with context_parallel_size 2, which"),
         ({"state": FLASH, "dtype": "fp32"}, "'flash' with dtype fp32, must be auto or unfused"),
         ({"state": TrainingState(attention_backend="fused"), "dtype": "fp32"}, "'fused' with dtype fp32"),
     ],

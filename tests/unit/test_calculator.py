@@ -13,7 +13,6 @@ from memlab.analysis.kept import kept_by_module
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.units import GIB
 from tests.unit.live import FULL, recompute
-from tests.unit.of_old_core import OLD_CORE
 from tests.unit.test_cheat_sheet import formulas, letters
 
 SIZES = {"phi-4": (4, 4096), "qwen3-30b-a3b": (2, 1024), "phi-4-tiny": (2, 256), "qwen3-moe-tiny": (3, 512)}
@@ -62,8 +61,8 @@ LATENT = replace(ARCHITECTURES["deepseek-tiny"], num_moe_experts=None, moe_layer
     "model",
     [
         *(PHI, replace(PHI, qk_layernorm=True, num_query_groups=1), QWEN, replace(QWEN, qk_layernorm=False)),
-        pytest.param(LATENT, marks=OLD_CORE),
-        pytest.param(replace(LATENT, q_lora_rank=None, qk_layernorm=False, rope_type="rope"), marks=OLD_CORE),
+        LATENT,
+        replace(LATENT, q_lora_rank=None, qk_layernorm=False, rope_type="rope"),
         *(GPT, replace(GPT, qk_layernorm=True, gated_linear_unit=True), replace(QWEN, normalization="LayerNorm")),
     ],
     ids=[

@@ -29,7 +29,6 @@ from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
-from tests.unit.of_old_core import IS_NEW_CORE
 from tests.unit.once_a_run import once_a_run
 from tests.unit.processes import on_processes
 
@@ -268,13 +267,6 @@ OF_ALL_LINEARS, OF_PARTS = (LoRA(rank=4, alpha=4, target_modules=targets) for ta
 OF_EACH_EXPERT = LoRA(rank=8, normalize_moe_lora=True, share_expert_adapters=False)
 OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
-OF_OLD_CORE = [
-    Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
-    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
-    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, (PLAIN, FULL), state=EXTRA),
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA),
-    Job({"context_parallel_size": 2}, state=EXTRA),
-]
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
     # More tensor parallel ranks than query groups: each has a part of a group's key and value.
@@ -294,7 +286,11 @@ TWO = [
     ),
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE[:2])),
-    *([] if IS_NEW_CORE else OF_OLD_CORE),
+    Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
+    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
+    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, (PLAIN, FULL), state=EXTRA),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA),
+    Job({"context_parallel_size": 2}, state=EXTRA),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),

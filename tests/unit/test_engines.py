@@ -24,6 +24,7 @@ from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import kept_bytes, parameters_of_rank
 from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.lab.one_process import OneProcess
 from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
@@ -178,10 +179,24 @@ def test_tensor_parallel_ranks_keep_their_part_and_gather_the_logits_in_fp32() -
     assert found[1].peak_allocated_bytes > found[1].static_bytes + whole, "of the whole vocabulary"
 
 
+def test_a_sequence_is_divided_between_the_matrices_too() -> None:
+    """Bytes of two live ranks over gloo (torch 2.13), at the start of a step and at its peak."""
+    layout = Layout(tensor_model_parallel_size=2)
+    with Lab(
+        "llama-3-tiny", **(SIZES | {"num_layers": 2, "dtype": "bf16"}), layout=layout, backend=predicting("cpu")
+    ) as lab:
+        record = lab.step()
+    assert (record.static_bytes, record.peak_allocated_bytes) == (1_527_680, 2_990_236)
+
+
 @pytest.mark.parametrize(
     ("architecture", "given", "words"),
     [
-        ("llama-3-tiny", {"layout": replace(TENSOR_PARALLEL, sequence_parallel=True)}, "and sequence_parallel, which"),
+        (
+            replace(find_architecture("phi-4-tiny"), num_query_groups=2, num_attention_heads=4),
+            {"layout": replace(TENSOR_PARALLEL, sequence_parallel=True)},
+            "and sequence_parallel, which",
+        ),
         ("llama-3-tiny", {"state": TrainingState(lora=LoRA(rank=8))}, "with engine 'fsdp2' and lora_rank, which"),
         ("llama-3-tiny", {"state": TrainingState(fsdp_cpu_offload=True)}, "and fsdp_cpu_offload, which memlab"),
         ("qwen3-0.6b", {}, "of the family qwen3 with tied embeddings"),
@@ -192,7 +207,7 @@ def test_tensor_parallel_ranks_keep_their_part_and_gather_the_logits_in_fp32() -
         ),
     ],
 )
-def test_what_is_not_divided_yet_is_refused_by_name(architecture: str, given: dict[str, Any], words: str) -> None:
+def test_what_is_not_divided_yet_is_refused_by_name(architecture: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
         Scenario.of(architecture, **(SIZES | {"dtype": "bf16", "num_layers": 1, "layout": TENSOR_PARALLEL} | given))
     assert "\n" not in str(refused.value)
@@ -285,7 +300,7 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
     ("given", "words"),
     [
         ({"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, but engine 'fsdp2'"),
-        ({"layout": Layout(tensor_model_parallel_size=2)}, "is of the family phi3, which this engine does not divide"),
+        ({"layout": Layout(tensor_model_parallel_size=2)}, "must divide the 5 query groups of phi-4-tiny"),
         ({"packed_sequences": 2, "micro_batch_size": 2}, "so micro_batch_size must be 1, not 2"),
         (
             {"dtype": "fp32", "state": TrainingState(attn_implementation="flash_attention_2")},
@@ -356,4 +371,4 @@ def test_a_torchvision_of_another_torch_is_named_and_what_to_do(monkeypatch: pyt
     broken.__spec__ = ModuleSpec("transformers", None)
     monkeypatch.setitem(sys.modules, "transformers", broken)
     with pytest.raises(ValueError, match=r"do not import here \(no torchvision::nms\): take the torchvision of torch"):
-        Lab("phi-4-tiny", **SIZES)
+        check_installed()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
@@ -75,7 +78,7 @@ def test_a_mask_is_kept_by_each_layer_in_bf16_with_keys_of_all_heads() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output, _ = _sdpa(None, query, key, value, mask, scaling=channels**-0.5)
-    of_heads, log_sums = 2 * heads * tokens * channels, 4 * heads * 64  # in blocks of 32 rows
+    of_heads, log_sums = 2 * heads * tokens * channels, 4 * heads * tokens
     assert sorted(saved.values()) == sorted([of_heads] * 4 + [2 * tokens**2, log_sums, 2 * 8])
     truth = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
     torch.testing.assert_close(output, truth.transpose(1, 2), rtol=0.02, atol=0.02)
@@ -119,3 +122,29 @@ def test_a_selective_checkpoint_keeps_attention_and_every_second_product() -> No
     per_token = 2 * (sizes.hidden_size * groups + heads * channels * sizes.hidden_size)
     per_token += 2 * sizes.hidden_size * sizes.ffn_hidden_size
     assert recomputed_operations(MemorySettings(**FULL, selective_ac=True), scenario) == per_token
+
+
+FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp_options.jsonl"
+MEASURED = {row["name"]: row for row in map(json.loads, FILE.read_text().splitlines())}
+OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model=phi-4 num_layers=8 seq_length=4096 packed_sequences=3",
+        OF_LLAMA + "one_process fsdp_version=1 fp32_sharded_params",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "model=llama-3.1-8b num_layers=8 seq_length=4096 selective_ac",
+                "model=llama-3.1-8b num_layers=8 seq_length=4096 packed_sequences=8 attn_implementation=flash_attention_2",
+                OF_LLAMA + "tensor_model_parallel_size=2 sequence_parallel one_process",
+            )
+        ),
+    ],
+)
+def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
+    measured, predicted = MEASURED[name]["ranks"][0], predicted_of(Job(**MEASURED[name]["job"]))
+    assert predicted["start"] == pytest.approx(measured["start"], rel=2e-4)
+    assert predicted["peak"] == pytest.approx(measured["peak"], rel=2e-4)

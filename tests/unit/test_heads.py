@@ -122,3 +122,37 @@ def test_ms_swift_refuses_a_classifier_of_unknown_size_and_memlab_names_a_head_b
         Job.read(path).required()
     path.write_text(f"{_OF_SWIFT.format('rlhf')} --rlhf_type rm --tuner_type lora")
     assert "task_type" in {one.key for one in Job.read(path).not_modelled}
+
+
+_PPO = (
+    "python3 -m verl.trainer.main_ppo model_engine=megatron algorithm.adv_estimator=gae data.max_prompt_length=1024 "
+    "data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen3-8B trainer.n_gpus_per_node=8 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
+    "critic.model.path=Qwen/Qwen3-4B critic.megatron.tensor_model_parallel_size=2 "
+    "critic.megatron.override_transformer_config.gradient_accumulation_fusion=False {}"
+)
+
+
+def test_the_critic_of_verl_is_read_from_the_same_file_and_bounds_the_actor_s_job(tmp_path: Path) -> None:
+    """Its parameters on two tensor parallel ranks, without an output layer; four ranks share the optimizer's state."""
+    path = tmp_path / "run.sh"
+    path.write_text(_PPO.format("critic.ppo_micro_batch_size_per_gpu=4"))
+    critic, _ = Job.read(path, format_name="verl-critic", version="0.9.1").required()
+    model = critic.architecture
+    assert (model.name, critic.state.num_labels, critic.state.loss) == ("qwen3-4b", 1, "cross_entropy")
+    assert (critic.layout.world_size, critic.layout.tensor_model_parallel_size) == (8, 2)
+    assert (critic.seq_length, critic.packed_sequences, critic.state.fp32_output) == (4 * 2048, 4, False)
+    job = Job.read(path, version="0.9.1")
+    (row,) = job.not_modelled
+    assert job.required()[0].state.num_labels is None
+    assert row.key == "algorithm.adv_estimator"
+    assert row.bound_bytes == pytest.approx(model.num_parameters / 2 * (2 + 4 + 12 / 4), rel=1e-3)
+    assert any("--format verl-critic predicts them" in one for one in job.warnings)
+
+
+def test_a_job_without_a_critic_has_none_to_predict(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(_PPO.format("critic.enable=False"))
+    assert not Job.read(path, version="0.9.1").not_modelled
+    with pytest.raises(ValueError, match=r"critic\.enable is False, with which verl trains no critic"):
+        Job.read(path, format_name="verl-critic", version="0.9.1").required()

@@ -101,6 +101,16 @@ def test_a_job_computes_the_loss_of_its_framework(
     assert (scenario.seq_length, scenario.micro_batch_size, scenario.packed_sequences) == row
 
 
+def test_a_distillation_has_as_many_logits_of_its_teacher_as_the_job_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(_nemo("distillation").replace("max_num_steps: 1", "topk_logits_k: 512"))
+    job = Job.read(path)
+    assert job.required()[0].state.topk_logits_k == 512
+    assert "distillation.topk_logits_k" not in {one.key for one in job.not_modelled}
+    path.write_text(_nemo().replace("policy:", "policy:\n  reward_model_cfg: {enabled: true}", 1))
+    assert "which NeMo-RL refuses" in str(Job.read(path).cannot_start)
+
+
 @pytest.mark.parametrize(
     ("text", "has_entropy", "missed"),
     [
@@ -139,7 +149,6 @@ def test_the_entropy_is_a_part_of_the_loss_where_a_job_gives_it_a_coefficient(
         (f"{_SWIFT_SFT} --task_type generative_reranker", "task_type"),
         (f"{_SKYRL} trainer.max_tokens_per_microbatch=4096 trainer.use_sample_packing=false", "trainer.max_tokens_per_microbatch"),
         (_nemo("distillation") + "loss_fn: {zero_outside_topk: true}\n", "loss_fn.zero_outside_topk"),
-        (_nemo("distillation").replace("max_num_steps: 1", "topk_logits_k: 512"), "distillation.topk_logits_k"),
     ],
 )  # fmt: skip
 def test_what_of_a_loss_is_not_modelled_is_named(text: str, key: str, tmp_path: Path) -> None:

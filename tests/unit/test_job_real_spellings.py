@@ -292,6 +292,7 @@ _MEMORY = [
     ("bridge", "model.fp32_residual_connection", "true", "more"),
     ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
     ("bridge", "model.cp_comm_type", "all_gather", "either"),
+    ("megatron-lm", "mla_down_proj_fusion", "true", "either"),
     ("bridge", "optimizer.store_param_remainders", "false", "more"),
     ("bridge", "ddp.nccl_ub", "true", "either"),
     ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),

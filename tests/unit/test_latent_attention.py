@@ -23,7 +23,6 @@ from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload, recompute
-from tests.unit.of_old_core import IS_NEW_CORE
 
 DEEPSEEK = ARCHITECTURES["deepseek-tiny"]
 SETTINGS = {
@@ -53,8 +52,6 @@ def steps(model: object, backend: object, **state: Any) -> list[StepRecord]:
     ids=["DeepSeek-V3's", "DeepSeek-V2-Lite's, fused"],
 )
 def both(request: pytest.FixtureRequest) -> dict[str, tuple[StepRecord, StepRecord]]:
-    if IS_NEW_CORE:
-        pytest.skip("memlab builds latent attention with megatron-core 0.16 only")
     model, state = request.param
     pairs = zip(steps(model, "cpu", **state), steps(model, of_the_cpu_backend(), **state), strict=True)
     return dict(zip(SETTINGS, pairs, strict=True))

@@ -29,7 +29,6 @@ from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
-from tests.unit.of_old_core import OLD_CORE
 from tests.unit.replayed import Case, require_identical, take
 
 pytestmark = pytest.mark.versions
@@ -91,7 +90,7 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
             "lora_exclude_modules",
             "must be a list of names",
         ),
-        ({"lora_rank": 8, "fp8_format": "e4m3"}, "lora_rank", "memlab does not predict together yet"),
+        ({"lora_rank": 8, "fp8_format": "e4m3", "fp8_param_gather": True}, "lora_rank", "and fp8_param_gather"),
     ],
 )
 def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: str) -> None:
@@ -448,7 +447,6 @@ def test_an_adapter_of_each_expert_is_that_of_the_definition_and_has_its_gradien
     assert [*adapter(inputs[:0], [0, 0, 0, 0]).shape] == [0, 24]
 
 
-@OLD_CORE
 def test_a_predicted_step_with_adapters_of_latent_attention_is_the_cpu_s_to_the_byte() -> None:
     lora = LoRA(rank=4, dropout=0.1, target_modules=("*_proj",))
     given: dict[str, Any] = {"num_layers": 1, "seq_length": 32, "state": TrainingState(lora=lora)}

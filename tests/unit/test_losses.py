@@ -105,6 +105,16 @@ def test_tensor_ranks_subtract_the_entropy_together_as_one_rank_does(loss: str, 
         torch.testing.assert_close(gradient, whole.grad[:, :, 20 * rank : 20 * (rank + 1)])
 
 
+def test_a_distillation_makes_as_many_logits_as_the_teacher_sends() -> None:
+    """In fp32, of each token at least what is picked and its log-softmax."""
+    with Lab("phi-4-tiny", num_layers=1, seq_length=4096, backend="simulated") as lab:
+        few, many = (
+            lab.step(state=TrainingState(loss="topk_logits", topk_logits_k=number)).peak_by_module["loss"]
+            for number in (64, 2048)
+        )
+    assert many - few >= 2 * 4 * 4096 * (2048 - 64)
+
+
 def test_the_entropy_keeps_and_makes_what_the_frameworks_keep_and_make() -> None:
     """By hand, in fp32: verl keeps a copy of the logits and a softmax; slime the logits, and makes their gradient.
 

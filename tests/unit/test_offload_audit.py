@@ -19,7 +19,6 @@ from memlab.record.offload_audit import ModuleAccount, OffloadAudit
 from tests.unit.builders import record_of
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload
-from tests.unit.of_old_core import OLD_CORE
 
 pytestmark = pytest.mark.versions
 
@@ -80,7 +79,6 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert all(held.holders for held in account.still_resident)
 
 
-@OLD_CORE
 @pytest.mark.parametrize(
     ("scenario", "transferred", "kept"),
     [

@@ -17,7 +17,6 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
-from tests.unit.of_old_core import IS_NEW_CORE
 
 _IN_LAYER = re.compile(r".*decoder\.layers\.\d+\.(.+)")
 _OF_AN_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.(?:weight|bias))\d+")
@@ -27,7 +26,7 @@ MODELS = [
         "llama-3-tiny",
         "qwen2.5-tiny",
         "gpt-tiny",
-        *([] if IS_NEW_CORE else ["deepseek-tiny"]),
+        "deepseek-tiny",
         "glm-4.5-tiny",
         "gpt-oss-tiny",
         "minimax-tiny",

@@ -25,7 +25,6 @@ from memlab.fitting.estimate import bytes_in_layers
 from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
-from tests.unit.of_old_core import OLD_CORE
 
 
 @pytest.mark.parametrize("text", ["EttL", "Ettt|(tt|)*29L", "E|t*3|t|L", "E,tt|(t|t)*2,t|L", "(Et)*1|t*12|L"])
@@ -54,7 +53,6 @@ def stage_bytes(stages: int, rank: int, **layout: Any) -> tuple[list[int], int, 
     return live, record.static_bytes, record.peak_allocated_bytes
 
 
-@OLD_CORE
 def test_a_layout_is_another_way_to_say_how_many_layers_the_ends_have() -> None:
     for rank in (0, 1, 2):
         ends = stage_bytes(3, rank, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1)
@@ -63,7 +61,6 @@ def test_a_layout_is_another_way_to_say_how_many_layers_the_ends_have() -> None:
     assert stage_bytes(2, 1, pipeline_model_parallel_layout="Et|t|t|tL") == chunks
 
 
-@OLD_CORE
 def test_a_stage_may_have_no_layer_and_chunks_may_differ() -> None:
     """Megatron-Core's own example has the loss alone on the last stage."""
     assert [stage_bytes(3, rank, pipeline_model_parallel_layout="Ett|tt|L")[0] for rank in (0, 2)] == [[2], [0]]

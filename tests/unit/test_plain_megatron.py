@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, OF_PARTS, Job, jobs
+from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, OF_PARTS, jobs
 from benchmarks.plain_megatron import predict_rank, routes_of
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
@@ -17,20 +17,20 @@ from memlab.config.training_state import TrainingState
 from tests.unit.of_old_core import MEASURED_WITH_OLD_CORE
 
 
-@pytest.mark.parametrize("job", [*jobs()], ids=lambda job: job.name)
-def test_memlab_predicts_every_job_that_is_measured(job: Job) -> None:
-    MemorySettings(**job.settings)
-    scenario = Scenario.of(
-        job.model,
-        num_layers=job.num_layers,
-        num_microbatches=job.num_microbatches,
-        layout=Layout.from_text(job.layout),
-        state=TrainingState.of_options(job.state),
-    )
-    layout = scenario.layout
-    assert layout.world_size == job.num_ranks
-    assert job.num_ranks in (1, 2, 4)
-    assert all(getattr(layout, name) == size for name, size in job.sizes.items())
+def test_memlab_predicts_every_job_that_is_measured() -> None:
+    for job in jobs():
+        MemorySettings(**job.settings)
+        scenario = Scenario.of(
+            job.model,
+            num_layers=job.num_layers,
+            num_microbatches=job.num_microbatches,
+            layout=Layout.from_text(job.layout),
+            state=TrainingState.of_options(job.state),
+        )
+        layout = scenario.layout
+        assert layout.world_size == job.num_ranks, job.name
+        assert job.num_ranks in (1, 2, 4), job.name
+        assert all(getattr(layout, name) == size for name, size in job.sizes.items()), job.name
 
 
 def test_the_sizes_are_those_that_memlab_has() -> None:
@@ -107,10 +107,18 @@ def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words:
         f"phi-4 2 layers one rank x1 lora_rank=32 lora_target_modules={'+'.join(OF_PARTS)} lora_dropout=0.1",
         "qwen3-30b-a3b 4 layers one rank x1 offload_modules=expert_fc1+moe_act lora_rank=16",
         "qwen3-30b-a3b 2 layers one rank x1 lora_rank=24 lora_target_modules=",
+        (
+            "llama-3.1-8b 2 layers one rank x1 lora_rank=32 lora_target_modules=linear_fc1+linear_fc2 fp8_format=e4m3 "
+            "fp8_recipe=blockwise"
+        ),
     ],
 )
 def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> None:
-    """The largest errors of all 92 rows are 0.012 % of the peak and 0.045 % of the start."""
+    """The largest errors of all 92 rows without FP8 are 0.012 % of the peak and 0.045 % of the start.
+
+    Of the 10 rows in FP8, dense models are within 0.009 and 0.018 %. Of experts, what torch leaves unsplit behind their
+    FP8 weights is within 0.064 and 0.079 % in three rows, and 0.68 and 1.06 % in one (tensorwise, full recompute).
+    """
     measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
@@ -149,6 +157,7 @@ def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp
 
 
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"
+BLOCKWISE = "fp8_format=e4m3 fp8_recipe=blockwise"
 MEASURED = {
     row["name"]: row
     for name in ("h200_plain_megatron_latent", "h200x2_plain_megatron_latent", "h200_plain_megatron_gpt")
@@ -179,6 +188,10 @@ MEASURED = {
             "moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16 mtp_num_layers=2", 2e-4, marks=pytest.mark.slow
         ),
         ("glm-4.5-air 3 layers one rank x1 num_moe_experts=32 mtp_num_layers=1", 2e-5),
+        (  # Megatron gives its checkpoint no positional tensor there, so that nothing goes backward through the layer
+            f"qwen3-30b-a3b 2 layers one rank x1 {FULL_RECOMPUTE} {BLOCKWISE} mtp_num_layers=1",
+            6e-5,
+        ),
         ("mixtral-8x7b 2 layers one rank x1 offload_modules=expert_fc1+moe_act", 1e-5),
         ("gpt-oss-20b 2 layers one rank x1", 4e-5),
         ("minimax-m2 2 layers one rank x1 num_moe_experts=32", 1e-5),

@@ -787,7 +787,7 @@ def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:
     [
         AllocatorSettings(),
         AllocatorSettings(expandable_segments=True),
-        AllocatorSettings(max_split_size_mb=21),
+        pytest.param(AllocatorSettings(max_split_size_mb=21), marks=pytest.mark.slow),
         AllocatorSettings(garbage_collection_threshold=0.8),
     ],
     ids=["default", "expandable", "whole blocks", "collected"],

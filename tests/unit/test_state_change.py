@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.package_info import MINOR
 
 from memlab.analysis.difference import obstacles
 from memlab.analysis.loss_tolerance import loss_tolerance
@@ -38,7 +37,7 @@ FUSED_GRADIENTS = TrainingState(
     gradient_accumulation_fusion=True,
     moe_permute_fusion=False,
     moe_token_dispatcher_type="allgather",
-    mtp_num_layers=1 if MINOR < 19 else None,
+    mtp_num_layers=1,
 )
 NOT_DISTRIBUTED = TrainingState(
     use_distributed_optimizer=False,

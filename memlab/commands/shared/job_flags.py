@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from memlab.config.architectures import known_names
-from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
+from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named
 from memlab.jobs.job import Job
 
 
@@ -33,7 +33,10 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
         )
     names = ", ".join(FRAMEWORKS)
     group.add_argument(
-        "--format", metavar="NAME", help=f"framework of the file: {names} (default: memlab recognizes it)"
+        "--format",
+        metavar="NAME",
+        help=f"framework of the file: {names} (default: memlab recognizes it); {', '.join(OF_OTHER_MODELS)} takes the "
+        "second model that such a job trains",
     )
     group.add_argument(
         "--set",

@@ -22,7 +22,7 @@ _PREFIX = "memlab_"
 _UNFUSED = "sdpa_unfused"
 _NOT_KEPT = partial(as_one_operation, is_kept=False)
 """A selective checkpoint knows torch's operations, and not those of the package flash-attn."""
-_ROWS_OF_LOG_SUMS, _QUERIES_PER_BLOCK = 32, 128
+_QUERIES_PER_BLOCK = 128
 
 
 def register() -> None:
@@ -129,24 +129,23 @@ def _repeated(tensor: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """torch's memory-efficient kernel, which takes what is added to the scores, and saves it.
+    """cuDNN's kernel, which torch 2.11 takes on an H200 where there is a mask; its output lies as the query does.
 
-    The caller's mask of bits becomes such a tensor of the query's type in each layer (``convert_boolean_attn_mask`` in
-    aten/src/ATen/native/transformers/attention.cpp, torch 2.11 and 2.13), so that each layer keeps its own.
+    The caller's mask of bits becomes a tensor of the query's type in each layer (``convert_boolean_attn_mask_cudnn`` in
+    aten/src/ATen/native/transformers/attention.cpp, torch 2.11 and 2.13), which the layer keeps. On other GPUs it is
+    the memory-efficient kernel, which rounds the rows of the log-sum-exp up to 32, and whose output begins with tokens.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        batch, heads, tokens, channels = query.shape
-
         def compute() -> tuple[torch.Tensor, ...]:
-            output = query.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+            output = torch.empty_like(query)
             with one_kernel():
                 output.copy_(_attend(query, key, value, bias, scale))
-            rows = -(-tokens // _ROWS_OF_LOG_SUMS) * _ROWS_OF_LOG_SUMS
-            return output, query.new_empty(batch, heads, rows, dtype=torch.float32), new_random_state(query)
+            log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+            return output, log_sums, new_random_state(query)
 
         output, *others = as_one_operation(compute)
         ctx.save_for_backward(query, key, value, bias, output, *others)

@@ -147,7 +147,7 @@ class ShardedModel:
         named = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         mesh = init_device_mesh(mesh_device, tuple(named.values()), mesh_dim_names=tuple(named))
         if tensor_ranks > 1:
-            divide(self.module, mesh["tp"])
+            divide(self.module, mesh["tp"], sequences=scenario.layout.sequence_parallel)
             mesh = mesh[tuple(name for name in named if name != "tp")]
         options: dict[str, Any] = {
             "mesh": mesh,

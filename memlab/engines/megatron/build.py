@@ -42,6 +42,7 @@ from memlab.engines.megatron.megatron_config import (
     optimizer_config,
     transformer_config,
 )
+from memlab.engines.megatron.megatron_versions import inner_layer, latent_attention_of
 from memlab.upstream.patching import patched
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
@@ -233,7 +234,7 @@ def _frozen_copy(model: GPTModel, scenario: Scenario, config: TransformerConfig,
 def _layers_of(model: GPTModel) -> list[Any]:
     """Returns the transformer layers of a chunk, those in layers of multi-token prediction last."""
     extra = model.mtp.layers if model.mtp_process else ()
-    return [*model.decoder.layers, *(each.transformer_layer for each in extra)]
+    return [*model.decoder.layers, *(inner_layer(each) for each in extra)]
 
 
 def _freeze_routers(model: GPTModel) -> None:
@@ -314,8 +315,7 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         of_last = specs[architecture.parts_of(scenario.num_layers - 1)[-1]]
         layer = get_mtp_layer_spec_for_backend(of_last, provider())
         extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
-    # Latent attention asks by class which of its linears are whole on each rank.
-    with patched({"megatron.core.transformer.multi_latent_attention.TELinear": provider().linear()}):
+    with patched(latent_attention_of(provider)):
         model = GPTModel(
             config=config,
             transformer_layer_spec=block,

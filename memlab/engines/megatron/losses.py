@@ -25,8 +25,6 @@ from memlab.config.training_state import TrainingState
 
 _ENTROPY_COEFFICIENT = 0.01
 """Of the entropy in a loss: a usual one."""
-_TOPK = 64
-"""Logits of a token that a teacher sends (``distillation.topk_logits_k``, NeMo-RL 7ea279ab)."""
 
 
 class LossFromLogits(torch.nn.Module):
@@ -56,6 +54,8 @@ class LossFromLogits(torch.nn.Module):
         compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size
         if state.entropy_loss:
             compute = WITH_ENTROPY[state.loss]
+        elif state.loss == "topk_logits":
+            compute = partial(_topk_logits, topk=state.topk_logits_k)
         if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
             return compute(logits, labels, group, chunk_size)
         sums: list[torch.Tensor] = []
@@ -144,9 +144,11 @@ def _kept_log_softmax(logits: torch.Tensor, labels: torch.Tensor, group: Any, ch
     return -_LogSoftmaxOfRanks.apply(logits, labels, group)
 
 
-def _topk_logits(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
+def _topk_logits(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, topk: int = 64
+) -> torch.Tensor:
     own, elsewhere = _on_this_rank(labels, logits.shape[-1], group.rank())
-    chosen = own.unsqueeze(-1) + torch.zeros(_TOPK, dtype=own.dtype, device=own.device)
+    chosen = own.unsqueeze(-1) + torch.zeros(topk, dtype=own.dtype, device=own.device)
     picked = _Picked.apply(logits.float(), chosen)
     picked = picked * (~elsewhere).unsqueeze(-1)
     torch.distributed.all_reduce(picked, op=ReduceOp.SUM, group=group)

@@ -21,7 +21,6 @@ from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.engines.megatron.megatron_versions import check_extra_layers, check_latent_attention
 from memlab.engines.megatron.routing_draws import RoutingDraws
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
@@ -47,10 +46,6 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     if architecture.moe_layer_freq is not None:
         of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
     kind = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
-    if architecture.multi_latent_attention:
-        check_latent_attention(architecture.name)
-    if scenario.state.mtp_num_layers is not None:
-        check_extra_layers()
     config = kind(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer import multi_latent_attention, multi_token_prediction
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, moe_utils
 
@@ -23,36 +23,22 @@ def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
     return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
 
 
-def check_latent_attention(name: str) -> None:
-    """Refuses multi-latent attention where Megatron takes other linears for it than a layer provider gives.
+def latent_attention_of(provider: type) -> dict[str, Any]:
+    """Returns the replacements with which latent attention takes a layer provider's linears and norms.
 
-    0.19's ``QKNormConfigResolver`` looks for Transformer Engine's own classes; 0.16 has no such class.
-
-    Args:
-        name: Of the model.
-
-    Raises:
-        ValueError: If the installed version does.
+    It asks by class which of its linears are whole on each rank. 0.19's ``QKNormConfigResolver`` gets those
+    of norms from Transformer Engine's own provider, unless the specification has them.
     """
+    path = "megatron.core.transformer"
+    replacements = {f"{path}.multi_latent_attention.TELinear": provider().linear()}
     if hasattr(multi_latent_attention, "QKNormConfigResolver"):
-        raise ValueError(
-            f"{name} has multi-latent attention, which memlab builds with megatron-core 0.16, and a newer one is "
-            "installed, which takes Transformer Engine's own modules for it: install megatron-core 0.16.1, or choose "
-            "another model"
-        )
+        replacements[f"{path}.mla_qk_norm_config.get_backend"] = lambda _: provider()
+    return replacements
 
 
-def check_extra_layers() -> None:
-    """Refuses multi-token prediction where Megatron computes and logs its losses otherwise.
-
-    Raises:
-        ValueError: If the installed version does, as 0.19 (``process_mtp_loss``).
-    """
-    if hasattr(multi_token_prediction, "process_mtp_loss"):
-        raise ValueError(
-            "mtp_num_layers is given, and memlab has multi-token prediction with megatron-core 0.16, and a newer one "
-            "is installed: install megatron-core 0.16.1, or leave mtp_num_layers out"
-        )
+def inner_layer(extra: torch.nn.Module) -> torch.nn.Module:
+    """Returns the transformer layer in a layer of multi-token prediction, which 0.17 has renamed."""
+    return extra.get_submodule("mtp_model_layer" if hasattr(extra, "mtp_model_layer") else "transformer_layer")
 
 
 def auxiliary_losses() -> Iterator[torch.Tensor]:

@@ -95,8 +95,8 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
     is_split = (values.get("tensor_model_parallel_size") or 1) > 1
     if is_split and any(str(name).endswith(OF_LATENT_ATTENTION) for name in targets or ()):
         reasons.append("adapters of latent attention across ranks")
-    if values.get("fp8_format"):
-        reasons.append("adapters beside FP8")
+    if values.get("fp8_format") and (values.get("fp8_param_gather") or values.get("lora_library") == "mcore_bridge"):
+        reasons.append("adapters beside FP8 parameters or in FP8 themselves")
     if reasons:
         reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} here)")
         values["lora_rank"] = None

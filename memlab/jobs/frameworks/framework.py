@@ -197,6 +197,8 @@ class Framework:
     """Whether leaving the key out expresses a value, as false for a switch of a command line."""
     switches: tuple[str, ...] = ()
     """Flags without a value that are in no row of `keys`."""
+    decided_by: tuple[str, ...] = ()
+    """Of a second model that a job trains: the keys that say whether it does."""
     configurations: tuple[str, ...] = ()
     """Names of the framework's own configurations, whose values are the defaults of `keys`."""
     versions: tuple[str, ...] = ()

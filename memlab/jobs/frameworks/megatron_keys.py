@@ -225,6 +225,7 @@ MISSING = (
         "memlab's context parallel ranks exchange keys and values (p2p) or heads (a2a)",
         lambda value: exchange_of(value) is None,
     ),
+    Missing("mla_down_proj_fusion", "either", "latent attention has one linear for two, with the norm before it"),
     Missing("fp8_dot_product_attention", "either", "attention computes in FP8"),
     Missing("fp8_multi_head_attention", "either", "attention computes in FP8"),
     Missing("fp8_wgrad", "more", "weight gradients in bf16 keep the matrices' inputs in bf16", is_false),

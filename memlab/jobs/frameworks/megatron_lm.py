@@ -653,13 +653,16 @@ ONLY_OF_MS_SWIFT = {
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
 }
 ONLY_OF_VERL_AND_SLIME = {"entropy_loss": "memlab has this entropy in the losses of verl and slime only"}
-_NO_MASK_OF_ALL_ROWS = {"create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask"}
+_ONLY_OF_NEMO_RL = {
+    "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
+    "topk_logits_k": "only NeMo-RL's distillation compares with a teacher's logits",
+}
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
-OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _NO_MASK_OF_ALL_ROWS | NO_MASK_OF_DATA_LOADER
+OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | NO_MASK_OF_DATA_LOADER
 CANNOT_WRITE = (
     ONLY_OF_MS_SWIFT
     | ONLY_OF_VERL_AND_SLIME
-    | _NO_MASK_OF_ALL_ROWS
+    | _ONLY_OF_NEMO_RL
     | {
         "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
         "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",

@@ -152,6 +152,7 @@ KEYS = (
     Key("policy.sequence_packing.fuse_loss", "is_fused", SWITCH, False),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
+    Key("distillation.topk_logits_k", "topk_logits_k", COUNT),
     Key("policy.logprob_chunk_size", "logprobs_chunk_size", COUNT, None),
     Key(f"{_MEGATRON}.defer_fp32_logits", "is_deferred", SWITCH, False),
     Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
@@ -183,14 +184,11 @@ FRAMEWORK_MISSING = (
             "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, True),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
-    Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("loss_fn.zero_outside_topk", "more",
             "distillation computes log-probabilities over the whole vocabulary, in chunks"),
-    Missing("distillation.topk_logits_k", "more", "memlab's loss has 64 logits of each token",
-            lambda value: isinstance(value, int) and value > 64),
     *missing_under(_MEGATRON, (row for row in MISSING if row.name in _OWN_ARGUMENTS)),
     *missing_under(_OVERRIDES, (*MISSING, *REPLACED)),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
@@ -553,6 +551,11 @@ def check(reading: Reading) -> None:
     Raises:
         CannotStartError: If it refuses the job.
     """
+    if reading.get("policy.reward_model_cfg.enabled"):
+        raise CannotStartError(
+            "policy.reward_model_cfg.enabled is true with Megatron, which NeMo-RL refuses: train the reward model with "
+            "DTensor, or leave it out"
+        )
     fused = f"{_MEGATRON}.use_fused_linear_logprobs"
     if reading.entries.get(fused) and reading.values.get("overlap_param_gather"):
         raise CannotStartError(

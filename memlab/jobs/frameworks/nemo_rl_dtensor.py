@@ -73,6 +73,8 @@ KEYS = (
 )
 FRAMEWORK_MISSING = (
     *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
+    Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
+    Missing("distillation.topk_logits_k", "more", "the loss compares with the logits of a teacher", is_given),
     Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
     *(
         Missing(f"{_DTENSOR}.automodel_kwargs.freeze_config.freeze_{part}", "less", FROZEN)

@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.frameworks.verl import VERL
+from memlab.jobs.frameworks.verl_critic import VERL_CRITIC
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 
 FRAMEWORKS: dict[str, Framework] = {
@@ -32,8 +33,13 @@ _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]]
 }
 """For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
 reads and does not write."""
+OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {VERL_CRITIC.name: (VERL.name, VERL_CRITIC)}
+"""Tables of a second model that a framework's jobs train, by the name that ``--format`` takes, each with the framework
+whose files have it."""
 TABLES: dict[str, Framework] = (
-    FRAMEWORKS | {one.name: one for _, one in _OF_OTHER_ENGINES.values()} | {TORCHTITAN.name: TORCHTITAN}
+    FRAMEWORKS
+    | {one.name: one for _, one in (*_OF_OTHER_ENGINES.values(), *OF_OTHER_MODELS.values())}
+    | {TORCHTITAN.name: TORCHTITAN}
 )
 """All that memlab reads."""
 

@@ -127,7 +127,7 @@ def complete(reading: Reading) -> None:
     _take_entropy(reading)
     is_colocated = values.pop("is_colocated")
     if is_colocated:
-        _take_allocator(reading)
+        take_allocator(reading)
     # ``apply_bypass_mode`` in verl/trainer/ppo/rollout_corr_helper.py takes the engine's log-probabilities (0.9.1).
     bypass = "algorithm.rollout_correction.bypass_mode"
     if reading.get(bypass) is True and not _compares(reading):
@@ -195,7 +195,7 @@ def _take_entropy(reading: Reading) -> None:
         reading.miss(key, "more", "the gradients of chunks are added up, each with all logits' size")
 
 
-def _take_allocator(reading: Reading) -> None:
+def take_allocator(reading: Reading) -> None:
     """Takes expandable segments, which verl switches on after each weight sync, the first one before the first step.
 
     See ``update_weights`` in verl/workers/engine_workers.py (0.9.1): only what sends weights inside the process does.
@@ -260,12 +260,23 @@ def _note_unchosen(reading: Reading) -> None:
         )
 
 
-def note_critic(reading: Reading, engine: str) -> None:
-    """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of its engine is offloaded."""
+def has_critic(reading: Reading) -> tuple[str, bool]:
+    """Returns the key that decides about a critic, and whether there is one (``need_critic``, trainer/ppo/utils.py)."""
     key = "critic.enable" if reading.get("critic.enable") is not None else "algorithm.adv_estimator"
-    if reading.get(key, "gae") not in ("gae", True):
-        return
+    return key, reading.get(key, "gae") in ("gae", True)
+
+
+def note_critic(reading: Reading, engine: str) -> None:
+    """Notes a critic, unless everything of its engine is offloaded."""
+    key, is_trained = has_critic(reading)
     offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "grad", "optimizer")]
+    if not is_trained:
+        return
+    if engine == "critic.megatron" and any(name.startswith("critic.") for name in reading.entries.by_key):
+        reading.warnings.append(
+            f"{key}: a critic takes steps of its own on the same GPUs, between the actor's: --format verl-critic "
+            "predicts them"
+        )
     if offloads != [True] * 3:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 

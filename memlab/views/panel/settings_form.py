@@ -111,7 +111,7 @@ class SettingsForm:
         Raises:
             ValueError: If they break a rule, by themselves or on the scenario's model.
         """
-        values = self._of(MemorySettings) | dict.fromkeys(self._not_read())
+        values = self._of(MemorySettings) | {name: OPTIONS[name].default for name in self._not_read()}
         values["offload_modules"] = values["offload_modules"] or None
         settings = as_read(MemorySettings(**values))
         check_on_model(settings, scenario)

@@ -1,14 +1,16 @@
 """Causal attention over a sequence that is spread over ranks: keys and values are passed around a ring of ranks.
 
 After ``AttnFuncWithCPAndKVP2P`` of Transformer Engine (``context_parallel.py`` in
-``transformer_engine/pytorch/attention/dot_product_attention``, 2.12.0) as it goes for bf16 tensors [sequence, batch,
-heads, channels] on cuDNN: the same buffers are made, and the same tensors saved for backward. A rank has an early and a
-late chunk of the sequence (`training_step.chunks_of_this_rank`).
+``transformer_engine/pytorch/attention/dot_product_attention``, 2.12.0; 2.16.1 has the same) as it goes for bf16 tensors
+[sequence, batch, heads, channels] on cuDNN, and [batch, sequence, heads, channels] on flash-attn: the same buffers are
+made, and the same tensors saved for backward. A rank has an early and a late chunk of the sequence
+(`training_step.chunks_of_this_rank`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,28 +18,59 @@ from memlab.engines.megatron.layers.torch_functions import attend, attend_backwa
 from memlab.meter.labels import one_kernel
 
 
+class Kernel(NamedTuple):
+    """What attends from some queries to some keys."""
+
+    attend: Callable[..., tuple[torch.Tensor, ...]]
+    """Returns output, log-sum-exp [batch, heads, sequence], and what else it saves for backward."""
+    attend_backward: Callable[..., tuple[torch.Tensor, ...]]
+    """Returns the gradients of query, key and value."""
+    sequence_dim: int
+    """Which dimension of its tensors is the sequence: 0 or 1."""
+    takes_strides: bool
+    """Whether it takes an output's gradient as it lies in memory."""
+
+    def rows(self, tensor: torch.Tensor, chunks: slice) -> torch.Tensor:
+        """Returns a view of some tokens."""
+        return tensor[chunks] if self.sequence_dim == 0 else tensor[:, chunks]
+
+
+FUSED = Kernel(attend, attend_backward, sequence_dim=0, takes_strides=False)
+
+
 class RingAttention(torch.autograd.Function):
     """`torch_functions.CausalAttention` over the ranks of a group.
 
-    Saves query, output, the log-sum-exp of each row (fp32), and the keys and values that arrived last.
+    Saves query, output, the log-sum-exp of each row (fp32), the keys and values that arrived last, and what the kernel
+    saves in each turn.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, group: Any
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        group: Any,
+        kernel: Kernel = FUSED,
     ) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         size, rank = group.size(), group.rank()
         visiting = [torch.cat((key.view(-1), value.view(-1)))]
         outputs, log_sums, places = [], [], []  # these and `visiting` stay until the end: 3 tensors per turn
+        saved = list[torch.Tensor]()
+        rows = kernel.rows
         for turn in range(size):
             requests = []
             if turn < size - 1:
                 visiting.append(torch.empty_like(visiting[turn]))
                 requests = exchange(visiting[turn], visiting[turn + 1], group, step=1)
-            queries, keys, causal = _tile(rank, (rank - turn) % size, len(query))
+            queries, keys, causal = _tile(rank, (rank - turn) % size, query.shape[kernel.sequence_dim])
             their_key, their_value = apart(visiting[turn], key.shape, value.shape)
-            output, log_sum = attend(query[queries], their_key[keys], their_value[keys], scale, causal=causal)
+            tile = rows(query, queries), rows(their_key, keys), rows(their_value, keys)
+            output, log_sum, *others = kernel.attend(*tile, scale, causal=causal)
+            saved += others
             outputs.append(output)
             log_sums.append(log_sum)
             places.append(queries)
@@ -46,20 +79,21 @@ class RingAttention(torch.autograd.Function):
         total = log_sums[0].clone()
         for part, queries in zip(log_sums[1:], places[1:], strict=True):
             _add_log_sum(total[..., queries], part)
-        output = _weighted(outputs[0], log_sums[0], total)
+        output = _weighted(outputs[0], log_sums[0], total, kernel.sequence_dim)
         for part, part_log_sum, queries in zip(outputs[1:], log_sums[1:], places[1:], strict=True):
-            _add_weighted(output[queries], part, part_log_sum, total[..., queries])
-        ctx.save_for_backward(query, visiting[-1], output, total)
-        ctx.scale, ctx.group, ctx.shapes = scale, group, (key.shape, value.shape)
+            _add_weighted(rows(output, queries), part, part_log_sum, total[..., queries], kernel.sequence_dim)
+        ctx.save_for_backward(query, visiting[-1], output, total, *saved)
+        ctx.scale, ctx.group, ctx.shapes, ctx.kernel = scale, group, (key.shape, value.shape), kernel
         return output.view(*output.shape[:2], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key_value, output, total = ctx.saved_tensors
-        size, rank = ctx.group.size(), ctx.group.rank()
-        grad = grads[0].contiguous().view(output.shape)
-        # cuDNN needs it contiguous. The last rank never attends with its late queries alone.
-        late_total = total[..., len(query) // 2 :].contiguous() if rank < size - 1 else total
+        query, key_value, output, total, *_ = ctx.saved_tensors
+        size, rank, kernel = ctx.group.size(), ctx.group.rank(), ctx.kernel
+        num_tokens = query.shape[kernel.sequence_dim]
+        grad = (grads[0] if kernel.takes_strides else grads[0].contiguous()).view(output.shape)
+        # The kernels need it contiguous. The last rank never attends with its late queries alone.
+        late_total = total[..., num_tokens // 2 :].contiguous() if rank < size - 1 else total
         grad_query = torch.empty_like(query).zero_()
         # First row: the visiting keys and values. Second row: the sum of their gradients so far.
         buffers = [key_value.new_empty((2, len(key_value))) for _ in range(2)]
@@ -68,16 +102,16 @@ class RingAttention(torch.autograd.Function):
             here, there = buffers[turn % 2], buffers[(turn + 1) % 2]
             # The first turn sends keys and values only, the last one gradients only, the others both.
             first, last = (1 if turn == size - 1 else 0), (1 if turn == 0 else 2)
-            rows = slice(first, last)
-            requests = exchange(here[rows], there[rows], ctx.group, step=-1)
-            queries, keys, causal = _tile(rank, (rank + 1 + turn) % size, len(query))
+            sent = slice(first, last)
+            requests = exchange(here[sent], there[sent], ctx.group, step=-1)
+            queries, keys, causal = _tile(rank, (rank + 1 + turn) % size, num_tokens)
             their_key, their_value = apart(here[0], *ctx.shapes)
-            parts = attend_backward(
-                grad[queries],
-                query[queries],
-                their_key[keys],
-                their_value[keys],
-                output[queries],
+            parts = kernel.attend_backward(
+                kernel.rows(grad, queries),
+                kernel.rows(query, queries),
+                kernel.rows(their_key, keys),
+                kernel.rows(their_value, keys),
+                kernel.rows(output, queries),
                 late_total if queries.start else total,
                 ctx.scale,
                 causal=causal,
@@ -90,9 +124,9 @@ class RingAttention(torch.autograd.Function):
             for whole, chunks, part in zip(
                 (grad_query, grad_key, grad_value), (queries, keys, keys), parts, strict=True
             ):
-                whole[chunks].add_(part)
+                kernel.rows(whole, chunks).add_(part)
             del parts, part
-        return grad_query, grad_key, grad_value, None, None
+        return grad_query, grad_key, grad_value, None, None, None
 
 
 def exchange(send: torch.Tensor, receive: torch.Tensor, group: Any, *, step: int) -> list[Any]:
@@ -134,10 +168,12 @@ def _add_log_sum(total: torch.Tensor, part: torch.Tensor) -> None:
 
 
 @one_kernel()
-def _weighted(output: torch.Tensor, log_sum: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    return (output * (log_sum - total).exp().permute(2, 0, 1).unsqueeze(-1)).to(output.dtype)
+def _weighted(output: torch.Tensor, log_sum: torch.Tensor, total: torch.Tensor, sequence_dim: int) -> torch.Tensor:
+    return (output * (log_sum - total).exp().movedim(2, sequence_dim).unsqueeze(-1)).to(output.dtype)
 
 
 @one_kernel()
-def _add_weighted(output: torch.Tensor, part: torch.Tensor, log_sum: torch.Tensor, total: torch.Tensor) -> None:
-    output.add_(_weighted(part, log_sum, total))
+def _add_weighted(
+    output: torch.Tensor, part: torch.Tensor, log_sum: torch.Tensor, total: torch.Tensor, sequence_dim: int
+) -> None:
+    output.add_(_weighted(part, log_sum, total, sequence_dim))

@@ -162,8 +162,8 @@ class Fp8NormLinear(_Fp8Module, TorchNormLinear):
         super().__init__(*sizes, config=config, **options)
         self.keep_fp8(config)
 
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Maps [..., input_size] to [..., output_size]."""
+    def forward(self, inputs: torch.Tensor) -> tuple[Any, None]:
+        """Maps [..., input_size] to [..., output_size]; returns what it normalised too where an adapter reads it."""
         weights = self.layer_norm_weight, self.weight, self.bias
         return _NormLinear.apply(inputs, *weights, self, torch.is_grad_enabled()), None
 
@@ -199,16 +199,18 @@ class _Linear(torch.autograd.Function):
         rows, width = _size(inputs)
         ctx.saves_inputs = layer.save_original_input
         keeps_rows = split.way == "column" and recipe.gathers_rows_only
-        columnwise = is_training and not ctx.saves_inputs and not keeps_rows
+        is_trained = is_training and weight.requires_grad
+        columnwise = is_trained and not ctx.saves_inputs and not keeps_rows
         quantized = recipe.quantize(rows, width, columnwise=columnwise)
         entered, _ = _entered(layer, quantized, rows, width, rowwise=True, columnwise=False)
-        layer.quantize_weight(columnwise=is_training or _asks_for_columns(layer))
+        layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         output = split.leave(inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0])))
         del entered
         if is_training:
             if not keeps_rows:
                 quantized.rowwise = []
-            _save(ctx, Quantized() if ctx.saves_inputs else quantized, inputs if ctx.saves_inputs else None, weight)
+            saved = Quantized() if ctx.saves_inputs or not is_trained else quantized
+            _save(ctx, saved, inputs if ctx.saves_inputs and is_trained else None, weight)
             ctx.layer, ctx.shape, ctx.keeps_rows = layer, inputs.shape, keeps_rows
         return output
 
@@ -218,7 +220,12 @@ class _Linear(torch.autograd.Function):
         layer, recipe, split = ctx.layer, ctx.layer.recipe, ctx.layer.split
         width = ctx.shape[-1]
         rows = ctx.shape[:-1].numel()
-        grad = _left_backward(layer, grads[0])
+        grad = _left_backward(layer, grads[0], columnwise=weight.requires_grad)
+        if not weight.requires_grad:
+            layer.complete_weight()
+            return split.enter_backward(weight.new_empty((*_entered_shape(grads[0], split, backward=True), width))), *[
+                None
+            ] * 3
         if ctx.saves_inputs:
             saved = recipe.quantize(rows, width, rowwise=recipe.gathers_rows_only, columnwise=not ctx.keeps_rows)
         entered, in_transfer = _entered(layer, saved, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
@@ -243,24 +250,33 @@ class _NormLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         layer: Fp8NormLinear,
         is_training: bool,
-    ) -> torch.Tensor:
+    ) -> Any:
         recipe, split = layer.recipe, layer.split
         rows, width = _size(inputs)
-        keeps_rows = split.way == "column" and recipe.gathers_rows_only
+        keeps_rows, is_trained = split.way == "column" and recipe.gathers_rows_only, weight.requires_grad
         reciprocal = inputs.new_empty(rows, dtype=torch.float32)
-        normalised = recipe.quantize(rows, width, columnwise=is_training and not keeps_rows)
-        if not recipe.fuses_norm:
+        returned = inputs.new_empty(inputs.shape) if layer.return_layernorm_output else None
+        ctx.returns_gathered = layer.return_layernorm_output_gathered and split.way is not None
+        if returned is not None and ctx.returns_gathered:
+            returned = split.enter(returned)
+        normalised = recipe.quantize(rows, width, columnwise=is_training and is_trained and not keeps_rows)
+        if not recipe.fuses_norm and returned is None:
             inputs.new_empty(inputs.shape)  # the norm's output, freed when it is quantized
-        entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
+        if ctx.returns_gathered:
+            entered = recipe.quantize(_entered_shape(inputs, split)[0] * inputs.shape[1], width, columnwise=False)
+        else:
+            entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
         layer.quantize_weight(columnwise=is_training)
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
         if is_training:
-            if not keeps_rows:
+            if not is_trained and returned is None:
+                normalised.clear()
+            elif is_trained and not keeps_rows:
                 normalised.rowwise = []
             _save(ctx, normalised, inputs, weight, norm_weight, reciprocal)
             ctx.layer, ctx.keeps_rows = layer, keeps_rows
-        return output
+        return output if returned is None else (output, returned)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -270,6 +286,8 @@ class _NormLinear(torch.autograd.Function):
         # Added up where the gradient is quantized (``bgrad_quantize``, ``csrc/extensions/bias.cpp``).
         grad_bias = None if layer.bias is None else torch.empty_like(layer.bias)
         grad = _left_backward(layer, grads[0])
+        if not weight.requires_grad:
+            return _backward_of_frozen(ctx, inputs, norm_weight, *grads), *[None] * 5
         entered, in_transfer = _entered(layer, normalised, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
         layer.complete_weight()
         grad_entered = weight.new_empty((*grads[0].shape[:-1], width))
@@ -281,6 +299,23 @@ class _NormLinear(torch.autograd.Function):
         grad_inputs, grad_norm_weight = torch.empty_like(inputs), torch.empty_like(norm_weight)
         del grad, grad_normalised, reciprocal
         return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
+
+
+def _backward_of_frozen(
+    ctx: Any,
+    inputs: torch.Tensor,
+    norm_weight: torch.Tensor,
+    grad: torch.Tensor,
+    grad_returned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the gradient of what a norm and its frozen linear read; TE makes the norm's own gradient all the same."""
+    layer, split = ctx.layer, ctx.layer.split
+    layer.complete_weight()
+    grad_normalised = split.enter_backward(inputs.new_empty((*grad.shape[:-1], inputs.shape[-1])))
+    if grad_returned is not None and not ctx.returns_gathered:
+        grad_normalised = torch.empty_like(grad_normalised)
+    grad_inputs, _ = torch.empty_like(inputs), torch.empty_like(norm_weight)
+    return grad_inputs
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -295,13 +330,14 @@ class _GroupedLinear(torch.autograd.Function):
         is_training: bool,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        saves_inputs = layer.save_original_input
-        quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_training and not saves_inputs)
-        layer.quantize_weight(columnwise=is_training or _asks_for_columns(layer))
+        saves_inputs, is_trained = layer.save_original_input, is_training and weights[0].requires_grad
+        quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_trained and not saves_inputs)
+        layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
         if is_training:
             quantized.rowwise = []
-            _save(ctx, Quantized() if saves_inputs else quantized, inputs if saves_inputs else None, *weights)
+            saved = Quantized() if saves_inputs or not is_trained else quantized
+            _save(ctx, saved, inputs if saves_inputs and is_trained else None, *weights)
             ctx.layer, ctx.splits, ctx.saves_inputs = layer, splits, saves_inputs
         return output
 
@@ -314,6 +350,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad = recipe.quantize_rows(splits, out_width, columnwise=True)
         grad_inputs = grad_output.new_empty((grad_output.shape[0], width))
         layer.complete_weight()
+        if not weights[0].requires_grad:
+            return grad_inputs, *[None] * (3 + len(weights))
         grad_weights = [empty_weight_gradient(weight) for weight in layer.parameters()]
         if ctx.saves_inputs:
             saved = recipe.quantize_rows(splits, width, rowwise=recipe.gathers_rows_only, columnwise=True)
@@ -346,14 +384,17 @@ def _entered(
     return entered, arriving
 
 
-def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor) -> Quantized:
-    """Returns the output's gradient in FP8, which a row-parallel linear gathers (`grad_output_preprocess`)."""
+def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor, *, columnwise: bool = True) -> Quantized:
+    """Returns the output's gradient in FP8, which a row-parallel linear gathers (`grad_output_preprocess`).
+
+    `te.Linear` leaves column-wise values out where its weight is frozen; the linear fused with a norm does not.
+    """
     rows, width = _size(grad)
     recipe, split = layer.recipe, layer.split
     if split.way != "row":
-        return recipe.quantize(rows, width, columnwise=True)
-    own = recipe.quantize(rows, width, columnwise=not recipe.gathers_rows_only)
-    gathered, arriving = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=True)
+        return recipe.quantize(rows, width, columnwise=columnwise)
+    own = recipe.quantize(rows, width, columnwise=columnwise and not recipe.gathers_rows_only)
+    gathered, arriving = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=columnwise)
     _note_kept(recipe, [*own.tensors(), *arriving])
     del own
     return gathered

@@ -5,7 +5,7 @@ The buffers are those of ``mha_fwd`` and ``mha_bwd`` in flash-attn's ``csrc/flas
 of steps with flash-attn 2.8.3 on an H200 were within 0.012 % of it (`labs/RESULTS.md`). Where the package flash-attn-3
 is installed, Transformer Engine calls that one on a Hopper GPU, and its buffers are others. For fewer than about 100
 blocks of 64 queries (sequences x heads x blocks) flash-attn splits the keys and allocates more than is allocated
-here.
+here. Where ranks share sequences, the rings of `context_parallel` and `packed_context_parallel` call it tile by tile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memlab.engines.megatron.layers import context_parallel, packed_context_parallel
 from memlab.engines.megatron.layers.torch_functions import (
     Dropped,
     attend,
@@ -31,9 +32,17 @@ _CHANNELS_PER_BLOCK = 32
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float = 0.0
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float = 0.0, group: Any = None
 ) -> torch.Tensor:
     """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
+
+    Args:
+        query: Of this rank's tokens.
+        key: Like `query`.
+        value: Like `query`.
+        scale: Of the scores.
+        drop: The share of probabilities that dropout drops, which a ring does not take.
+        group: The ranks that share the sequence; None is this one alone.
 
     Returns:
         Shape [sequence, batch, heads * channels].
@@ -41,7 +50,11 @@ def flash_attention(
     # A value that is a slice of linear_qkv's output is copied (``get_qkv_layout`` in utils.py).
     copied = [tensor.contiguous() for tensor in (query, key, value)]
     # Sequences come first in flash-attn. One sequence needs no copy for that.
-    output = _FlashAttention.apply(*(tensor.transpose(0, 1).contiguous() for tensor in copied), scale, drop)
+    rows = (tensor.transpose(0, 1).contiguous() for tensor in copied)
+    if group is None:
+        output = _FlashAttention.apply(*rows, scale, drop)
+    else:
+        output = context_parallel.RingAttention.apply(*rows, scale, group, _OF_A_RING)
     result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
     return result
 
@@ -78,7 +91,12 @@ def flash_attention_of_torch(
 
 
 def packed_flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    ends: torch.Tensor,
+    group: Any = None,
 ) -> torch.Tensor:
     """Attends each packed sequence by itself, from [tokens, heads, channels] (``mha_varlen_fwd``, ``mha_varlen_bwd``).
 
@@ -88,12 +106,17 @@ def packed_flash_attention(
         value: Like `key`.
         scale: Of the scores.
         ends: Where the sequences end, int32 [sequences + 1] with a 0 in front.
+        group: The ranks that share each sequence; None is this one alone.
 
     Returns:
         Shape [tokens, heads * channels].
     """
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-    return packed_flash_attention_of_views(query, key, value, scale, ends).flatten(1)
+    if group is None:
+        return packed_flash_attention_of_views(query, key, value, scale, ends).flatten(1)
+    ring = packed_context_parallel.PackedRingAttention
+    output: torch.Tensor = ring.apply(query, key, value, scale, ends, group, _OF_A_PACKED_RING)
+    return output
 
 
 def packed_flash_attention_of_views(
@@ -133,12 +156,7 @@ class _PackedFlashAttention(torch.autograd.Function):
         run: Run,
     ) -> torch.Tensor:
         ctx.lengths = lengths_of(ends)
-        output, log_sum_exp, random_state = run(
-            lambda: (
-                *attend_each(query, key, value, scale, ctx.lengths),
-                query.new_empty(2, dtype=torch.int64),
-            )
-        )
+        output, log_sum_exp, random_state = run(lambda: _attend_each(query, key, value, scale, ctx.lengths))
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, ends)
         ctx.scale = scale
         return output
@@ -147,11 +165,7 @@ class _PackedFlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp, _, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
-        # Each sequence gets a block of rows more, where it may not be a multiple of one.
-        rows = query.shape[0] + _QUERIES_PER_BLOCK * len(ctx.lengths)
-        buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
-        parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
-        del buffers
+        parts = _attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
         return *parts, None, None, None
 
 
@@ -173,7 +187,7 @@ class _FlashAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         def compute() -> tuple[torch.Tensor, ...]:
             random_state = new_random_state(query)
-            return *_attend(query, key, value, scale, Dropped.of(drop, random_state)), random_state
+            return *_attend(query, key, value, scale, Dropped.of(drop, random_state), causal=True), random_state
 
         output, log_sum_exp, random_state = run(compute)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
@@ -184,45 +198,60 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
-        results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-        rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
-        buffers = _backward_buffers(query, key, rows)
         dropped = Dropped.of(ctx.drop, random_state)
-        _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale, dropped)
-        del buffers
-        return *results, None, None, None
+        parts = _attend_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, dropped)
+        return *parts, None, None, None
 
 
-def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
-    """Returns what ``mha_bwd`` allocates and frees, for the queries of a sequence in so many rows.
-
-    These are sums of rows, the query's gradient in fp32, and with grouped queries the gradients of key and value for
-    each head.
-    """
-    batch, tokens, heads, channels = query.shape
-    columns = -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK
-    buffers = [
-        query.new_empty(batch, heads, rows, dtype=torch.float32),
-        query.new_empty(batch, rows, heads, columns, dtype=torch.float32),
-    ]
-    if key.shape[2] != heads:
-        buffers += [key.new_empty(batch, tokens, heads, channels) for _ in range(2)]
-    return buffers
+def _attend_in_a_ring(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool
+) -> tuple[torch.Tensor, ...]:
+    random_state = query.new_empty(2, dtype=torch.int64)
+    return *_attend(query, key, value, scale, causal=causal), random_state
 
 
 @one_kernel()
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropped: Dropped | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dropped: Dropped | None = None,
+    *,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, log_sum_exp = attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale, dropped)
+    output, log_sum_exp = attend(
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale, dropped, causal=causal
+    )
     output = output.transpose(0, 1)
     if query.is_contiguous():
         return output.contiguous(), log_sum_exp
     return torch.empty_like(query).copy_(output), log_sum_exp
 
 
-@one_kernel()
 def _attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+    dropped: Dropped | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of query, key and value."""
+    results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
+    buffers = _backward_buffers(query, key, rows)
+    _fill_gradients(results, grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
+    del buffers
+    return results
+
+
+@one_kernel()
+def _fill_gradients(
     results: tuple[torch.Tensor, ...],
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -232,8 +261,58 @@ def _attend_backward(
     log_sum_exp: torch.Tensor,
     scale: float,
     dropped: Dropped | None,
+    *,
+    causal: bool,
 ) -> None:
     grad, query, key, value, output = (tensor.transpose(0, 1) for tensor in (grad, query, key, value, output))
-    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale, dropped)
+    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
     for result, part in zip(results, parts, strict=True):
         result.copy_(part.transpose(0, 1))
+
+
+def _attend_each(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *lengths: list[int], causal: bool = True
+) -> tuple[torch.Tensor, ...]:
+    output, log_sum_exp = attend_each(query, key, value, scale, *lengths, causal=causal)
+    return output, log_sum_exp, query.new_empty(2, dtype=torch.int64)
+
+
+def _attend_each_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+    *lengths: list[int],
+    causal: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    # Each sequence gets a block of rows more, where it may not be a multiple of one.
+    rows = query.shape[0] + _QUERIES_PER_BLOCK * len(lengths[0])
+    buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
+    parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, scale, *lengths, causal=causal)
+    del buffers
+    return parts
+
+
+def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """Returns what ``mha_bwd`` allocates and frees, for the queries of a sequence in so many rows.
+
+    These are sums of rows, the query's gradient in fp32, and with grouped queries the gradients of key and value for
+    each head.
+    """
+    batch, _, heads, channels = query.shape
+    columns = -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK
+    buffers = [
+        query.new_empty(batch, heads, rows, dtype=torch.float32),
+        query.new_empty(batch, rows, heads, columns, dtype=torch.float32),
+    ]
+    if key.shape[2] != heads:
+        buffers += [key.new_empty(batch, key.shape[1], heads, channels) for _ in range(2)]
+    return buffers
+
+
+# Before Transformer Engine 2.15 the gradient of a micro-batch of several sequences was copied first.
+_OF_A_RING = context_parallel.Kernel(_attend_in_a_ring, _attend_backward, sequence_dim=1, takes_strides=True)
+_OF_A_PACKED_RING = packed_context_parallel.PackedKernel(_attend_each, _attend_each_backward, has_heads_first=True)

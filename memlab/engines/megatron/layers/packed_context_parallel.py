@@ -2,16 +2,17 @@
 
 After ``AttnFuncWithCPAndKVP2P`` of Transformer Engine (``context_parallel.py`` in
 ``transformer_engine/pytorch/attention/dot_product_attention``, 2.12.0) as it goes for bf16 tensors of the format
-``thd`` on cuDNN 9.6 or later: the same buffers are made, and the same tensors saved for backward. It differs from
-`context_parallel.RingAttention` in three ways. A rank has an early and a late chunk of each sequence, so that half of
-the rows is a copy and not a view. Parts of the output are added up in 16 bits, in a tensor that exists from the second
-turn on. Sums of exponentials are copied, because cuDNN and the additions order them differently.
+``thd`` on cuDNN 9.6 or later and on flash-attn: the same buffers are made, and the same tensors saved for backward. It
+differs from `context_parallel.RingAttention` in three ways. A rank has an early and a late chunk of each sequence, so
+that half of the rows is a copy and not a view. Parts of the output are added up in 16 bits, in a tensor that exists
+from the second turn on. cuDNN's sums of exponentials are copied, because the additions order them differently.
 
-Allocated peaks of two ranks of H200s were within 0.00002 % of it (`labs/LOG.md`, 2026-11-23).
+Allocated peaks of two ranks of H200s with cuDNN were within 0.00002 % of it (`labs/LOG.md`, 2026-11-23).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,28 @@ from memlab.engines.megatron.packed_sequences import lengths_of
 from memlab.meter.labels import one_kernel
 
 
+class PackedKernel(NamedTuple):
+    """What attends from some queries of each sequence to some keys."""
+
+    attend_each: Callable[..., tuple[torch.Tensor, ...]]
+    """Returns output, log-sum-exp, and what else it saves for backward."""
+    attend_each_backward: Callable[..., tuple[torch.Tensor, ...]]
+    has_heads_first: bool
+    """Whether its log-sum-exp is [heads, tokens], as it is added up; a copy is reordered otherwise."""
+
+    def reordered(self, log_sum: torch.Tensor) -> torch.Tensor:
+        """Returns sums of exponentials as the additions want them, or the other way round."""
+        return log_sum if self.has_heads_first else _reordered(log_sum)
+
+
+FUSED = PackedKernel(attend_each, attend_each_backward, has_heads_first=False)
+
+
 class PackedRingAttention(torch.autograd.Function):
     """`torch_functions.PackedAttention` over the ranks of a group.
 
     Shapes are [tokens of the rank, heads, channels]. Saves query, output, the log-sum-exp of each row (fp32), the keys
-    and values that arrived last, and where the sequences of each turn end.
+    and values that arrived last, where the sequences of each turn end, and what the kernel saves in each turn.
     """
 
     @staticmethod
@@ -38,6 +56,7 @@ class PackedRingAttention(torch.autograd.Function):
         scale: float,
         ends: torch.Tensor,
         group: Any,
+        kernel: PackedKernel = FUSED,
     ) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         size, rank = group.size(), group.rank()
@@ -45,7 +64,7 @@ class PackedRingAttention(torch.autograd.Function):
         lengths = lengths_of(own_ends)
         visiting = [torch.cat((key.view(-1), value.view(-1)))]
         tiles, outputs, log_sums = list[_Tile](), list[torch.Tensor](), list[torch.Tensor]()
-        ends_of_turns = list[torch.Tensor]()
+        ends_of_turns, saved = list[torch.Tensor](), list[torch.Tensor]()
         queries_of_two_turns = [query, query]  # the source keeps them so
         for turn in range(size):
             requests = []
@@ -61,35 +80,39 @@ class PackedRingAttention(torch.autograd.Function):
             visitors = apart(visiting[turn], key.shape, value.shape)
             of_query, of_key, of_value = tile.rows(lengths, (query,), visitors)
             queries_of_two_turns[turn % 2] = of_query
-            output, log_sum = attend_each(of_query, of_key, of_value, scale, *tile.lengths(lengths), causal=tile.causal)
+            output, log_sum, *others = kernel.attend_each(
+                of_query, of_key, of_value, scale, *tile.lengths(lengths), causal=tile.causal
+            )
+            saved += others
             outputs.append(output)
             log_sums.append(log_sum)
             if turn > 0:
-                log_sums[turn - 1] = _reordered(log_sums[turn - 1])
+                log_sums[turn - 1] = kernel.reordered(log_sums[turn - 1])
             if turn == 1:
                 total, summed = log_sums[0].clone(), query.new_zeros((*query.shape[:-1], value.shape[-1]))
             elif turn > 1:
                 _add_log_sum(total, log_sums[turn - 1], lengths, is_late=tiles[turn - 1].has_late_queries)
             for request in requests:
                 request.wait()
-        log_sums[-1] = _reordered(log_sums[-1])
+        log_sums[-1] = kernel.reordered(log_sums[-1])
         _add_log_sum(total, log_sums[-1], lengths, is_late=tiles[-1].has_late_queries)
         for tile, part, part_log_sum in zip(tiles, outputs, log_sums, strict=True):
             _add_weighted(summed, part, part_log_sum, total, lengths, is_late=tile.has_late_queries)
-        ctx.save_for_backward(query, visiting[-1], summed, total, own_ends, *ends_of_turns)
+        ctx.save_for_backward(query, visiting[-1], summed, total, own_ends, *ends_of_turns, *saved)
         ctx.scale, ctx.group, ctx.shapes, ctx.lengths = scale, group, (key.shape, value.shape), lengths
+        ctx.kernel = kernel
         return summed.view(len(summed), -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key_value, output, total, *_ = ctx.saved_tensors
-        size, rank, lengths = ctx.group.size(), ctx.group.rank(), ctx.lengths
+        size, rank, lengths, kernel = ctx.group.size(), ctx.group.rank(), ctx.lengths, ctx.kernel
         grad = grads[0].contiguous().view(output.shape)
         late_total = None
         if rank < size - 1:  # the last rank never attends with its late queries alone
             late_total = _half(total, lengths, 1, dim=1)
-            late_total = _reordered(late_total)
-        total = _reordered(total)
+            late_total = kernel.reordered(late_total)
+        total = kernel.reordered(total)
         grad_query = torch.empty_like(query).zero_()
         # First row: the visiting keys and values. Second row: the sum of their gradients so far.
         buffers = [key_value.new_empty((2, len(key_value))) for _ in range(2)]
@@ -103,7 +126,7 @@ class PackedRingAttention(torch.autograd.Function):
             of_query, of_output, of_grad, of_key, of_value = tile.rows(
                 lengths, (query, output, grad), apart(here[0], *ctx.shapes)
             )
-            parts = attend_each_backward(
+            parts = kernel.attend_each_backward(
                 of_grad,
                 of_query,
                 of_key,
@@ -122,7 +145,7 @@ class PackedRingAttention(torch.autograd.Function):
             for whole, part in zip(apart(there[1], *ctx.shapes), parts[1:], strict=True):
                 _add_rows(whole, part, lengths, 0 if tile.has_early_keys else None)
             del parts, part
-        return grad_query, *apart(there[1], *ctx.shapes), None, None, None
+        return grad_query, *apart(there[1], *ctx.shapes), None, None, None, None
 
 
 class _Tile(NamedTuple):

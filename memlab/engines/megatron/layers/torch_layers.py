@@ -261,34 +261,32 @@ class TorchAttention(torch.nn.Module):
 
         Packed sequences have no batch dimension.
         """
-        if packed_seq_params is not None and self.context_parallel_group is not None:
-            ends = packed_seq_params.cu_seqlens_q_padded
-            spread: torch.Tensor = PackedRingAttention.apply(
-                query, key, value, self.softmax_scale, ends, self.context_parallel_group
-            )
-            return spread
+        # A change of the training state changes the config.
+        group, is_flash = self.context_parallel_group, self.config.attention_backend is AttnBackend.flash
         if packed_seq_params is not None:
-            ends = packed_seq_params.cu_seqlens_q
-            if self.config.attention_backend is AttnBackend.flash:
-                return packed_flash_attention(query, key, value, self.softmax_scale, ends)
+            ends = packed_seq_params.cu_seqlens_q if group is None else packed_seq_params.cu_seqlens_q_padded
+            if is_flash:
+                return packed_flash_attention(query, key, value, self.softmax_scale, ends, group)
+            if group is not None:
+                spread: torch.Tensor = PackedRingAttention.apply(query, key, value, self.softmax_scale, ends, group)
+                return spread
             packed: torch.Tensor = PackedAttention.apply(
                 query, key, value, self.softmax_scale, ends, self.window, self._sinks()
             )
             return packed
-        if self.context_parallel_group is not None and self.config.cp_comm_type == "a2a":
+        if group is not None and self.config.cp_comm_type == "a2a":
             of_heads: torch.Tensor = AllToAllAttention.apply(
-                query, key, value, self.softmax_scale, self.context_parallel_group, self.window, self._sinks()
+                query, key, value, self.softmax_scale, group, self.window, self._sinks()
             )
             return of_heads
-        if self.context_parallel_group is not None:
-            ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
-            return ring
         drop = self.config.attention_dropout if self.training else 0.0
-        # A change of the training state changes the config.
+        if is_flash:
+            return flash_attention(query, key, value, self.softmax_scale, drop, group)
+        if group is not None:
+            ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, group)
+            return ring
         if self.config.attention_backend is AttnBackend.unfused:
             return unfused_attention(query, key, value, self.softmax_scale, drop)
-        if self.config.attention_backend is AttnBackend.flash:
-            return flash_attention(query, key, value, self.softmax_scale, drop)
         result: torch.Tensor = CausalAttention.apply(
             query, key, value, self.softmax_scale, drop, self.window, self._sinks()
         )
