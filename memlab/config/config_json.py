@@ -63,7 +63,7 @@ class ConfigJson:
         return int(value)
 
     def whole_or_null(self, name: str) -> int | None:
-        """Returns a whole number of at least 1, or None where the field is null; a field that is left out is missing."""
+        """Returns a whole number of at least 1, or None where the field is null; it must not be left out."""
         return None if self._field(name, None) is None else self.whole(name)
 
     def whole_of_either(self, *names: str) -> int:

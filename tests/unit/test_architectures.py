@@ -405,7 +405,7 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ),
         ({"model_type": "qwen2_moe"}, "field 'shared_expert_intermediate_size' is missing"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
-        (deepseek_config() | {"q_lora_rank": None}, "field 'q_lora_rank' is missing"),  # the test leaves out what is None
+        (deepseek_config() | {"q_lora_rank": None}, "field 'q_lora_rank' is missing"),
         ({"num_local_experts": 64}, "it has num_experts 128 and num_local_experts 64, two names for the same number"),
         ({"num_experts": 1, "num_experts_per_tok": 1}, "moe_router_topk is 1 without moe_router_pre_softmax"),
         ({"hidden_size": None}, "hidden_size"),
