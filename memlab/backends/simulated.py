@@ -6,7 +6,7 @@ Where a value decides about memory (how many tokens each expert gets), Megatron 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -153,7 +153,7 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{recompute}.get_fp8_context": lambda *_, **__: nullcontext(),
         f"{block}.te_checkpoint": _checkpoint_around_layers,
         f"{recompute}.te_checkpoint": _checkpoint_around_layers,
-        f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
+        f"{engine}.te_checkpoint": _checkpoint_of_module,
         "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,
     }
 
@@ -163,6 +163,12 @@ def _checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
     if imitated().sees_fp8_within_checkpoints:
         return fake_fp8.checkpoint_inside_layers(*args, **kwargs)
     return fake_fp8.checkpoint_around_layers(*args, **kwargs)
+
+
+def _checkpoint_of_module(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``te_checkpoint`` in layers, and in those of multi-token prediction, which turn FP8 on within it."""
+    is_extra = getattr(function, "__qualname__", "").startswith("MultiTokenPredictionLayer.")
+    return (_checkpoint_around_layers if is_extra else fake_fp8.checkpoint_inside_layers)(function, *args, **kwargs)
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:

@@ -133,6 +133,12 @@ def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
             "leave it out",
             "selective_ac",
         )
+    if settings.selective_ac and scenario.layout.context_parallel_size > 1:
+        raise RuleError(
+            f"selective_ac is True with context_parallel_size {scenario.layout.context_parallel_size}, which memlab "
+            "does not predict together: leave one of the two out",
+            *("selective_ac", "context_parallel_size"),
+        )
     if settings.recompute_method == "uniform" and settings.recompute_num_layers != 1:
         raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers} with recompute_method 'uniform', must be 1 with "
@@ -155,12 +161,12 @@ def _check_extra_layers(settings: MemorySettings, scenario: Scenario) -> None:
             "Megatron-Core: choose 1, or leave mtp_num_layers out",
             *("recompute_num_layers", "mtp_num_layers"),
         )
-    if scenario.state.fp8_format is not None:
+    if scenario.state.fp8_format is not None and scenario.state.fp8_recipe == "delayed":
         raise RuleError(
-            f"recompute_method is 'uniform' with mtp_num_layers {scenario.state.mtp_num_layers} and fp8_format "
-            f"{scenario.state.fp8_format!r}, which memlab does not predict together: choose recompute_granularity "
-            "'selective', or leave one of the others out",
-            *("recompute_method", "mtp_num_layers", "fp8_format"),
+            f"recompute_method is 'uniform' with mtp_num_layers {scenario.state.mtp_num_layers} and fp8_recipe "
+            "'delayed', which memlab does not predict together: choose recompute_granularity 'selective', another "
+            "fp8_recipe, or leave mtp_num_layers out",
+            *("recompute_method", "mtp_num_layers", "fp8_recipe"),
         )
     if scenario.packed_sequences is not None:
         raise RuleError(

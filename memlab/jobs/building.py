@@ -263,7 +263,11 @@ def _drop_extra_layers(reading: Reading) -> None:
     text = values.get("pipeline_model_parallel_layout")
     beside = {
         "a loss that the framework computes from the logits": values.get("loss", "cross_entropy") != "cross_entropy",
-        "FP8": values.get("fp8_format") is not None,
+        "full recompute in FP8 by the delayed recipe": (
+            values.get("fp8_format") is not None
+            and values.get("fp8_recipe", TrainingState().fp8_recipe) == "delayed"
+            and values.get("recompute_granularity") == "full"
+        ),
         "adapters": values.get("lora_rank") is not None,
         "a pipeline layout that has them on another stage than the loss": bool(re.search("m.*[|]", text or "")),
     }

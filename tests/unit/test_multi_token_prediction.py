@@ -101,6 +101,7 @@ MEGATRON = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 48 --hidd
 --untie-embeddings-and-output-weights --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768
 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion --seq-length 4096 --micro-batch-size 1
 --bf16""".replace("\n", " ")
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 VERL = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"
 VERL_OPTION = "+actor_rollout_ref.actor.megatron.override_transformer_config.mtp_num_layers=1"
 SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --max_length 4096"
@@ -118,7 +119,9 @@ train:
     [
         (f"{MEGATRON} --mtp-num-layers 1", 1, {}),
         (f"{MEGATRON} --mtp-num-layers 2 --mtp-detach-heads", 2, {"mtp_detach_heads": "less"}),
-        (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid", None, {"mtp_num_layers": "more"}),
+        (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid", 1, {}),
+        (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE} --fp8-recipe blockwise", 1, {}),
+        (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE}", None, {"mtp_num_layers": "more"}),
         (f"{SWIFT} --mtp_num_layers 1 --tuner_type full", 1, {}),
         (f"{VERL} {VERL_OPTION}", None, {VERL_OPTION[1:-2]: "more"}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 1"), 1, {}),

@@ -81,6 +81,9 @@ _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
 _PASSED = tuple(key for key in COMPUTE if key.name not in (*_FP8, "apply_rope_fusion") and key not in FUSIONS)
+_FP8_ROWS = {"blockwise": 128, "mxfp8": 32}
+"""What each rank's part of a packed row is padded to a multiple of, and 16 with other recipes of FP8
+(``_get_pack_sequence_parameters_for_megatron`` in nemo_rl/models/megatron/data.py)."""
 _BUCKETS = tuple(key for key in BUCKETS if key.name != "bucket_size")
 
 _REFIT_SHARE = 0.3
@@ -632,6 +635,7 @@ NEMO_RL = Framework(
     compose=compose,
     configurations=("grpo_math_1B",),
     packs=is_packed,
+    padding_in_fp8=lambda unit, _, recipe: (unit, unit * _FP8_ROWS.get(recipe, 16)),
     cannot_write=OF_BRIDGE
     | ONLY_OF_MS_SWIFT
     | ONLY_OF_VERL_AND_SLIME

@@ -32,6 +32,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
+    padding_in_fp8,
     padding_missing,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -132,6 +133,7 @@ SKYRL_SFT = Framework(
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
+    padding_in_fp8=padding_in_fp8,
     cannot_write=CANNOT_WRITE
     | {
         "offload_parameters": _KEEPS,

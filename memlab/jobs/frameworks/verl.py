@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.verl_engine import (
     engine_keys,
     engine_missing,
     engine_without_effect,
+    padding_in_fp8,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -331,6 +332,7 @@ VERL = Framework(
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
+    padding_in_fp8=padding_in_fp8,
     cannot_write={name: reason for name, reason in CANNOT_WRITE.items() if name != "entropy_loss"},
     without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
