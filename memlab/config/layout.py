@@ -48,7 +48,9 @@ class Layout:
         engines=("megatron", "fsdp2"),
     )
     """Megatron-Core's own default is False. MoE models need it. On one tensor parallel rank it does nothing."""
-    context_parallel_size: int = option(1, "number of ranks that share each sequence (default 1)")
+    context_parallel_size: int = option(
+        1, "number of ranks that share each sequence (default 1)", engines=("megatron", "fsdp2")
+    )
     """Each has two chunks of a sequence, one from the front and one from the back."""
     pipeline_model_parallel_size: int = option(1, "number of pipeline stages (default 1)")
     """The schedule is 1F1B."""

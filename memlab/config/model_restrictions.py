@@ -133,6 +133,12 @@ def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
             "leave it out",
             "selective_ac",
         )
+    if settings.selective_ac and scenario.layout.context_parallel_size > 1:
+        raise RuleError(
+            f"selective_ac is True with context_parallel_size {scenario.layout.context_parallel_size}, which memlab "
+            "does not predict together: leave one of the two out",
+            *("selective_ac", "context_parallel_size"),
+        )
     if settings.recompute_method == "uniform" and settings.recompute_num_layers != 1:
         raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers} with recompute_method 'uniform', must be 1 with "

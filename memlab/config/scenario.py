@@ -249,6 +249,7 @@ class Scenario:
                 *("dtype", "engine"),
             )
         self._check_version_1()
+        self._check_context_parallel_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
@@ -271,6 +272,23 @@ class Scenario:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_context_parallel_of_fsdp2(self) -> None:
+        state, ranks = self.state, self.layout.context_parallel_size
+        others = {
+            "tensor_model_parallel_size": self.layout.tensor_model_parallel_size > 1,
+            "fsdp_version": state.fsdp_version == 1,
+            "packed_sequences": self.packed_sequences is not None,
+            "attn_implementation": state.attn_implementation != "sdpa",
+            "dtype": self.dtype != "bf16",
+        }
+        for name, is_on in others.items():
+            if ranks > 1 and is_on:
+                raise RuleError(
+                    f"context_parallel_size is {ranks} with engine {self.engine!r} and {name}, which memlab does not "
+                    f"predict together: choose 1, or leave {name} out",
+                    *("context_parallel_size", name),
+                )
 
     def _check_version_1(self) -> None:
         state, layout = self.state, self.layout
@@ -324,7 +342,9 @@ class Scenario:
     @property
     def ranks_of_shards(self) -> int:
         """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
-        return self.layout.data_parallel_size // self.state.dp_replicate_size if self.engine == "fsdp2" else 1
+        if self.engine != "fsdp2":
+            return 1
+        return self.layout.data_parallel_size * self.layout.context_parallel_size // self.state.dp_replicate_size
 
     def _check_attention(self) -> None:
         if self.architecture.multi_latent_attention:

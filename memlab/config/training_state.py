@@ -48,6 +48,7 @@ _ON_CPU = {"group": "CPU optimizer", "needs": "optimizer_cpu_offload", "rebuilds
 _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimizer"}
 _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
+_LOSS_OF_FEW = _LOSS | {"group": ""}  # two panels with all controls would not fit into the kernel's queue of messages
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
 _DROP = {
     "group": "",
@@ -219,7 +220,7 @@ class TrainingState:
     topk_logits_k: int = option(
         64,
         "logits of each token that a teacher sends, and that the loss compares with (default 64)",
-        **_LOSS,
+        **_LOSS_OF_FEW,
         needs="loss",
         needs_value="topk_logits",
         at_most=2**16,
@@ -229,7 +230,7 @@ class TrainingState:
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
         "entropy from the loss, and keep what its gradient needs",
-        **_LOSS,
+        **_LOSS_OF_FEW,
     )
     # The model is built with it.
     num_labels: int | None = option(

@@ -181,6 +181,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     reasons |= framework.cannot_write_of(scenario, settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
         reasons["packed_sequences"] = f"{framework.title} has no key for this number of sequences in a row"
+    reasons |= _padded_rows(framework, scenario)
     if scenario.engine != framework.engine:
         reasons["engine"] = f"memlab writes jobs of {framework.title} for engine {framework.engine!r} only"
     if scenario.routing != Routing():
@@ -199,6 +200,19 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     if names_model and scenario.architecture.name not in HUGGING_FACE_NAMES and not framework.writes_sizes:
         reasons["architecture"] = "no published model has this name: give the path of the model's folder"
     return reasons
+
+
+def _padded_rows(framework: Framework, scenario: Scenario) -> dict[str, str]:
+    """Names packed rows that a framework would pad, because the job computes in FP8."""
+    layout, state, pads = scenario.layout, scenario.state, framework.padding_in_fp8
+    if scenario.packed_sequences is None or pads is None or state.fp8_format is None:
+        return {}
+    context = layout.context_parallel_size
+    unit = layout.tensor_model_parallel_size * (2 * context if context > 1 else 1)
+    _, multiple = pads(unit, context, state.fp8_recipe)
+    if scenario.seq_length % multiple == 0:
+        return {}
+    return {"seq_length": f"{framework.title} pads packed rows in FP8 to a multiple of {multiple} tokens"}
 
 
 def _changed(framework: Framework, scenario: Scenario, settings: MemorySettings) -> set[str]:

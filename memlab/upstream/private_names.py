@@ -282,6 +282,14 @@ _TORCH = (
         ),
     ),
     *_in(
+        "engines/fsdp2/context_parallel.py",
+        _used(
+            "torch.distributed.tensor.experimental._context_parallel._attention",
+            "_templated_ring_attention _templated_ring_attention_backward",
+            "Its loop over the ranks that share a sequence, with kernels for a CPU and for fake tensors.",
+        ),
+    ),
+    *_in(
         "engines/fsdp2/tensor_parallel.py",
         _used(
             "torch.distributed.tensor.parallel:SequenceParallel",

@@ -179,14 +179,20 @@ def test_tensor_parallel_ranks_keep_their_part_and_gather_the_logits_in_fp32() -
     assert found[1].peak_allocated_bytes > found[1].static_bytes + whole, "of the whole vocabulary"
 
 
-def test_a_sequence_is_divided_between_the_matrices_too() -> None:
+@pytest.mark.parametrize(
+    ("layout", "measured"),
+    [
+        (Layout(tensor_model_parallel_size=2), (1_527_680, 2_990_236)),
+        (Layout(context_parallel_size=2), (1_525_760, 3_959_324)),
+        (Layout(context_parallel_size=2, rank=1), (1_525_760, 3_951_132)),
+    ],
+)
+def test_ranks_share_a_sequence(layout: Layout, measured: tuple[int, int]) -> None:
     """Bytes of two live ranks over gloo (torch 2.13), at the start of a step and at its peak."""
-    layout = Layout(tensor_model_parallel_size=2)
-    with Lab(
-        "llama-3-tiny", **(SIZES | {"num_layers": 2, "dtype": "bf16"}), layout=layout, backend=predicting("cpu")
-    ) as lab:
+    sizes = SIZES | {"num_layers": 2, "dtype": "bf16"}
+    with Lab("llama-3-tiny", **sizes, layout=layout, backend=predicting("cpu")) as lab:
         record = lab.step()
-    assert (record.static_bytes, record.peak_allocated_bytes) == (1_527_680, 2_990_236)
+    assert (record.static_bytes, record.peak_allocated_bytes) == measured
 
 
 @pytest.mark.parametrize(
@@ -299,7 +305,8 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"layout": Layout(context_parallel_size=2)}, "context_parallel_size is 2, but engine 'fsdp2'"),
+        ({"layout": Layout(pipeline_model_parallel_size=2)}, "pipeline_model_parallel_size is 2, but engine 'fsdp2'"),
+        ({"layout": Layout(context_parallel_size=2), "dtype": "fp32"}, "with engine 'fsdp2' and dtype, which memlab"),
         ({"layout": Layout(tensor_model_parallel_size=2)}, "must divide the 5 query groups of phi-4-tiny"),
         ({"packed_sequences": 2, "micro_batch_size": 2}, "so micro_batch_size must be 1, not 2"),
         (

@@ -139,6 +139,7 @@ OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
             for name in (
                 "model=llama-3.1-8b num_layers=8 seq_length=4096 selective_ac",
                 "model=llama-3.1-8b num_layers=8 seq_length=4096 packed_sequences=8 attn_implementation=flash_attention_2",
+                OF_LLAMA + "context_parallel_size=2 one_process",
                 OF_LLAMA + "tensor_model_parallel_size=2 sequence_parallel one_process",
             )
         ),

@@ -46,6 +46,12 @@ def _nemo(section: str = "grpo", deferred: str = "false", packed: str = "true", 
     return text
 
 
+def _nemo_in_fp8(recipe: str) -> str:
+    text = _nemo().replace("length: 1024", "length: 512").replace("fuse_loss: false", "train_mb_tokens: 1000")
+    fp8 = f"fp8_cfg: {{enabled: true, fp8: hybrid, fp8_recipe: {recipe}}}, defer"
+    return text.replace("defer", fp8)
+
+
 _WHOLE, _BY_SEQUENCE = "logprobs_one_hot", "logprobs_by_sequence"
 _CHUNKED_ENTROPY = "actor_rollout_ref.actor.entropy_from_logits_with_chunking"
 _OF_VERL = "vocab_parallel_cross_entropy"
@@ -176,3 +182,30 @@ def test_skyrl_copies_the_logits_of_rows_with_padding(text: str, key: str | None
     found = [(one.key, one.effect, one.bound_bytes) for one in job.not_modelled if "copy of the logits" in one.reason]
     elements = tokens * scenario.architecture.vocab_size // scenario.layout.tensor_model_parallel_size
     assert found == ([] if key is None else [(key, "more", 4 * 4 * elements)])
+
+
+_BUDGET = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu={}"
+_FP8_OF_VERL = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid"
+_TP2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "sequences"),
+    [
+        # Sequences of 1,024 tokens on two ranks: rows of any even number, and in FP8 of a multiple of 256.
+        (f"{_VERL} {_BUDGET.format(2100)} {_TP2}", 2100, 3),
+        (f"{_VERL} {_BUDGET.format(2100)} {_TP2} {_FP8_OF_VERL}", 2304, 3),
+        (f"{_VERL} {_BUDGET.format(2048)} {_TP2} {_FP8_OF_VERL}", 2048, 2),
+        (f"{_VERL} {_ACTOR}=3 {_TP2} {_FP8_OF_VERL} data.max_response_length=500", 3 * 1024, 3),
+        (_nemo_in_fp8("blockwise"), 1024, 2),
+        (_nemo_in_fp8("tensorwise"), 1008, 2),
+    ],
+)
+def test_rows_are_padded_in_fp8_as_their_framework_pads_them(
+    text: str, row: int, sequences: int, tmp_path: Path
+) -> None:
+    """``_compute_fp8_thd_align_size`` of verl, and ``_get_pack_sequence_parameters_for_megatron`` of NeMo-RL."""
+    path = tmp_path / ("config.yaml" if text.startswith("policy") else "run.sh")
+    path.write_text(text)
+    scenario, _ = Job.read(path, version="0.9.1" if "verl" in text else None).required()
+    assert (scenario.seq_length, scenario.packed_sequences) == (row, sequences)

@@ -205,8 +205,21 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     if name in ("skyrl-sft", "verl"):  # they switch expandable segments on
         scenario = replace(scenario, allocator=AllocatorSettings(expandable_segments=True))
     scenario = replace(scenario, versions=Versions(transformer_engine=FRAMEWORKS[name].transformer_engine))
+    scenario = padded(name, scenario, settings, state)
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)
+
+
+def padded(name: str, scenario: Scenario, settings: MemorySettings, state: dict[str, Any]) -> Scenario:
+    """Returns a scenario with its packed rows as the framework pads them in FP8, which it says."""
+    pads, context = FRAMEWORKS[name].padding_in_fp8, scenario.layout.context_parallel_size
+    if pads is None or state["fp8_format"] is None or packed_sequences_said(name, scenario) is None:
+        return scenario
+    unit = scenario.layout.tensor_model_parallel_size * (2 * context if context > 1 else 1)
+    _, multiple = pads(unit, context, state["fp8_recipe"])
+    tokens = -(-scenario.seq_length // multiple) * multiple
+    assert ("seq_length" in unsaid(FRAMEWORKS[name], scenario, settings)) == (tokens != scenario.seq_length)
+    return replace(scenario, seq_length=tokens)
 
 
 def packed_sequences_said(name: str, scenario: Scenario) -> int | None:

@@ -91,11 +91,13 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
     try:
         own = {"defer_fsdp_grad_sync", "grad_reduce_in_bf16", "fsdp_cpu_offload", "dp_replicate_size"}
         own |= {"lora_rank", "lora_target_modules", "master_weights", "store_param_remainders"}
+        own |= {"attn_implementation", "fsdp_version", "use_orig_params"}
         own |= {"fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"}
         own |= {"reshard_after_forward_ranks", *(field.name for field in fields(AllocatorSettings))}
         assert set(shown.training_state.by_name) == {*values, *own}
         assert {name.partition(":")[0] for name in shown.controls.by_name} == {
             *("recompute_granularity", "recompute_method", "recompute_num_layers", "seq_length", "micro_batch_size"),
+            *("selective_ac", "checkpoint_every"),
             *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
         }
         for name, value in values.items():

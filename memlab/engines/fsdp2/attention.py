@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
 from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
 from memlab.engines.megatron.layers.torch_functions import new_random_state
@@ -73,6 +74,9 @@ def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tup
     if name == "eager":
         dtype = model.embed_tokens.weight.dtype
         return inputs, named | {"attention_mask": _seen(tokens, lengths, None, dtype)}
+    if "context_parallel_group" in named:
+        # transformers takes the two chunks of a rank for packed sequences; NeMo Automodel's hook drops the mask.
+        lengths = (tokens // 2, tokens - tokens // 2)
     if name == "sdpa" and lengths is not None:
         return inputs, named | {"attention_mask": _seen(tokens, lengths, None)}
     return inputs, named
@@ -111,6 +115,10 @@ def _sdpa(
         **options: ``scaling`` of the scores; the dropout is 0.
     """
     assert not options.get("dropout"), "attention without dropout"
+    group = options.get("context_parallel_group")
+    if group is not None:
+        over_ranks = attend_over_ranks(query, key, value, options["scaling"], group)
+        return over_ranks.transpose(1, 2).contiguous(), None
     if mask is None:
         return flash_attention_of_torch(query, key, value, options["scaling"], as_one_operation), None
     # transformers copies the keys of each group of heads, since no kernel with a mask takes fewer (``repeat_kv``).

@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.adapters import add_adapters
 from memlab.engines.fsdp2.attention import name_of
+from memlab.engines.fsdp2.context_parallel import mesh_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import build_model
 from memlab.engines.fsdp2.tensor_parallel import clip, divide
@@ -44,6 +45,7 @@ class ShardedModel:
                 self.module = build_model(scenario, sharded, attention=self.attention)
                 if scenario.state.lora is not None:
                     add_adapters(self.module, scenario)
+            self.context_parallel = mesh_of(scenario, mesh_device)
             self._shard(mesh_device, scenario)
         # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
         self.parameters: list[Any] = list(self.module.parameters())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.attention import inputs_of
+from memlab.engines.fsdp2.context_parallel import own_part, sharded_by_torch
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.fsdp2.tensor_parallel import loss_of
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -36,10 +37,11 @@ def train_step(
             microbatches.before_forward()
             labels.enter_phase("forward")
             labels.passes_in_flight += 1
-            output, loss = _forward(live, scenario, tokens)
-            labels.enter_phase("backward")
-            # The output has the logits, and refers to them until backward has ended, as in the loops of NeMo Automodel.
-            torch.autograd.backward(loss / scenario.num_microbatches)
+            with _own_part(live, tokens) as own:
+                output, loss = _forward(live, scenario, own)
+                labels.enter_phase("backward")
+                # The output has the logits, and refers to them until backward has ended, as in NeMo Automodel's loops.
+                torch.autograd.backward(loss / scenario.num_microbatches)
             labels.passes_in_flight -= 1
             losses.append(loss.detach())
             del output, loss
@@ -73,28 +75,40 @@ def forward_only_step(
             for tokens in _batches(scenario):
                 microbatches.before_forward()
                 labels.enter_phase("forward")
-                losses.append(_forward(live, scenario, tokens)[1])
+                with _own_part(live, tokens) as own:
+                    losses.append(_forward(live, scenario, own)[1])
     finally:
         live.module.train()
     return _over_the_ranks(losses)
 
 
-def _forward(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns the output with the logits, and the loss."""
+def _own_part(live: ShardedModel, tokens: torch.Tensor) -> AbstractContextManager[dict[str, Any]]:
+    """Returns the context of a pass, which yields tokens and labels, of ranks that share sequences the rank's own."""
     tokens = tokens.cuda()
-    inputs = {"input_ids": tokens, **inputs_of(live.attention, scenario)}
+    inputs, mesh = {"input_ids": tokens, "labels": tokens}, live.context_parallel
+    if mesh is None:
+        return nullcontext(inputs)
+    return (
+        sharded_by_torch(live.module, inputs, mesh) if live.attention == "sdpa" else nullcontext(own_part(inputs, mesh))
+    )
+
+
+def _forward(live: ShardedModel, scenario: Scenario, own: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    """Returns the output with the logits, and the loss."""
+    inputs = own | inputs_of(live.attention, scenario)
     if scenario.layout.tensor_model_parallel_size == 1:
-        output = live.module(labels=tokens, **inputs)
+        output = live.module(**inputs)
         return output, output.loss
+    labels = inputs.pop("labels")
     output = live.module(**inputs)
-    return output, loss_of(live.module, output.logits, tokens)
+    return output, loss_of(live.module, output.logits, labels)
 
 
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
     """Yields random tokens int64 [micro_batch_size, seq_length] on the host, the same in every step."""
-    generator = torch.Generator().manual_seed(
-        scenario.seed + scenario.layout.rank // scenario.layout.tensor_model_parallel_size
-    )
+    layout = scenario.layout
+    sharing = layout.tensor_model_parallel_size * layout.context_parallel_size
+    generator = torch.Generator().manual_seed(scenario.seed + layout.rank // sharing)
     shape = (scenario.micro_batch_size, scenario.seq_length)
     for _ in range(scenario.num_microbatches):
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)

@@ -56,6 +56,11 @@ class NotModelled:
     """As in `Reading`."""
 
 
+PaddingInFp8 = Callable[[int, int, str], tuple[int, int]]
+"""What sequences, and rows of packed sequences, are padded to a multiple of: it is given what the ranks of a sequence
+need, how many of them context parallelism has, and the recipe."""
+
+
 @dataclass(slots=True)
 class Reading:
     """A job's file on the way to a scenario."""
@@ -71,6 +76,8 @@ class Reading:
     """Keys that memlab knows and that change nothing here, each with the reason."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
+    refused: list[str] = field(default_factory=list)
+    """Why memlab does not have what the job does, whatever its model is, in phrases."""
     lacks: list[str] = field(default_factory=list)
     """As in `Job`."""
     warnings: list[str] = field(default_factory=list)
@@ -81,6 +88,8 @@ class Reading:
     most_micro_batches: int | None = 0
     """As many as a copy has in a step, where memlab predicts fewer; None if the job does not say how many, 0 if memlab
     predicts all."""
+    padding_in_fp8: PaddingInFp8 | None = None
+    """As in `Framework`."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
     unread: str = ""
@@ -197,6 +206,8 @@ class Framework:
     """Whether leaving the key out expresses a value, as false for a switch of a command line."""
     switches: tuple[str, ...] = ()
     """Flags without a value that are in no row of `keys`."""
+    padding_in_fp8: PaddingInFp8 | None = None
+    """What a sequence and a row of packed sequences are padded to a multiple of in FP8."""
     decided_by: tuple[str, ...] = ()
     """Of a second model that a job trains: the keys that say whether it does."""
     configurations: tuple[str, ...] = ()
@@ -216,6 +227,7 @@ class Framework:
             ValueError: If a value is of another kind than the key's, with its line, or if there is no such version.
         """
         self._check_version(reading.version)
+        reading.padding_in_fp8 = self.padding_in_fp8
         present: set[str] = set()
         calculated = {key.field for key in self.keys if type(key.default) is int} - _MAY_BE_NONE
         for key in self.keys:

@@ -84,15 +84,16 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         entry = reading.entries.by_key.get(key)
         place = "the default of other keys" if entry is None else entry.place
         raise refusal(place, key, tokens_per_rank, "must be at least 1")
-    unit, context = _unit_of_rows(reading), values.get("context_parallel_size") or 1
-    # A row is filled with padded sequences up to the budget.
-    row = max(1, tokens_per_rank * context // unit) * unit
+    (unit, unit_of_row), context = _units(reading), values.get("context_parallel_size") or 1
+    # A row is filled with padded sequences up to the budget, and then padded itself.
+    filled = max(1, tokens_per_rank * context // unit) * unit
+    row = -(-filled // unit_of_row) * unit_of_row
     if longest and longest > row:
         reading.warnings.append(
             f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
             "longest sequence alone, as slime and SkyRL make them; verl and NeMo-RL's packing stop at such a sequence"
         )
-        row = -(-longest // unit) * unit
+        filled = row = -(-longest // unit_of_row) * unit_of_row
     if not longest:
         reading.assumed.append("how long sequences are")
         reading.warnings.append(
@@ -101,7 +102,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         )
     reading.take(key, "seq_length", row)
     values["micro_batch_size"] = 1
-    sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
+    sequences_of_row = math.ceil(filled / longest) if longest else 1
     pack(reading, key, min(sequences_of_row, values["seq_length"] // unit))
     rows = None
     if longest and sequences:
@@ -124,10 +125,17 @@ def pack(reading: Reading, key: str, sequences: int) -> None:
         reading.values["packed_sequences"] = sequences
 
 
-def _unit_of_rows(reading: Reading) -> int:
-    """Returns what frameworks pad sequences to a multiple of, for tensor parallel ranks and for two chunks per rank."""
+def _units(reading: Reading) -> tuple[int, int]:
+    """Returns what frameworks pad sequences to a multiple of, and rows of packed sequences.
+
+    Tensor parallel ranks share a sequence, and context parallel ranks have two chunks of it each. In FP8 a framework
+    pads more.
+    """
     tensor, context = (reading.values.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "context"))
-    return int(tensor * (2 * context if context > 1 else 1))
+    unit = int(tensor * (2 * context if context > 1 else 1))
+    if reading.padding_in_fp8 is None or not reading.values.get("fp8_format"):
+        return unit, unit
+    return reading.padding_in_fp8(unit, context, str(reading.values.get("fp8_recipe")))
 
 
 def _full_rows(rows: int | None, stages: int) -> int:
@@ -341,7 +349,7 @@ def take_sequences(
             one sequence is a micro-batch, each sequence is a row.
     """
     if longest:
-        unit = _unit_of_rows(reading)
+        unit, _ = _units(reading)
         reading.values["seq_length"] = -(-longest // unit) * unit
     if sequences:
         reading.values["num_microbatches"] = _passes(reading, sequences)
@@ -358,7 +366,8 @@ def pack_micro_batch(reading: Reading, key: str) -> None:
     """
     rows = reading.values.get("micro_batch_size") or 1
     if rows > 1:
-        reading.take(key, "seq_length", rows * reading.values["seq_length"])
+        _, unit = _units(reading)
+        reading.take(key, "seq_length", -(-rows * reading.values["seq_length"] // unit) * unit)
         reading.take(key, "micro_batch_size", 1)
         pack(reading, key, rows)
 

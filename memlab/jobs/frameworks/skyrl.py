@@ -34,6 +34,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
+    padding_in_fp8,
     padding_missing,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -95,7 +96,7 @@ def complete(reading: Reading) -> None:
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
-        reading.blocked.append(f"trainer.strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
+        reading.refused.append(f"trainer.strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     note_replaced_values(reading, "trainer.policy.model_config_kwargs")
     note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
@@ -221,6 +222,7 @@ SKYRL = Framework(
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
+    padding_in_fp8=padding_in_fp8,
     cannot_write=CANNOT_WRITE
     | {"allocator": "with trainer.use_expandable_segments=false, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer")),

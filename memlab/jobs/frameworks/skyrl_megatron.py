@@ -6,6 +6,7 @@ Names and defaults: ``skyrl/train/config/config.py`` and ``backends/skyrl_train/
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memlab.config.lora import LINEARS
@@ -138,6 +139,12 @@ def padding_missing(prefix: str = "") -> tuple[Missing, ...]:
     reason = "rows with padding have one more copy of the logits in fp32, and its gradients"
     names = "remove_microbatch_padding", "use_sample_packing"
     return tuple(Missing(f"{prefix}{name}", "more", reason, is_false) for name in names)
+
+
+def padding_in_fp8(unit: int, context: int, _: str) -> tuple[int, int]:
+    """Returns what sequences and rows are padded to (``get_packed_seq_align_size`` in megatron/packing_utils.py)."""
+    multiple = math.lcm(unit, 16 * context)
+    return multiple, multiple
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}

@@ -32,6 +32,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
+    padding_in_fp8,
     padding_missing,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -68,7 +69,7 @@ def complete(reading: Reading) -> None:
     complete_skyrl_adapters(reading, "model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
-        reading.blocked.append(f"strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
+        reading.refused.append(f"strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     if not any(key.startswith(f"{_MEGATRON}.") for key in reading.entries.by_key):
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
@@ -132,6 +133,7 @@ SKYRL_SFT = Framework(
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
+    padding_in_fp8=padding_in_fp8,
     cannot_write=CANNOT_WRITE
     | {
         "offload_parameters": _KEEPS,

@@ -6,6 +6,7 @@ On 2026-08-20 the gradients became fp32 (verl PR 7485); before, Megatron-Core's 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memlab.config.lora import LINEARS
@@ -155,6 +156,11 @@ def engine_without_effect(engine: str, optim: str, model: str) -> frozenset[str]
         | keys_without_effect("megatron_core_optimizer", f"{optim}.override_optimizer_config")
         | keys_without_effect("bridge_provider", transformer)
     )
+
+
+def padding_in_fp8(unit: int, _: int, __: str) -> tuple[int, int]:
+    """Returns what sequences and rows are padded to (``_compute_fp8_thd_align_size`` in verl/models/mcore/util.py)."""
+    return math.lcm(16, unit), 128 * unit
 
 
 def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> None:

@@ -29,6 +29,7 @@ from memlab.jobs.frameworks.verl_engine import (
     engine_keys,
     engine_missing,
     engine_without_effect,
+    padding_in_fp8,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -60,7 +61,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     engine = values.pop("engine")
     if engine != "megatron":
-        reading.blocked.append(
+        reading.refused.append(
             f"engine {engine}: memlab predicts this framework's jobs with Megatron only (engine=megatron)"
         )
     values.setdefault("world_size", values.pop("nodes") * values.pop("ranks_per_node"))
@@ -106,6 +107,7 @@ VERL_SFT = Framework(
     compose=compose,
     fixed=FIXED,
     packs=is_packed,
+    padding_in_fp8=padding_in_fp8,
     cannot_write=CANNOT_WRITE | {"allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=cannot_write,

@@ -244,7 +244,7 @@ def _attend_backward(
     """Returns the gradients of query, key and value."""
     results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
-    buffers = _backward_buffers(query, key, rows)
+    buffers = backward_buffers(query, key, rows)
     _fill_gradients(results, grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
     del buffers
     return results
@@ -290,13 +290,13 @@ def _attend_each_backward(
 ) -> tuple[torch.Tensor, ...]:
     # Each sequence gets a block of rows more, where it may not be a multiple of one.
     rows = query.shape[0] + _QUERIES_PER_BLOCK * len(lengths[0])
-    buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
+    buffers = backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
     parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, scale, *lengths, causal=causal)
     del buffers
     return parts
 
 
-def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
+def backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
     """Returns what ``mha_bwd`` allocates and frees, for the queries of a sequence in so many rows.
 
     These are sums of rows, the query's gradient in fp32, and with grouped queries the gradients of key and value for
