@@ -67,6 +67,10 @@ class ConfigJson:
         check_whole_number(name, value, action="correct it")
         return int(value)
 
+    def whole_or_null(self, name: str) -> int | None:
+        """Returns a whole number of at least 1, or None where the field is null; it must not be left out."""
+        return None if self._field(name, None) is None else self.whole(name)
+
     def whole_of_either(self, *names: str) -> int:
         """Returns a whole number that has several names; those that are there must agree."""
         found = {name: self.whole(name) for name in names if name in self.values} or {names[0]: self.whole(names[0])}

@@ -18,6 +18,7 @@ from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
+from memlab.jobs.frameworks.adapters import LORA
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import CONVERSIONS, Effect, Missing, refusal
 
@@ -211,6 +212,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     is_megatron = values.get("engine") in (None, "megatron")
     if layout.context_parallel_size > 1:
         _drop_flash_attention(reading, architecture)
+    if architecture.add_bias_linear and is_megatron:
+        _drop_beside_biases(reading)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:
@@ -285,6 +288,22 @@ def _drop_extra_layers(reading: Reading) -> None:
         for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _OF_EXTRA_LAYERS]:
             if reading.get(key) not in (None, False, ""):
                 reading.miss(key, *_OF_EXTRA_LAYERS[key.rpartition(".")[2]])
+
+
+def _drop_beside_biases(reading: Reading) -> None:
+    """Names adapters and FP8 of a model whose matrices have biases, and predicts the model without them."""
+    what: dict[str, tuple[Effect, str]] = {
+        "lora_rank": ("less", f"{LORA} (memlab has none beside biases)"),
+        "fp8_format": ("either", "memlab does not predict matrices with biases in FP8, and takes bf16"),
+    }
+    for field, (effect, reason) in what.items():
+        if reading.values.get(field) is None:
+            continue
+        # Megatron-Bridge's and NeMo-RL's section of adapters is their key, and has a default rank.
+        keys = [one.key.removesuffix(".dim") for one in reading.taken if one.field == field]
+        reading.taken = [one for one in reading.taken if one.field != field]
+        reading.miss(keys[0] if keys else "peft", effect, reason)
+        reading.values[field] = None
 
 
 def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:

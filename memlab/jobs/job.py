@@ -421,6 +421,10 @@ def _given_architecture(given: str | Path | Architecture) -> Architecture:
 
 
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
+    lacking = reading.refused + ([] if given is not None else reading.blocked)
+    if lacking:
+        reading.lacks += [phrase.partition(": ")[2] for phrase in lacking]
+        raise ValueError(f"memlab does not have what the job asks for: {'; '.join(dict.fromkeys(lacking))}")
     if given is not None:
         architecture = _given_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)
@@ -430,9 +434,6 @@ def _architecture(reading: Reading, given: str | Path | Architecture | None) -> 
                 f"{'; '.join(dict.fromkeys(reading.blocked))}"
             )
         return architecture
-    if reading.blocked:
-        reading.lacks += [phrase.partition(": ")[2] for phrase in reading.blocked]
-        raise ValueError(f"memlab does not have what the job asks for: {'; '.join(dict.fromkeys(reading.blocked))}")
     try:
         return _own_architecture(reading)
     except ValueError:

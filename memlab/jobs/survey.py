@@ -160,7 +160,8 @@ def _surveyed(name: str, job: Job) -> SurveyedFile:
 
 def _outcome(job: Job) -> tuple[Outcome, list[str]]:
     if job.cannot_start is not None:
-        return "cannot start", [f"starts only with other values of {', '.join(job.refused_fields) or 'its keys'}"]
+        names = ", ".join(name.rpartition(".")[2] for name in job.refused_fields)
+        return "cannot start", [f"starts only with other values of {names or 'its keys'}"]
     if job.lacks:
         knows_all = all(one.effect != "unknown" for one in job.not_modelled)
         return "read" if knows_all else "refused", list(job.lacks)

@@ -86,3 +86,24 @@ def test_a_written_job_of_gpt_oss_is_read_as_gpt_oss(name: str, tmp_path: Path) 
     lines = written(name, Scenario.of(model, seq_length=4096), MemorySettings()).lines
     job = read_lines(name, list(lines), 1, tmp_path / f"job.{'yaml' if name in FILES else 'sh'}")
     assert job.required()[0].architecture == model
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "effect", "is_bounded"),
+    [
+        ("mixed_precision: bf16_with_fp8_current_scaling_mixed\n", "model.fp8", "either", False),
+        ("peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  dim: 8\n", "peft", "less", True),
+        ("peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n", "peft", "less", True),
+    ],
+)
+def test_what_memlab_lacks_beside_biases_is_named(
+    text: str, key: str, effect: str, is_bounded: bool, tmp_path: Path
+) -> None:
+    """All linears of gpt-oss have biases. The model is then predicted without adapters and in bf16."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model:\n  hf_model_id: openai/gpt-oss-20b\ntrain:\n  global_batch_size: 8\n{text}")
+    job = Job.read(path, world_size=8)
+    state = job.required()[0].state
+    assert state.lora is None and state.fp8_format is None
+    gap = next(one for one in job.not_modelled if one.key == key and one.effect == effect)
+    assert (gap.bound_bytes is not None) == is_bounded

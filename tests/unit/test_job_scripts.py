@@ -353,7 +353,7 @@ def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) 
     "read",
     [
         "$A", '"${A}"', "${A%x}", "${A:1:2}", "${#A}", "${A[0]}", "${A:-}", "${A-}", "${A:+x}", "${A[@]:-}", "$@", "$#",
-        "${B:-$A}", "${IFS:-$A}", "$((A + 1))", "$((A = 1)) $A",
+        "${B:-$A}", "${IFS:-$A}", "$((A + 1))", "$((A = 1)) $A", "< $A/x", "> $A/x", "| : $A", "| : > $A/x", "| : $A | :", "$A | :",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("switch", ["set -eu", "set -o nounset", "set -u; set +u"])

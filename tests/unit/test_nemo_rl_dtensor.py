@@ -121,5 +121,13 @@ def test_what_the_engine_does_not_have_is_refused_by_name(changes: dict[str, Any
     assert all(one.effect != "unknown" for one in job.not_modelled)
 
 
+@pytest.mark.parametrize(("is_packed", "tokens"), [(False, 4032), (True, 4000)])
+def test_rows_are_padded_to_a_multiple_unless_they_are_packed(is_packed: bool, tokens: int, tmp_path: Path) -> None:
+    """``batched_message_log_to_flat_message`` in nemo_rl/data/llm_message_utils.py (7ea279ab)."""
+    lengths = {"policy__max_total_sequence_length": 4000, "policy__make_sequence_length_divisible_by": 64}
+    job = read(tmp_path, **lengths, policy__sequence_packing__enabled=is_packed)
+    assert job.required()[0].seq_length == tokens
+
+
 def test_a_job_that_names_megatron_is_megatron_s(tmp_path: Path) -> None:
     assert read(tmp_path, policy__megatron_cfg={"enabled": True}).framework == "nemo-rl"

@@ -53,6 +53,13 @@ def test_a_job_is_read_with_the_defaults_of_skyrl(tmp_path: Path) -> None:
     ]
 
 
+def test_the_section_of_megatron_is_read_with_megatron_only(tmp_path: Path) -> None:
+    section = f"{POLICY}.megatron_config"
+    keys = [f"{section}.{each}" for each in ("tensor_model_parallel_size=2", "moe_token_dispatcher_type=flex")]
+    job = read(tmp_path, " ".join(keys))
+    assert {key.partition("=")[0] for key in keys} <= job.without_effect.keys() and len(job.not_modelled) == 1
+
+
 @pytest.mark.parametrize(
     ("keys", "state", "settings"),
     [

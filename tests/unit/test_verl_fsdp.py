@@ -139,6 +139,28 @@ def test_what_the_engine_does_not_have_is_refused_by_name(
 def test_groups_of_shards_have_all_ranks(tmp_path: Path) -> None:
     job = read(tmp_path, f"{FSDP}.fsdp_size=3")
     assert job.cannot_start is not None and f"{FSDP}.fsdp_size is 3, must divide the 8 ranks" in job.cannot_start
+    assert job.refused_fields == (f"{FSDP}.fsdp_size",)
+
+
+def test_another_model_does_not_take_away_what_the_engine_lacks(tmp_path: Path) -> None:
+    read(tmp_path, f"{FSDP}.ulysses_sequence_parallel_size=2")
+    job = Job.read(tmp_path / "run.sh", architecture="qwen3-4b")
+    assert job.scenario is None and job.lacks == ("ranks that share sequences (Ulysses)",)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (f"{MODEL}.lora_rank=16 {MODEL}.lora_adapter_path=/saved", f"{MODEL}.lora_adapter_path"),
+        (f"{MODEL}.lora_adapter_path=/saved", None),  # ``_is_lora`` asks for the rank
+        ("algorithm.adv_estimator=gae critic.fsdp.param_offload=true", "algorithm.adv_estimator"),
+        ("algorithm.adv_estimator=gae critic.fsdp.param_offload=true critic.fsdp.optimizer_offload=true", None),
+    ],
+)
+def test_saved_adapters_and_a_critic_on_the_device_are_said(keys: str, named: str | None, tmp_path: Path) -> None:
+    """FSDP has no ``grad_offload``: gradients leave with the parameters (``offload_fsdp2_model_to_cpu``)."""
+    found = [one.key for one in read(tmp_path, keys).not_modelled if one.key != f"{ACTOR}.policy_loss"]
+    assert found == ([named] if named else [])
 
 
 def test_a_job_is_not_written_for_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -449,7 +449,7 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
     plain = name.replace("-", "_")
     place = reading.entries.by_key["mixed_precision"].place
     if plain.startswith("fp16_"):
-        reading.blocked.append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
+        reading.refused.append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
     elif plain not in _RECIPES:
         reading.warnings.append(
             f"{place}: memlab does not know the mixed_precision {shortened(name)} and takes what the other keys say: "

@@ -76,6 +76,8 @@ class Reading:
     """Keys that memlab knows and that change nothing here, each with the reason."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
+    refused: list[str] = field(default_factory=list)
+    """Why memlab does not have what the job does, whatever its model is, in phrases."""
     lacks: list[str] = field(default_factory=list)
     """As in `Job`."""
     warnings: list[str] = field(default_factory=list)

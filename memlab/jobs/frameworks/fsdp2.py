@@ -55,7 +55,7 @@ def check_shards(reading: Reading) -> None:
             raise CannotStartError(
                 f"{one.key} is {one.value}, must divide the {ranks} ranks, by a rule of torch's device mesh: choose "
                 "another, or -1 for one group of all",
-                one.field,
+                one.key,
             )
 
 
@@ -168,12 +168,12 @@ def freezes_language(reading: Reading, section: str) -> bool:
     return any(reading.get(f"{section}.freeze_{part}") for part in ("language_model", "embeddings"))
 
 
-def block(reading: Reading, key: str, what: str) -> None:
-    """Notes that memlab does not have what a key asks for."""
+def block(reading: Reading, key: str, what: str, *, is_model: bool = False) -> None:
+    """Notes that memlab does not have what a key asks for: the model, or something that no other model changes."""
     entry = reading.entries.by_key.get(key)
     reading.known.add(key)
     place = "" if entry is None else f" {entry.value} ({entry.place})"
-    reading.blocked.append(f"{key}{place}: {what}")
+    (reading.blocked if is_model else reading.refused).append(f"{key}{place}: {what}")
 
 
 def check_family(reading: Reading, architecture: Architecture) -> None:

@@ -148,6 +148,7 @@ KEYS = (
     *under(f"{_MEGATRON}.env_vars", ALLOCATOR),
     Key("policy.precision", "dtype", LONG_DTYPE, "bf16"),
     Key("policy.max_total_sequence_length", "longest", COUNT, 512),
+    Key("policy.make_sequence_length_divisible_by", "sequence_multiple", COUNT, 1),
     Key("policy.train_micro_batch_size", "micro_batch_size", COUNT, 4),
     Key("policy.train_global_batch_size", "sequences", COUNT, 512),
     Key("policy.sequence_packing.enabled", "is_packed", SWITCH, True),
@@ -241,7 +242,7 @@ def complete(reading: Reading) -> None:
     values["fp32_output"] = not values.pop("is_deferred")
     take_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
-    longest, sequences = values.pop("longest"), values.pop("sequences")
+    longest, sequences = take_longest(reading), values.pop("sequences")
     if not generates and sections & PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2
@@ -527,6 +528,16 @@ def _whole(reading: Reading, key: str, default: int = 0) -> int:
     return default if value is None else int(value)
 
 
+def take_longest(reading: Reading) -> int:
+    """Returns the tokens of the longest sequence, which ``batched_message_log_to_flat_message`` pads to a multiple.
+
+    See ``nemo_rl/data/llm_message_utils.py`` (7ea279ab); rows that are packed are full at any multiple.
+    """
+    values = reading.values
+    longest, multiple = values.pop("longest"), values.pop("sequence_multiple")
+    return int(longest if values["is_packed"] else -(-longest // multiple) * multiple)
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = composed(scenario, settings)
@@ -542,6 +553,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "has_adapters": scenario.state.lora is not None,
         "packed_tokens": scenario.seq_length if is_row else None,
         "longest": values["longest"] if is_row else scenario.seq_length,
+        "sequence_multiple": 1,
         "is_colocated": is_away,
         "moves_optimizer": settings.offload_optimizer or not is_away or scenario.state.optimizer_cpu_offload,
         "frees_optimizer": False,

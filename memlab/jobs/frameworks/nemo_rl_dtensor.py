@@ -26,7 +26,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_types,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, Key, Missing, is_given
-from memlab.jobs.frameworks.nemo_rl import NEMO_RL, PAIRS, WITHOUT_GENERATION, complete_ranks
+from memlab.jobs.frameworks.nemo_rl import NEMO_RL, PAIRS, WITHOUT_GENERATION, complete_ranks, take_longest
 from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -38,6 +38,7 @@ _OF_METHODS = (
     "nodes",
     "ranks_per_node",
     "longest",
+    "sequence_multiple",
     "micro_batch_size",
     "sequences",
     "is_packed",
@@ -160,7 +161,7 @@ def _take_optimizer(reading: Reading) -> None:
 
 def _take_rows(reading: Reading, *, pairs: bool) -> None:
     values = reading.values
-    longest, sequences = values.pop("longest"), values.pop("sequences")
+    longest, sequences = take_longest(reading), values.pop("sequences")
     if pairs:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2

@@ -30,7 +30,6 @@ from memlab.jobs.frameworks.skyrl import SKYRL
 
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
-_OF_MEGATRON = f"{_POLICY}.megatron_config."
 _OF_MEGATRON_ONLY = ("trainer.fused_lm_head_logprob", f"{_POLICY}.model.fake_int4_qat.enabled")
 _TRAINER = (
     "architecture",
@@ -154,9 +153,7 @@ SKYRL_FSDP = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=SKYRL.without_effect
-    | {key.name for key in SKYRL.keys if not key.name.startswith(_OF_MEGATRON)}
-    | {row.name for row in SKYRL.missing if not row.name.startswith(_OF_MEGATRON)},
+    without_effect=SKYRL.without_effect | SKYRL.names(),
     complete=complete,
     complete_of_model=check_family,
     check=check,

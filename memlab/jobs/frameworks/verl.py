@@ -247,7 +247,7 @@ def _check_engine(reading: Reading) -> None:
     if not is_chosen:
         _note_unchosen(reading)
     if engine not in (None, "megatron"):
-        reading.blocked.append(f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only")
+        reading.refused.append(f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only")
 
 
 def _note_unchosen(reading: Reading) -> None:
@@ -268,9 +268,9 @@ def has_critic(reading: Reading) -> tuple[str, bool]:
 
 
 def note_critic(reading: Reading, engine: str) -> None:
-    """Notes a critic, unless everything of its engine is offloaded."""
+    """Notes a critic, unless its engine is offloaded; gradients leave with the parameters (`verl_engine`)."""
     key, is_trained = has_critic(reading)
-    offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "grad", "optimizer")]
+    offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "optimizer")]
     if not is_trained:
         return
     if engine == "critic.megatron" and any(name.startswith("critic.") for name in reading.entries.by_key):
@@ -278,7 +278,7 @@ def note_critic(reading: Reading, engine: str) -> None:
             f"{key}: a critic takes steps of its own on the same GPUs, between the actor's: --format verl-critic "
             "predicts them"
         )
-    if offloads != [True] * 3:
+    if offloads != [True] * 2:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 

@@ -23,7 +23,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_shards,
     take_types,
 )
-from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
 from memlab.jobs.frameworks.verl import VERL, note_critic
 
@@ -162,6 +162,10 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
     take_peft(reading, f"{model}.lora_rank")
+    saved = f"{model}.lora_adapter_path"
+    if is_given(reading.get(saved)) and values.get("lora_rank"):
+        # ``PeftModel.from_pretrained`` in transformer_impl.py (1dda039b), which a rank of 0 does not reach.
+        reading.miss(saved, "either", "rank and linears are those of the saved adapters, not the file's")
     take_shards(reading, f"{engine}.fsdp_size")  # as ``create_device_mesh`` in verl/workers/engine/fsdp/utils.py
     take_resharding(reading)
     if values.pop("gathers_ahead") and values["reshard_after_forward"] != "none":

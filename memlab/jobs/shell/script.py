@@ -136,8 +136,10 @@ class _Reader(Builtins):
         self, given: dict[str, str], path: Path, arguments: list[str] | None, is_job: Callable[[list[str]], bool]
     ) -> None:
         super().__init__(given, path, arguments)
-        self.is_job, self.has_job = is_job, False
+        self.is_job, self.num_jobs = is_job, 0
         self.commands: list[Command] = []
+        self.stops: list[tuple[int, str]] | None = None
+        """In a part of a pipe: variables without which it ends, by line."""
         self.functions: dict[str, _Function] = {}
         self.calls: list[str] = []
         """Functions that are running."""
@@ -246,8 +248,10 @@ class _Reader(Builtins):
             return self.one(target)
         if redirection.operator == "<<<":
             return self.one(target) + "\n"
-        is_process = [piece.kind for piece in target.pieces] == ["process"]
-        return self._output_of(target.pieces[0].text[2:-1]) if is_process else UNKNOWN
+        if [piece.kind for piece in target.pieces] == ["process"]:
+            return self._output_of(target.pieces[0].text[2:-1])
+        self.one(target)  # without which the script may stop
+        return UNKNOWN
 
     def _shells(self, node: syntax.Apart) -> bool | None:
         if len(node.parts) == 1:
@@ -265,7 +269,9 @@ class _Reader(Builtins):
             if is_last and "lastpipe" in self.options:
                 statuses.append(self._run(part))
             else:
-                statuses.append(self._apart(lambda part=part: self._run(part), is_shell=True)[0])  # type: ignore[misc]
+                ends_script = "errexit" in self.options and (is_last or "pipefail" in self.options)
+                with self._stops_of_a_pipe(ends_script=ends_script):
+                    statuses.append(self._apart(lambda part=part: self._run(part), is_shell=True)[0])  # type: ignore[misc]
             self.input = None if self.output is None else Input("".join(self.output))
         self.input, self.output = outer_input, outer_output
         status = statuses[-1]
@@ -617,7 +623,7 @@ class _Reader(Builtins):
         name, *arguments = (text for text, _ in words)
         command = Command(self.line, words, is_certain=self.is_certain)
         is_job = self.is_job([name, *arguments])
-        self.has_job = self.has_job or is_job
+        self.num_jobs += is_job
         if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
             self._lacks_program(words[0][1])
         if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
@@ -638,9 +644,26 @@ class _Reader(Builtins):
         self.faults.lacks_program(line, variable[1])
         return True
 
+    @contextmanager
+    def _stops_of_a_pipe(self, *, ends_script: bool) -> Iterator[None]:
+        """Notes only those stops that keep a job from its start or end the script: the part has a shell of its own."""
+        outer, before, self.stops = self.stops, self.num_jobs, []
+        try:
+            yield
+        finally:
+            stops, self.stops = self.stops, outer
+            for line, name in stops if self.num_jobs > before or ends_script else ():
+                self._stops_at(line, name)
+
     def stops_without(self, name: str) -> None:
         if self.is_certain and not self.shells and name not in self.undecided:
-            self.faults.stops_without(self.line, name)
+            self._stops_at(self.line, name)
+
+    def _stops_at(self, line: int, name: str) -> None:
+        if self.stops is None:
+            self.faults.stops_without(line, name)
+        else:
+            self.stops.append((line, name))
 
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
         """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
@@ -707,7 +730,7 @@ class _Reader(Builtins):
         """Ends the script, unless it has not come to its job: nobody runs a script for that."""
         code = arguments[0] if arguments else self.code
         status = _status_of(code)
-        if not self.is_certain or self.has_job or self.shells:
+        if not self.is_certain or self.num_jobs or self.shells:
             raise _LeaveError(kind, status, code=_exit_code(code))
         self.warn(
             f"with the variables that memlab knows, the script would stop here ({kind} {code.replace(UNKNOWN, '?')}); "

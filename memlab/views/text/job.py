@@ -59,7 +59,7 @@ def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings,
 
 def _summary(job: Job) -> list[str]:
     if job.cannot_start is not None:
-        named = [key for key in TABLES[job.framework].keys if key.field in job.refused_fields]
+        named = [key for key in TABLES[job.framework].keys if {key.field, key.name} & {*job.refused_fields}]
         tries = ", ".join(dict.fromkeys(key.name for key in named))
         hint = [f"to try another value: --set KEY=VALUE, with one of these keys: {tries}"] if tries else []
         return [f"this job cannot start: {job.cannot_start}", *hint]
