@@ -35,6 +35,11 @@ class ModelType:
     has_sinks: bool = False
     """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
     norms_all_heads: bool = False
+    window_pattern: int = 0
+    """Whether it is of Gemma's kind, with windows in all but one of so many layers, norms on both sides, GELU gates
+    and tied embeddings; 0 is another kind."""
+    soft_caps: tuple[float | None, float | None] = (None, None)
+    """The only soft caps of attention scores and of logits that memlab has of it."""
     expert_bias: bool = False
     """Whether its router has a bias of each expert, whatever the fields say."""
     first_k_dense_replace: int = 0
@@ -61,6 +66,10 @@ class ConfigJson:
         value = self._field(name, default)
         check_whole_number(name, value, action="correct it")
         return int(value)
+
+    def whole_or_null(self, name: str) -> int | None:
+        """Returns a whole number of at least 1, or None where the field is null; it must not be left out."""
+        return None if self._field(name, None) is None else self.whole(name)
 
     def whole_of_either(self, *names: str) -> int:
         """Returns a whole number that has several names; those that are there must agree."""

@@ -74,7 +74,8 @@ class LatentAttention(Part):
             "num_attention_heads": heads,
             "num_query_groups": heads,
             "kv_channels": values,
-            "q_lora_rank": config.whole("q_lora_rank") if config.values.get("q_lora_rank") is not None else None,
+            # Null is without one, as in DeepSeek-V2-Lite; left out, transformers takes 1536 (5.24).
+            "q_lora_rank": config.whole_or_null("q_lora_rank"),
             "kv_lora_rank": config.whole("kv_lora_rank"),
             "qk_head_dim": config.whole("qk_nope_head_dim"),
             "qk_pos_emb_head_dim": config.whole("qk_rope_head_dim"),

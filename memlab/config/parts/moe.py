@@ -288,7 +288,7 @@ def _router_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
 
 def _shared_experts_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
     """Returns the width of all shared experts together, and whether they have a gate, as Qwen's have."""
-    if kind.shared_expert_gate and config.values.get("shared_expert_intermediate_size"):
+    if kind.shared_expert_gate:  # left out, transformers takes 5632 (5.24), whatever the model's other sizes are
         width = config.whole("shared_expert_intermediate_size")
     elif config.values.get("n_shared_experts", kind.n_shared_experts):
         number = config.whole("n_shared_experts", default=kind.n_shared_experts or None)
