@@ -94,10 +94,10 @@ def test_a_predicted_rank_has_the_head_of_the_measured_one() -> None:
     ],
 )
 def test_a_predicted_step_has_the_head_or_the_reference_model_of_the_measured_one(words: str) -> None:
-    """The largest errors of all 21 rows are 0.014 % of the peak and 0.013 % of the start; half are below 0.0005 %."""
+    """The largest errors of all 21 rows are 0.003 % of the peak and 0.002 % of the start; half are below 0.0005 %."""
     measured, predicted = PASSES[words]["ranks"][0]["steps"][-1], predict_rank(PASSES[words], 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-4)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=5e-5)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=5e-5)
 
 
 def test_a_head_needs_no_group_for_the_loss() -> None:
