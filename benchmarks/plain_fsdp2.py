@@ -502,6 +502,8 @@ def predicted_of(job: Job) -> dict[str, int]:
     Between the second and the third step, torch still reserves more, up to 10 % for AdamW one tensor at a time.
     """
     from memlab import Lab, Layout, MemorySettings, TrainingState
+    from memlab.config.architectures import Architecture
+    from memlab.config.hugging_face import architecture_fields
 
     settings = None
     if job.checkpointing or job.selective_ac or job.checkpoint_every:
@@ -517,8 +519,14 @@ def predicted_of(job: Job) -> dict[str, int]:
     state = TrainingState.of_options({name: value for name, value in options.items() if value is not None})
     names = ["num_layers", "seq_length", "micro_batch_size", "packed_sequences"]
     sizes = {name: getattr(job, name) for name in names}
+    family, values = MODELS[job.model]
+    model: Any = job.model
+    if family.startswith("gemma"):
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} if family == "gemma2" else {}
+        values = {"model_type": family, "num_hidden_layers": 48, "rms_norm_eps": 1e-6} | caps | values
+        model = Architecture(name=job.model, **architecture_fields(values))
     with Lab(
-        job.model,
+        model,
         **sizes,
         num_microbatches=job.num_microbatches,
         dtype="fp32" if job.fp32 else "bf16",

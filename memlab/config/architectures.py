@@ -30,7 +30,7 @@ from memlab.config.validation import (
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
-    "minimax_m2",
+    "minimax_m2", "gemma2", "gemma3_text",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -145,6 +145,11 @@ class Architecture:
                 "(more than "
                 "any real model has): correct its sizes"
             )
+
+    @property
+    def sandwich_norms(self) -> bool:
+        """Whether attention and MLP have a norm behind them too, as in Gemma 2 and 3."""
+        return self.family in ("gemma2", "gemma3_text")
 
     def _check_choices(self) -> None:
         for name in _SWITCHES:

@@ -47,6 +47,8 @@ _MODEL_TYPES = {
         expert_bias=True,
         scoring_func="sigmoid",
     ),
+    "gemma2": ModelType(num_key_value_heads=4, head_dim=256, window_pattern=2, soft_caps=(50.0, 30.0)),
+    "gemma3_text": ModelType(num_key_value_heads=4, head_dim=256, qk_layernorm=True, window_pattern=6),
     "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
@@ -96,7 +98,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_base": fields.number("rope_theta", default=base),
         "rotary_percent": fields.number("partial_rotary_factor", default=share),
         "layernorm_epsilon": fields.number("rms_norm_eps"),
-        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=False),
+        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=bool(kind.window_pattern)),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
     for part in (attention, Dense, *([Experts] if kind.experts else [])):
@@ -113,6 +115,10 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     config = fields.values
     zero = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
     modelled: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)} | dict.fromkeys(zero, (0, None))
+    if kind.window_pattern:
+        modelled |= dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh", None))
+        for name, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), kind.soft_caps, strict=True):
+            modelled[name] = (cap,)
     for name, values in modelled.items():
         if name in config and config[name] not in values:
             raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
@@ -127,7 +133,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     if (
         window is not None
         and not is_whole
-        and not kind.has_sinks
+        and not (kind.has_sinks or kind.window_pattern)
         and fields.flag("use_sliding_window", default=kind.uses_window)
     ):
         raise ValueError(
@@ -135,7 +141,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
             f"{shortened(longest)}: memlab's attention sees all earlier tokens"
         )
     layers = config.get("layer_types") or []
-    known = ("full_attention", "sliding_attention") if kind.has_sinks else ("full_attention",)
+    known = ("full_attention", "sliding_attention") if kind.has_sinks or kind.window_pattern else ("full_attention",)
     others = [layer for layer in layers if layer not in known] if isinstance(layers, list) else [layers]
     if others:
         raise ValueError(

@@ -28,7 +28,7 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
-FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 """The families that the engine fsdp2 builds."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
@@ -227,6 +227,7 @@ class Scenario:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
         if self.engine == "megatron":
+            self._check_norms_of_megatron()
             return
         if self.architecture.family == "gpt2":
             raise RuleError(
@@ -271,6 +272,14 @@ class Scenario:
                 f"reshard_after_forward_ranks is {of_layers}, must divide the {self.ranks_of_shards} ranks that have "
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
+            )
+
+    def _check_norms_of_megatron(self) -> None:
+        if self.architecture.sandwich_norms:
+            raise RuleError(
+                f"engine is 'megatron', and {self.architecture.name} is of the family {self.architecture.family}, "
+                "whose norms behind attention and MLP memlab has in transformers' model only: choose engine 'fsdp2'",
+                "engine",
             )
 
     def _check_context_parallel_of_fsdp2(self) -> None:
@@ -549,6 +558,12 @@ class Scenario:
                 "there, since flash-attn takes 16 bits: choose one of them, or dtype bf16",
                 *("attn_implementation", "dtype"),
             )
+        if self.state.attn_implementation == "flash_attention_2" and self.architecture.sandwich_norms:
+            raise RuleError(
+                f"attn_implementation is 'flash_attention_2', and {self.architecture.name} has windows or soft caps, "
+                "which memlab does not have with it: leave it out",
+                "attn_implementation",
+            )
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -721,8 +736,9 @@ class Scenario:
 
     @property
     def attention_of_transformers(self) -> AttnImplementation:
-        """The function of transformers that attends under engine fsdp2."""
-        return self.state.attn_implementation
+        """The function of transformers that attends under engine fsdp2; of Gemma 2, transformers refuses sdpa."""
+        own = self.state.attn_implementation
+        return "eager" if self.architecture.family == "gemma2" and own == "sdpa" else own
 
     @property
     def _chunks_of_a_sequence(self) -> int:

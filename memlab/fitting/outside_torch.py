@@ -91,12 +91,14 @@ def estimate_outside_torch(
         model: Says whether there are experts, a bias of experts and tied embeddings, which have groups of their own.
             None: a dense model without tied embeddings, unless the layout spreads experts.
         state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the
-            embedding too, and how tokens get to their experts. None: no such layers, and alltoall.
+            embedding too, how tokens get to their experts, and whether a head takes the place of the output layer.
+            None: no such layers, alltoall and an output layer.
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
-    rings = _groups_that_reduce(layout, has_experts=has_experts, is_last_stage=is_last_stage)
-    is_tied = bool(model and model.share_embeddings_and_output_weights) and not (state and state.num_labels)
+    has_head = state is not None and state.num_labels is not None
+    rings = _groups_that_reduce(layout, has_experts=has_experts, has_logits=is_last_stage and not has_head)
+    is_tied = bool(model and model.share_embeddings_and_output_weights) and not has_head
     has_copies = is_tied or bool(state and state.mtp_num_layers)
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
@@ -158,7 +160,7 @@ def outside_torch_of_every_stage(job: Scenario) -> OutsideTorch:
     return max(map(outside_torch_of, stages), key=lambda one: one.total_bytes)
 
 
-def _groups_that_reduce(layout: Layout, *, has_experts: bool, is_last_stage: bool) -> list[int]:
+def _groups_that_reduce(layout: Layout, *, has_experts: bool, has_logits: bool) -> list[int]:
     """Returns how many ranks each group has that a step of this rank reduces or gathers over."""
     tensor, context, stages = (
         layout.tensor_model_parallel_size,
@@ -167,7 +169,7 @@ def _groups_that_reduce(layout: Layout, *, has_experts: bool, is_last_stage: boo
     )
     expert, expert_tensor = layout.expert_model_parallel_size, layout.expert_tensor_size
     groups = [layout.data_parallel_size * context, layout.world_size]  # gradients and parameters; the gradients' norm
-    if tensor > 1 or is_last_stage:
+    if tensor > 1 or has_logits:
         groups.append(tensor)  # the loss of a divided vocabulary reduces over it, even if it is one rank
     if has_experts:
         # The auxiliary loss, the numbers of tokens, and the experts' inputs where their matrices are divided.

@@ -134,3 +134,26 @@ def test_a_step_computes_one_packed_sequence_after_the_other() -> None:
     assert BY_SEQUENCE[0] in of_loss
     assert of_loss["logprobs_one_hot"] == (pytest.approx(8, rel=1e-3), "forward")
     assert of_loss["logprobs_by_sequence"] == (pytest.approx(11, rel=1e-3), "backward")
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("vocab_parallel_cross_entropy", {"forward": 12.0, "held": 12.0, "backward": 12.0}),
+        ("softmax", {"forward": 8.0, "held": 8.0, "backward": 12.0}),
+        ("scaled_softmax", {"forward": 12.0, "held": 8.0, "backward": 12.0}),
+    ],
+)
+def test_the_entropy_in_a_loss_needs_what_the_framework_s_own_function_needs(
+    open_lab: Callable[..., Lab], loss: str, expected: dict[str, float]
+) -> None:
+    """Counted so on a CPU of `benchmarks.losses_of_frameworks`' functions of verl 1dda039b and slime 624b824a.
+
+    In forward they have a product of the logits' size more there, which the kernels that they have for a GPU do not
+    make.
+    """
+    open_lab("phi-4-tiny", num_layers=1, seq_length=96)
+    state = TrainingState(loss=loss, fp32_output=True, entropy_loss=True)  # type: ignore[arg-type]
+    labels = torch.zeros(1, TOKENS, dtype=torch.int64)
+    compute = partial(LossFromLogits(), labels=labels, state=state)
+    assert bytes_of_logit(compute, fp32=True, trains=True) == pytest.approx(expected, abs=0.13)

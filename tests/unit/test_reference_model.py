@@ -89,8 +89,10 @@ def test_each_micro_batch_has_the_loss_of_the_frozen_weights_first(
 
 
 def test_the_gradients_are_those_without_a_reference_model(open_lab: Callable[..., Lab]) -> None:
-    loss, gradients = gradients_of_step(open_lab("phi-4-tiny", **SMALL), MemorySettings())
-    same, others = gradients_of_step(open_lab("phi-4-tiny", state=COPY, **SMALL), FULL)
+    lab = open_lab("phi-4-tiny", **SMALL)
+    loss, gradients = gradients_of_step(lab, MemorySettings())
+    lab.set_state(COPY)
+    same, others = gradients_of_step(lab, FULL)
     assert loss == same
     assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
 

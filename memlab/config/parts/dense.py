@@ -21,6 +21,7 @@ class Dense(FeedForward):
     normalization: Normalization
     gated_linear_unit: bool
     add_bias_linear: bool
+    sandwich_norms: bool
 
     most: ClassVar = {"ffn_hidden_size": 2**22}
     formulas: ClassVar = ("none", "mlp", "core_attn", "full")
@@ -52,6 +53,7 @@ class Dense(FeedForward):
             Weight("mlp.linear_fc1.weight", (rows, self.hidden_size), split=0),
             Weight("mlp.linear_fc2.weight", (self.hidden_size, self.ffn_hidden_size), split=1),
             *(biases if self.add_bias_linear else ()),
+            *(norm_weights("post_feedforward_layernorm.", self.hidden_size, "RMSNorm") if self.sandwich_norms else ()),
         )
 
     def shared_sizes(self) -> tuple[SharedSize, ...]:

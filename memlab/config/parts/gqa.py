@@ -32,6 +32,7 @@ class GroupedQueryAttention(Part):
     softmax_type: SoftmaxType
     window_size: tuple[int, int] | None
     window_attn_skip_freq: int | tuple[int, ...] | None
+    sandwich_norms: bool
 
     most: ClassVar = {
         "hidden_size": 2**20,
@@ -92,6 +93,7 @@ class GroupedQueryAttention(Part):
             "norms_all_heads": kind.norms_all_heads,
             "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
             **(_sinks_of_config(config) if kind.has_sinks else {}),
+            **(_windows_of_config(config, kind) if kind.window_pattern else {}),
         }
 
     @property
@@ -123,6 +125,7 @@ class GroupedQueryAttention(Part):
             *(weight for name in norms for weight in self._norm_weights(name)),
             Weight("self_attention.linear_proj.weight", (self.hidden_size, self.query_width), split=1),
             *((of_output,) if self.add_bias_linear else ()),
+            *(norm_weights("post_attention_layernorm.", self.hidden_size, "RMSNorm") if self.sandwich_norms else ()),
         )
 
     def _norm_weights(self, name: str) -> tuple[Weight, ...]:
@@ -201,4 +204,19 @@ def _sinks_of_config(config: ConfigJson) -> dict[str, Any]:
         "add_bias_linear": True,
         "window_size": None if window is None else (config.whole("sliding_window", default=128) - 1, 0),
         "window_attn_skip_freq": 2 if has_window == alternate else tuple(has_window),
+    }
+
+
+def _windows_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
+    """Returns the windows of Gemma 2 and 3: one of so many layers has none (transformers 5.24)."""
+    if config.values.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention true is not modelled: memlab's attention is causal")
+    every, layers = kind.window_pattern, config.whole("num_hidden_layers")
+    every = config.whole("sliding_window_pattern", default=every)
+    kinds = config.values.get("layer_types") or [
+        "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
+    ]
+    return {
+        "window_size": (config.whole("sliding_window", default=4096) - 1, 0),
+        "window_attn_skip_freq": tuple(int(each == "sliding_attention") for each in kinds),
     }

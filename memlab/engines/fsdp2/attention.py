@@ -71,6 +71,17 @@ def give_masks(module: Any, attention: str) -> None:
 
 def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     tokens, lengths = named["input_ids"].shape[1], named.get("packed_lengths")
+    if model.config.model_type.startswith("gemma"):
+        dtype = model.embed_tokens.weight.dtype if name == "eager" else torch.bool
+        windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
+        # transformers makes none where sdpa is causal anyway (``_ignore_causal_mask_sdpa``).
+        masks = {
+            kind: _seen(tokens, lengths, window, dtype)
+            if name == "eager" or lengths is not None or tokens >= (window or tokens + 1)
+            else None
+            for kind, window in windows.items()
+        }
+        return inputs, named | {"attention_mask": masks}
     if name == "eager":
         dtype = model.embed_tokens.weight.dtype
         return inputs, named | {"attention_mask": _seen(tokens, lengths, None, dtype)}

@@ -58,8 +58,19 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
             "moe_intermediate_size": sizes.moe_ffn_hidden_size,
             "norm_topk_prob": not sizes.moe_router_pre_softmax,
         }
-    window = {"sliding_window": None} if sizes.family in ("mistral", "phi3") else {}
-    rope = {"rope_type": "default", "rope_theta": sizes.rotary_base, "partial_rotary_factor": sizes.rotary_percent}
+    window: dict[str, Any] = {"sliding_window": None} if sizes.family in ("mistral", "phi3") else {}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": sizes.rotary_base,
+        "partial_rotary_factor": sizes.rotary_percent,
+    }
+    if sizes.sandwich_norms:
+        pattern, tokens = sizes.window_attn_skip_freq, sizes.window_size
+        assert isinstance(pattern, tuple) and tokens is not None, "Gemma's config.json has both"
+        kinds = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+        window = {"sliding_window": tokens[0] + 1, "layer_types": kinds[:num_layers]}
+    if sizes.family == "gemma3_text":  # the base of layers with windows is transformers' default
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
     return AutoConfig.for_model(
         sizes.family,
         vocab_size=sizes.vocab_size,

@@ -1,0 +1,103 @@
+"""Gemma 2 and 3 from a config.json under the engine fsdp2: norms on both sides, windows, soft caps, tied embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.plain_fsdp2 import Job, predicted_of
+from memlab import Lab, MemorySettings, TrainingState
+from memlab.backends import find_backend
+from memlab.backends.simulated import predicting
+from memlab.config.architectures import Architecture
+from memlab.config.hugging_face import architecture_fields
+from memlab.config.scenario import Scenario
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+SIZES: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def gemma(model_type: str, **values: Any) -> Architecture:
+    tiny = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "sliding_window": 16,
+            "rms_norm_eps": 1e-6}  # fmt: skip
+    caps = CAPS if model_type == "gemma2" else {}
+    return Architecture(name=model_type, **architecture_fields({"model_type": model_type} | caps | tiny | values))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "published", "sizes"),
+    [
+        ("gemma2", 9_241_705_984, (42, 3584, 14336, 16, 8, 256, 256_000)),
+        ("gemma2", 2_614_341_888, (26, 2304, 9216, 8, 4, 256, 256_000)),
+        ("gemma3_text", 999_885_952, (26, 1152, 6912, 4, 1, 256, 262_144)),
+    ],
+)
+def test_its_parameters_are_the_published_ones(model_type: str, published: int, sizes: tuple[int, ...]) -> None:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    values = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
+    assert gemma(model_type, **values).num_parameters == published
+
+
+@pytest.mark.parametrize(
+    ("model_type", "packed"), [("gemma2", None), ("gemma2", 2), ("gemma3_text", None), ("gemma3_text", 3)]
+)
+def test_a_step_has_transformers_loss_and_is_predicted(model_type: str, packed: int | None) -> None:
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    pattern = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    scenario = Scenario.of(gemma(model_type, **pattern), **SIZES, packed_sequences=packed)
+    found = []
+    for backend in (find_backend("cpu"), predicting("cpu")):
+        with Lab(scenario, backend=backend) as lab:
+            records = [lab.step(), lab.step(FULL)]
+        found.append([(each.static_bytes, each.peak_allocated_bytes, each.peak_by_category) for each in records])
+        if not backend.kind.is_prediction:
+            torch.manual_seed(scenario.seed)
+            model = build_model(scenario, torch.bfloat16, attention="eager")
+            generator = torch.Generator().manual_seed(scenario.seed)
+            tokens = torch.randint(512, (1, 64), generator=generator)
+            positions = torch.cat([torch.arange(length) for length in scenario.sequence_lengths or (64,)]).unsqueeze(0)
+            own = model(input_ids=tokens, labels=tokens, position_ids=positions).loss.item()
+            assert records[0].loss == records[1].loss == pytest.approx(own, rel=1e-3)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"engine": "megatron"}, "is of the family gemma2, whose norms behind attention"),
+        ({"state": TrainingState(attn_implementation="flash_attention_2")}, "has windows or soft caps"),
+    ],
+)
+def test_what_gemma_lacks_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scenario.of(gemma("gemma2"), **(SIZES | given))
+
+
+@pytest.mark.parametrize(
+    "values", [{"final_logit_softcapping": None}, {"hidden_activation": "silu"}, {"use_bidirectional_attention": True}]
+)
+def test_other_parts_than_gemmas_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(values))} .* is not modelled"):
+        gemma("gemma2", **values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma-3-12b", "gemma-2-9b"])
+def test_predictions_are_what_an_h200_needed_without_memlab(model: str) -> None:
+    file = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp_options.jsonl"
+    for row in map(json.loads, file.read_text().splitlines()):
+        job = Job(**row["job"])
+        if job.model == model and job.attn_implementation == "sdpa":
+            measured, predicted = row["ranks"][0], predicted_of(job)
+            assert predicted["start"] == pytest.approx(measured["start"], rel=1e-4)
+            assert predicted["peak"] == pytest.approx(measured["peak"], rel=1e-4)
+            assert predicted["reserved"] == pytest.approx(measured["reserved"], rel=0.01)
