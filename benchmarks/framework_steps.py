@@ -96,7 +96,7 @@ def jobs() -> list[Job]:
         of_verl("llama-3.1-8b", "model.lora_rank=16"),
         of_verl("llama-3.1-8b", num_ranks=1),
         of_auto("qwen3-8b", checkpoints, "model.torch_dtype=float32"),
-        of_verl("qwen3-8b", sequences=(1024, 3072)),
+        of_verl("qwen3-8b", sequences=(2048, 2048)),
         of_auto("llama-3.1-8b", num_microbatches=2),
         of_verl("qwen3-8b", "engine.model_dtype=bfloat16", num_microbatches=2),
         of_auto("llama-3.1-8b", checkpoints, frozen, seq_length=8192),
@@ -232,7 +232,7 @@ def measure(folder: Path, only: str, seconds: float) -> int:
 
 
 def _tiny(job: Job) -> Job:
-    return replace(job, is_tiny=True, seq_length=64, sequences=(16, 48) if job.sequences else ())
+    return replace(job, is_tiny=True, seq_length=64, sequences=(32, 32) if job.sequences else ())
 
 
 def run(job: Job, path: Path, written: Path, on_gpu: bool) -> None:
