@@ -884,7 +884,11 @@ def _default(name: str) -> Any:
     return options_of(TrainingState)[name].default
 
 
-LOSS_OPTIONS = tuple(name for name, one in options_of(TrainingState).items() if one.group == "Loss")
+LOSS_OPTIONS = (
+    *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
+    *("topk_logits_k", "entropy_loss"),  # for which the panel has no control
+)
+"""What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")
 """Each is a part of the next."""
 

@@ -336,7 +336,7 @@ bf16 it keeps no copy of a weight at all (``quantize_weight`` in ``pytorch/modul
 def _drop_what_fp8_reads(reading: Reading, state: TrainingState) -> None:
     """Moves what says how FP8 is computed, where a job computes in neither FP8 nor FP4, to what has no effect."""
     by_name = [(one.key.rpartition(".")[2], one) for one in reading.not_modelled]
-    if any(name in ("fp4", "fp4_format") for name, _ in by_name):
+    if any(name in ("fp4", "fp4_format") or "nvfp4" in str(one.value) for name, one in by_name):
         return
     unread: tuple[str, ...] = _READ_IN_FP8
     reason = "nothing is computed in FP8"

@@ -130,8 +130,7 @@ def test_rows_and_ranks(
     ("changes", "lacks"),
     [
         ("{recipe: FinetuneRecipeForVLM}", "the recipe FinetuneRecipeForVLM"),
-        ("{distributed.tp_size: 2}", "tensor_model_parallel_size under FSDP2"),
-        ("{distributed.tp_size: 2, distributed.sequence_parallel: true, model.pretrained_model_name_or_path: Qwen/Qwen3-8B}",
+        ("{distributed.tp_size: 2, distributed.sequence_parallel: true}",
          "tensor_model_parallel_size beside sequence_parallel under FSDP2"),
         ("{distributed.cp_size: 2}", "context parallelism of FSDP2"),
         ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
@@ -145,6 +144,14 @@ def test_rows_and_ranks(
 def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: str, tmp_path: Path) -> None:
     job = read(tmp_path, changes)
     assert job.scenario is None and job.lacks == (lacks,)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"distributed.sequence_parallel": True, "model.pretrained_model_name_or_path": "Qwen/Qwen3-8B"}]
+)
+def test_ranks_that_divide_matrices_are_read(more: dict[str, Any], tmp_path: Path) -> None:
+    layout = read(tmp_path, str({"distributed.tp_size": 2} | more)).required()[0].layout
+    assert (layout.tensor_model_parallel_size, layout.sequence_parallel) == (2, bool(more))
 
 
 def test_replicas_and_shards_on_the_host_are_read(tmp_path: Path) -> None:

@@ -156,3 +156,25 @@ def test_a_job_without_a_critic_has_none_to_predict(tmp_path: Path) -> None:
     assert not Job.read(path, version="0.9.1").not_modelled
     with pytest.raises(ValueError, match=r"critic\.enable is False, with which verl trains no critic"):
         Job.read(path, format_name="verl-critic", version="0.9.1").required()
+
+
+_SLIME = (
+    "python3 train.py --hf-checkpoint Qwen/Qwen3-4B --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate "
+    "--rollout-max-context-len 4096 --global-batch-size 64 --micro-batch-size 1 --tensor-model-parallel-size 2 "
+    "--advantage-estimator {} --entropy-coef 0.01 --swiglu --disable-bias-linear"
+)
+
+
+def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(_SLIME.format("ppo"))
+    actor, critic = Job.read(path), Job.read(path, format_name="slime-critic")
+    of_actor, of_critic = actor.required()[0], critic.required()[0]
+    assert of_actor.state.entropy_loss and of_actor.state.fp32_output
+    expected = replace(of_actor.state, num_labels=1, loss="cross_entropy", fp32_output=False, entropy_loss=False)
+    assert of_critic == replace(of_actor, state=expected)
+    assert "advantage_estimator" in {one.key for one in actor.not_modelled}
+    assert "advantage_estimator" not in {one.key for one in critic.not_modelled}
+    path.write_text(_SLIME.format("grpo"))
+    with pytest.raises(ValueError, match="advantage_estimator is grpo, with which slime trains no critic"):
+        Job.read(path, format_name="slime-critic").required()

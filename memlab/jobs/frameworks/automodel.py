@@ -417,6 +417,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
 
 
 _STAYS = "Automodel keeps it on the device between steps"
+_SHARDS = "Automodel shards with torch's fully_shard"
 AUTOMODEL = Framework(
     name="automodel",
     title="NeMo Automodel",
@@ -434,7 +435,15 @@ AUTOMODEL = Framework(
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     cannot_write=no_adapters("memlab's writer of Automodel's recipes")
-    | {"reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null"}
+    | {
+        "reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null",
+        "fsdp_version": _SHARDS,
+        "use_orig_params": _SHARDS,
+        "checkpoint_every": "Automodel checkpoints every layer",
+        **dict.fromkeys(
+            ("selective_ac", "attn_implementation"), "memlab's writer of Automodel's recipes has no key for it"
+        ),
+    }
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,

@@ -440,6 +440,16 @@ _RECIPES: dict[str, dict[str, Any]] = {
     },
     "bf16_with_fp8_subchannel_scaling_mixed": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"},
     "bf16_with_mxfp8_mixed": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
+    "bf16_with_nvfp4_mixed": {"fp8_format": None},
+}
+_RECIPES |= {
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": _RECIPES["bf16_with_fp8_current_scaling_mixed"],
+    "nanov2_bf16_with_fp8_current_scaling_mixed": {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "blockwise",
+        "fp8_param_gather": True,
+    },
+    "nemotron_3_super_bf16_with_nvfp4_mixed": _RECIPES["bf16_with_nvfp4_mixed"],
 }
 """Names of ``src/megatron/bridge/training/mixed_precision.py``; their gradients are fp32. Each has a twin in fp16."""
 
@@ -458,6 +468,8 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
     else:
         for field_name, value in (_RECIPES[plain] | {"grad_reduce_in_bf16": False}).items():
             reading.take("mixed_precision", field_name, value)
+    if "nvfp4" in plain:
+        reading.miss("mixed_precision", "either", "matrices are multiplied in FP4, and parameters are gathered in FP4")
     if "current_scaling" in plain:
         reading.miss("mixed_precision", "more", "the first and last layers stay in bf16")
 
@@ -477,7 +489,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | {
             "num_layers": scenario.num_layers,
             "add_bias_linear": scenario.architecture.add_bias_linear or None,
-            "quick_geglu": scenario.architecture.quick_geglu,
+            "quick_geglu": scenario.architecture.quick_geglu or None,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
             "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",

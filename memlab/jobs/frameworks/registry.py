@@ -16,6 +16,7 @@ from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 from memlab.jobs.frameworks.skyrl import SKYRL
 from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
+from memlab.jobs.frameworks.slime_critic import SLIME_CRITIC
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.frameworks.verl import VERL
 from memlab.jobs.frameworks.verl_critic import VERL_CRITIC
@@ -33,7 +34,10 @@ _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]]
 }
 """For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
 reads and does not write."""
-OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {VERL_CRITIC.name: (VERL.name, VERL_CRITIC)}
+OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {
+    VERL_CRITIC.name: (VERL.name, VERL_CRITIC),
+    SLIME_CRITIC.name: (SLIME.name, SLIME_CRITIC),
+}
 """Tables of a second model that a framework's jobs train, by the name that ``--format`` takes, each with the framework
 whose files have it."""
 TABLES: dict[str, Framework] = (

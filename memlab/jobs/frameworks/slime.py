@@ -54,6 +54,8 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _IS_NOT_ZERO = Conversion(lambda value: bool(NUMBER.read(value)), lambda value: 0.01 if value else 0)
+CRITIC = "advantage_estimator"
+"""The key that decides whether there is a critic."""
 KEYS = (
     Key("hf_checkpoint", "architecture", TEXT),
     Key("actor_num_nodes", "nodes", WHOLE, 1),
@@ -240,15 +242,17 @@ def _complete_offload(reading: Reading, *, is_colocated: bool) -> None:
     given = values.pop("engine_is_offloaded")
     is_forced = is_offloaded_too or (is_colocated and bool(reading.get("release_train")))
     values["engine_sleeps"] = is_forced or not (engine_stays or given is False)
-    has_critic = reading.get("advantage_estimator") == "ppo"
+    has_critic = reading.get(CRITIC) == "ppo"
     if has_critic:
-        reading.miss("advantage_estimator", "more", "a critic is trained too: its parameters, gradients and state")
+        reading.miss(
+            CRITIC, "more", "a critic is trained too, in processes of its own: --format slime-critic predicts it"
+        )
     # Who colocates offloads, unless --no-offload-train says otherwise; the other two offload in any case.
     moved = {
         "colocate": is_colocated and is_offloaded is None and not stays,
         "offload_train": bool(is_offloaded),
         "offload": is_offloaded_too,
-        "advantage_estimator": has_critic,
+        CRITIC: has_critic,
     }
     moved_by = [key for key, moves in moved.items() if moves]
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):

@@ -1,0 +1,48 @@
+"""slime's critic, which has processes of its own on the actor's GPUs: a table of its own for the same files.
+
+It takes the actor's arguments (``create_training_models`` in slime/ray/placement_group.py, 624b824a), unless a file of
+``--megatron-config-path`` has others. Its head has one output for each token in place of the output layer, and a bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
+from memlab.jobs.frameworks.keys import Missing, is_given
+from memlab.jobs.frameworks.slime import CRITIC, SLIME
+
+
+def complete(reading: Reading) -> None:
+    """Derives what the actor's arguments mean, for the critic."""
+    SLIME.complete(reading)
+    reading.not_modelled = [one for one in reading.not_modelled if one.key != CRITIC]
+
+
+def check(reading: Reading) -> None:
+    """Checks that the job trains a critic.
+
+    Raises:
+        CannotStartError: If it does not.
+    """
+    estimator = reading.get(CRITIC, "grpo")
+    if estimator != "ppo":
+        raise CannotStartError(
+            f"{CRITIC} is {estimator}, with which slime trains no critic: leave --format out, which predicts the "
+            "actor's steps"
+        )
+    SLIME.check(reading)
+
+
+SLIME_CRITIC = replace(
+    SLIME,
+    name="slime-critic",
+    title="slime's critic",
+    missing=(
+        *SLIME.missing,
+        Missing("megatron_config_path", "either", "the critic may have arguments of its own in that file", is_given),
+    ),
+    complete=complete,
+    check=check,
+    fixed={name: value for name, value in SLIME.fixed.items() if name != "fp32_output"} | {"num_labels": 1},
+)
