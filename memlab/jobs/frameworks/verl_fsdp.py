@@ -191,9 +191,7 @@ def _take_version(reading: Reading, key: str) -> None:
         values["use_orig_params"] = False
     elif values.get("lora_rank") is not None:
         values["use_orig_params"] = False
-        reading.miss(
-            key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone"
-        )
+        reading.miss(key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone")
     else:
         values |= {"fsdp_version": 1, "fsdp_cpu_offload": False}
         if isinstance(values["reshard_after_forward"], int):
