@@ -42,7 +42,7 @@ def own_loss(scenario: Scenario, attention: str) -> float:
     [
         ("llama-3-tiny", "sdpa", 3, {"selective_ac": True}),
         ("phi-4-tiny", "flash_attention_2", 2, {"selective_ac": True}),
-        ("qwen3-dense-tiny", "eager", 2, {"checkpoint_every": 2}),
+        pytest.param("qwen3-dense-tiny", "eager", 2, {"checkpoint_every": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_has_transformers_loss_and_is_predicted(

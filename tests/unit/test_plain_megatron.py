@@ -203,7 +203,10 @@ FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_
 BLOCKWISE = "fp8_format=e4m3 fp8_recipe=blockwise"
 MEASURED = {
     row["name"]: row
-    for name in ("h200_plain_megatron_latent", "h200x2_plain_megatron_latent", "h200_plain_megatron_gpt")
+    for name in (
+        *("h200_plain_megatron_latent", "h200x2_plain_megatron_latent", "h200_plain_megatron_gpt"),
+        "h200x2_plain_megatron_heads",
+    )
     for row in map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
 }
 
@@ -237,6 +240,8 @@ MEASURED = {
         ),
         ("mixtral-8x7b 2 layers one rank x1 offload_modules=expert_fc1+moe_act", 1e-5),
         ("gpt-oss-20b 2 layers one rank x1", 4e-5),
+        ("gpt-oss-20b 2 layers CP2 x1 cp_comm_type=a2a", 6e-5),
+        (f"qwen3-8b 4 layers CP2 x1 {FULL_RECOMPUTE} cp_comm_type=a2a", 1e-6),
         ("minimax-m2 2 layers one rank x1 num_moe_experts=32", 1e-5),
         ("qwen1.5-moe-a2.7b 2 layers one rank x1 moe_shared_expert_overlap=True", 1e-4),
         ("moonlight-16b-a3b 3 layers one rank x1 fp8_format=hybrid fp8_recipe=tensorwise num_moe_experts=16", 2e-4),
