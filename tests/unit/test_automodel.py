@@ -443,3 +443,13 @@ def test_a_bound_holds_for_what_the_modules_save(key: str, settings: MemorySetti
     difference = abs(saved_bytes(*variant) - saved_bytes(*usual))
     bound = bound_bytes(NotModelled(key, None, "either", ""), scenario, settings)
     assert bound is not None and 0 < difference <= bound < 12 * difference
+
+
+def test_a_selective_checkpoint_is_written_and_read_again(tmp_path: Path) -> None:
+    scenario, settings = read(
+        tmp_path, "{distributed.activation_checkpointing: selective, model.force_hf: true}"
+    ).required()
+    assert settings.selective_ac
+    again = written("automodel", scenario, settings)
+    (tmp_path / "again.yaml").write_text("\n".join(again.lines))
+    assert not again.unsaid and Job.read(tmp_path / "again.yaml").required() == (scenario, settings)
