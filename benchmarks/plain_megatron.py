@@ -51,6 +51,9 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "4",
 }
+_STANDS_IN = "FLASH_ATTN_OF_TORCH"
+if _STANDS_IN in os.environ:  # a process that was started by spawn: with flash-attn, importing TE uses a GPU
+    stand_in()
 JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
@@ -85,6 +88,7 @@ def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float
     num_ranks = num_ranks or torch.cuda.device_count() or 4
     in_turn = [job for job in jobs() if job.num_ranks == num_ranks and any(word in job.name for word in only)]
     if any(job.state.get("attention_backend") == "flash" for job in in_turn):
+        os.environ[_STANDS_IN] = "1"
         stand_in()
     run_rank = importlib.import_module("benchmarks.megatron_rank").run_rank
     context = multiprocessing.get_context("fork" if not on_gpus or forked_processes_can_use_gpus() else "spawn")

@@ -394,6 +394,15 @@ def _complete_attention(reading: Reading) -> None:
         "backward, but has no buffer of the scores that stays between steps; norms and matrices are Transformer "
         "Engine's too",
     )
+    key = "attention_softmax_in_fp32"
+    is_fused = not reading.get("no_masked_softmax_fusion") and (reading.values.get("seq_length") or 0) <= _LONGEST_FUSED
+    if not is_fused and (reading.get(key) or reading.get("apply_query_key_layer_scaling")):
+        reading.miss(key, "more", "Megatron's own softmax keeps 4 bytes for each score instead of 2")
+
+
+_LONGEST_FUSED = 4096
+"""Keys for which Megatron's own kernel of the softmax is there, which computes as it does without this option
+(``FusedScaleMaskSoftmax.is_kernel_available``, megatron-core 0.16.1)."""
 
 
 def check_backend(reading: Reading, default: str) -> None:
