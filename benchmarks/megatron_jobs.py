@@ -768,7 +768,8 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
         yield from of(model, 4, alone, {}, FULL, state=lora(16) | BLOCKWISE)
         yield from of(model, 2, alone, {}, FULL, state=lora(16) | TENSORWISE)
     yield from of(LLAMA, 2, alone, {}, state=lora(32, *OF_MLP) | BLOCKWISE)
-    yield from of(PHI, 2, alone, recompute("mlp"), state=lora(16) | BLOCKWISE)
+    yield from of(PHI, 2, alone, recompute("mlp"), offload("core_attn"), state=lora(16) | BLOCKWISE)
+    yield from of(QWEN, 2, alone, recompute("layernorm", "moe_act"), state=lora(8, *OF_ATTENTION) | BLOCKWISE)
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
 
@@ -778,6 +779,7 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     for model in (LLAMA, PHI):
         yield from of(model, 4, "TP2", {}, FULL, state=lora(16))
     yield from of(LLAMA, 4, "DP2", state=lora(16))
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=lora(16) | BLOCKWISE)
     yield from of(LLAMA, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE, state=lora(16))
     yield from of(QWEN, 4, "EP2 DP2", {}, FULL, state=lora(16))
     yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(8) | {"moe_permute_fusion": False})

@@ -234,7 +234,33 @@ def _wider_jobs() -> list[Job]:
         replace(qwen, num_layers=4, tensor_model_parallel_size=2, sequence_parallel=True, checkpointing=True),
     ]
     alone = [replace(each, num_ranks=2, one_process=True) for each in of_two]
-    return [*first, *alone, *(replace(each, num_ranks=2) for each in of_two), replace(llama, **one)]
+    return [*first, *alone, *(replace(each, num_ranks=2) for each in of_two), replace(llama, **one), *_combined_jobs()]
+
+
+def _combined_jobs() -> list[Job]:
+    """Returns jobs with several of these options, as verl, NeMo Automodel and torchtitan combine them."""
+    one: dict[str, Any] = {"fsdp_version": 1, "fp32_sharded_params": True, "num_ranks": 8, "one_process": True}
+    packed: dict[str, Any] = {"packed_sequences": 16, "attn_implementation": "flash_attention_2", "checkpointing": True}
+    eight: dict[str, Any] = {"num_ranks": 8, "one_process": True}
+    llama = Job(model="llama-3.1-8b", num_layers=8, seq_length=8192)
+    qwen, phi, gemma = (replace(llama, model=name) for name in ("qwen3-8b", "phi-4", "gemma-3-12b"))
+    return [
+        replace(qwen, num_microbatches=2, **packed, **one),
+        replace(llama, model="qwen2.5-7b", **packed, **eight, fp32_sharded_params=True),
+        replace(llama, dp_replicate_size=2, checkpointing=True, **one),
+        replace(llama, model="qwen3-30b-a3b", num_layers=4, seq_length=4096, checkpointing=True, **one),
+        replace(llama, context_parallel_size=4, micro_batch_size=2, checkpointing=True, **eight),
+        replace(qwen, context_parallel_size=2, fp32_sharded_params=True, adam_implementation="fused", **eight),
+        replace(llama, tensor_model_parallel_size=4, sequence_parallel=True, fp32_sharded_params=True, **eight),
+        replace(phi, tensor_model_parallel_size=2, checkpointing=True, adam_implementation="fused", **eight),
+        replace(phi, selective_ac=True, fp32_sharded_params=True, num_microbatches=2, **eight),
+        replace(qwen, selective_ac=True, packed_sequences=8, reshard_after_forward="none", **eight),
+        replace(llama, lora_rank=16, packed_sequences=8, selective_ac=True, **eight),
+        replace(gemma, num_layers=12, selective_ac=True, fp32_sharded_params=True, **eight),
+        replace(gemma, num_layers=12, seq_length=4096, packed_sequences=4, checkpointing=True, **one),
+        replace(gemma, model="gemma-2-9b", seq_length=4096, checkpoint_every=2, **eight),
+        replace(llama, seq_length=4096, fsdp_cpu_offload=True, packed_sequences=4, checkpoint_every=3, **eight),
+    ]
 
 
 def measure(folder: Path, only: str, seconds: float) -> int:

@@ -15,9 +15,13 @@ def of_version_1(job: Any, model: Any, dtype: Any, reduced: Any, kind: str) -> A
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     strategy = ShardingStrategy.SHARD_GRAD_OP if job.reshard_after_forward == "none" else ShardingStrategy.FULL_SHARD
+    shape: tuple[int, ...] = (job.num_ranks,)
+    if job.dp_replicate_size > 1:
+        shape = (job.dp_replicate_size, job.num_ranks // job.dp_replicate_size)
+        strategy = ShardingStrategy.HYBRID_SHARD
     wrapped = FullyShardedDataParallel(
         model,
-        device_mesh=init_device_mesh(kind, (job.num_ranks,)),
+        device_mesh=init_device_mesh(kind, shape),
         auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
         mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=reduced, buffer_dtype=torch.float32),
         sharding_strategy=strategy,
@@ -179,7 +183,8 @@ def sharded_sequences(job: Any, model: Any, inputs: dict[str, Any], device: str)
         for layer in model.model.layers
     ]
     set_rotate_method("allgather")
-    mesh = init_device_mesh(device, (job.context_parallel_size,))
+    ranks = job.context_parallel_size
+    mesh = init_device_mesh(device, (job.num_ranks // ranks, ranks), mesh_dim_names=("dp", "cp"))["cp"]
     buffers = list(own.values())
     sharded = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, no_restore_buffers=set(buffers[:2]))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), sharded:

@@ -258,6 +258,16 @@ def _received_ahead_bytes(scenario: Scenario) -> int:
     return 2 * chunks * elements * (2 if scenario.dtype == "bf16" else 4)
 
 
+def _whole_embedding_bytes(scenario: Scenario) -> int:
+    """Returns what a view of whole rows keeps beyond the rank's part of them, for each pass in flight.
+
+    ``scatter_to_sequence_parallel_region`` returns a view (megatron/core/models/common/embeddings, 0.16.1).
+    """
+    others = scenario.layout.tensor_model_parallel_size - 1
+    elements = scenario.tokens_of_rank * others * scenario.architecture.hidden_size
+    return (2 if scenario.dtype == "bf16" else 4) * elements * scenario.most_passes_in_flight
+
+
 _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in LANGUAGE_MODEL)
 """What freezes them changes nothing of the language model, which memlab predicts alone."""
 
@@ -274,6 +284,8 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
+    "fp16_lm_cross_entropy": _whole_loss_bytes,
+    "clone_scatter_output_in_embedding": _whole_embedding_bytes,
     "fused_lm_head_logprob": _whole_loss_bytes,
     **dict.fromkeys(
         ("loss_fn._target_", "loss_fn.fp32_upcast", "loss_fn", "actor.policy_loss", "policy_loss_type"),

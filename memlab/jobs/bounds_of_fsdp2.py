@@ -126,12 +126,9 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
     **dict.fromkeys(("distributed.activation_checkpointing", "dtensor_cfg.activation_checkpointing"), _parts_of_layers),
-    **dict.fromkeys(("model.attn_implementation", "override_config.attn_implementation"), _scores),
+    "model.attn_implementation": _scores,
     "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
-    **dict.fromkeys(
-        ("actor.use_remove_padding", "micro_train_batch_size_per_gpu", "data.micro_batch_size_per_gpu"), _packing
-    ),
     "model.use_liger": _liger,
     **dict.fromkeys(("peft.use_triton", "lora_cfg.use_triton"), _low_rank),
     **dict.fromkeys(

@@ -56,6 +56,9 @@ class KeptGathers:
     def most_bytes(self, columns: npt.NDArray[np.int64]) -> int:
         """Returns how much higher the step's peak is if torch always keeps the last `_MOST_KEPT` gathers.
 
+        Before the first gather of a step, it may still have what the step before kept at its end. Two H200s did so
+        where low-rank adapters leave all gathers to backward (`labs/LOG.md`, 2026-11-29).
+
         Args:
             columns: Of the step.
         """
@@ -72,5 +75,6 @@ class KeptGathers:
                 if dropped is not None:
                     kept[num_opening_events + dropped - 1] -= num_bytes
         in_step = slice(max(num_opening_events - 1, 0), None)
-        allocated = np.cumsum(np.where(columns[2] == _DEVICE, columns[1], 0))
-        return int((allocated + np.cumsum(kept))[in_step].max() - allocated[in_step].max())
+        allocated, kept = np.cumsum(np.where(columns[2] == _DEVICE, columns[1], 0)), np.cumsum(kept)
+        kept[: num_opening_events + self._gathers[0]] = kept[-1]
+        return int((allocated + kept)[in_step].max() - allocated[in_step].max())

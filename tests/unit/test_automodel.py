@@ -266,7 +266,7 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B}",
          {"model.backend.rms_norm": "less", "model.backend.rope": "more", "distributed.activation_checkpointing": "either"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.force_hf: true}", {}),
-        ("{distributed.activation_checkpointing: selective}", {"distributed.activation_checkpointing": "less"}),
+        ("{distributed.activation_checkpointing: selective}", {}),
         ("{peft.use_dora: true}", {"peft": "less"}),
         ("{peft.dim: 8, peft.use_triton: true}", {"peft.use_triton": "either"}),
         ("{peft.dim: 8, peft.lora_dtype: torch.float32}", {"peft": "less"}),
@@ -443,3 +443,13 @@ def test_a_bound_holds_for_what_the_modules_save(key: str, settings: MemorySetti
     difference = abs(saved_bytes(*variant) - saved_bytes(*usual))
     bound = bound_bytes(NotModelled(key, None, "either", ""), scenario, settings)
     assert bound is not None and 0 < difference <= bound < 12 * difference
+
+
+def test_a_selective_checkpoint_is_written_and_read_again(tmp_path: Path) -> None:
+    scenario, settings = read(
+        tmp_path, "{distributed.activation_checkpointing: selective, model.force_hf: true}"
+    ).required()
+    assert settings.selective_ac
+    again = written("automodel", scenario, settings)
+    (tmp_path / "again.yaml").write_text("\n".join(again.lines))
+    assert not again.unsaid and Job.read(tmp_path / "again.yaml").required() == (scenario, settings)

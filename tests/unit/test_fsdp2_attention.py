@@ -42,7 +42,7 @@ def own_loss(scenario: Scenario, attention: str) -> float:
     [
         ("llama-3-tiny", "sdpa", 3, {"selective_ac": True}),
         ("phi-4-tiny", "flash_attention_2", 2, {"selective_ac": True}),
-        ("qwen3-dense-tiny", "eager", 2, {"checkpoint_every": 2}),
+        pytest.param("qwen3-dense-tiny", "eager", 2, {"checkpoint_every": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_has_transformers_loss_and_is_predicted(
@@ -124,8 +124,9 @@ def test_a_selective_checkpoint_keeps_attention_and_every_second_product() -> No
     assert recomputed_operations(MemorySettings(**FULL, selective_ac=True), scenario) == per_token
 
 
-FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp_options.jsonl"
-MEASURED = {row["name"]: row for row in map(json.loads, FILE.read_text().splitlines())}
+RESULTS = Path(__file__).parents[2] / "labs" / "results"
+FILES = ("h200_plain_fsdp_options.jsonl", "h200x2_plain_fsdp_options.jsonl")
+MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESULTS / file).read_text().splitlines())}
 OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
 
 
@@ -133,14 +134,14 @@ OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
     "name",
     [
         "model=phi-4 num_layers=8 seq_length=4096 packed_sequences=3",
-        OF_LLAMA + "one_process fsdp_version=1 fp32_sharded_params",
+        OF_LLAMA + "fp32_sharded_params fsdp_version=1",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 "model=llama-3.1-8b num_layers=8 seq_length=4096 selective_ac",
                 "model=llama-3.1-8b num_layers=8 seq_length=4096 packed_sequences=8 attn_implementation=flash_attention_2",
-                OF_LLAMA + "context_parallel_size=2 one_process",
-                OF_LLAMA + "tensor_model_parallel_size=2 sequence_parallel one_process",
+                OF_LLAMA + "context_parallel_size=2",
+                OF_LLAMA + "tensor_model_parallel_size=2 sequence_parallel",
             )
         ),
     ],

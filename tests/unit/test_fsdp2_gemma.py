@@ -47,7 +47,13 @@ def test_its_parameters_are_the_published_ones(model_type: str, published: int, 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "packed"), [("gemma2", None), ("gemma2", 2), ("gemma3_text", None), ("gemma3_text", 3)]
+    ("model_type", "packed"),
+    [
+        ("gemma2", None),
+        ("gemma3_text", 3),
+        pytest.param("gemma2", 2, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_has_transformers_loss_and_is_predicted(model_type: str, packed: int | None) -> None:
     from memlab.engines.fsdp2.hugging_face import build_model

@@ -38,6 +38,24 @@ def test_attention_that_keeps_scores_is_predicted_as_such(tmp_path: Path, flags:
 
 
 @pytest.mark.parametrize(
+    ("flags", "is_named"),
+    [
+        ("--no-masked-softmax-fusion --attention-softmax-in-fp32", True),
+        ("--no-masked-softmax-fusion --apply-query-key-layer-scaling", True),
+        ("--no-masked-softmax-fusion", False),
+        ("--attention-softmax-in-fp32", False),
+        ("--attention-softmax-in-fp32 --seq-length 8192 --max-position-embeddings 8192", True),
+    ],
+)
+def test_megatron_s_own_softmax_in_fp32_is_said_where_no_kernel_takes_its_place(
+    flags: str, is_named: bool, tmp_path: Path
+) -> None:
+    """Saved by megatron-core 0.16.1's ``FusedScaleMaskSoftmax`` of bf16 scores: 2 bytes each, or 4 of fp32."""
+    job = read(tmp_path, f"--transformer-impl local --bf16 {flags}")
+    assert ("attention_softmax_in_fp32" in {one.key for one in job.not_modelled}) == is_named
+
+
+@pytest.mark.parametrize(
     ("environment", "flags", "refusal"),
     [
         ("NVTE_FLASH_ATTN=0", "", "NVTE_FLASH_ATTN is 0"),

@@ -827,3 +827,13 @@ def test_only_sequence_parallelism_needs_a_length_that_ranks_can_share(tmp_path:
     in_fp8 = _job("megatron-lm", tmp_path, *lengths, "sequence_parallel=false", "fp8_format=hybrid")
     assert in_fp8.cannot_start == whole.cannot_start
     assert "must divide the 262 tokens of a sequence" in str(split.cannot_start)
+
+
+def test_the_loss_in_bf16_and_a_view_of_whole_embeddings_have_bounds(tmp_path: Path) -> None:
+    """By hand: 20 bytes for each logit, and the other rank's half of the embedding's output, 2 bytes each."""
+    keys = ("fp16_lm_cross_entropy=true", "clone_scatter_output_in_embedding=false", "seq_length=4096")
+    sizes = ("tensor_model_parallel_size=2", "sequence_parallel=true")
+    job = _job("bridge", tmp_path, *(f"model.{each}" for each in (*keys, *sizes)), "world_size=2")
+    bounds = {one.key: one.bound_bytes for one in job.not_modelled}
+    assert bounds["model.fp16_lm_cross_entropy"] == 20 * 4096 * 151936 // 2
+    assert bounds["model.clone_scatter_output_in_embedding"] == 2 * 2048 * 2048

@@ -402,6 +402,9 @@ def test_megatron_bridge_s_config_holds_the_function_of_an_activation(tmp_path: 
     job = read_lines("bridge", list(lines), 1, tmp_path / "run_config.yaml")
     assert job.required()[0].architecture.quick_geglu
     assert "model.activation_func" not in {one.key for one in job.not_modelled}
+    assert not any(
+        "activation_func" in line for line in written("bridge", Scenario.of("gpt-tiny"), MemorySettings()).lines
+    )
 
 
 @pytest.mark.parametrize("name", OF_MEGATRON)

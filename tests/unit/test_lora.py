@@ -486,3 +486,21 @@ def test_a_target_that_names_no_linear_is_said_even_if_another_one_does() -> Non
     )
     assert said("linear_qkv", "linear_q_proj") == "no linear of this rank has the name linear_q_proj"
     assert said("linear_qkv", "output_layer") is said("*.layers.1.*.linear_proj") is said("linear_qkv") is None
+
+
+def test_before_the_first_gather_of_a_step_torch_may_keep_those_of_the_step_before() -> None:
+    """Adapters read what the norm returns, so that all gathers in FP8 are in backward, and the peak is before them.
+
+    Two H200s peaked 77 MB above the rest in one of three steps of Llama 3.1 8B with 4 layers.
+    """
+    with Lab(
+        "llama-3-tiny",
+        num_layers=2,
+        seq_length=256,
+        layout=Layout(tensor_model_parallel_size=2),
+        state=TrainingState(fp8_format="e4m3", fp8_recipe="blockwise", lora=LoRA(rank=8)),
+        backend="simulated",
+    ) as lab:
+        record = lab.step()
+    assert record.peak_phase in ("forward", "backward")
+    assert record.kept_gather_bytes > 0

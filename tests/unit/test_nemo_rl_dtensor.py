@@ -93,8 +93,7 @@ def test_shards_and_what_leaves_the_device(
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"policy__sequence_packing__enabled": True, "policy__train_micro_batch_size": 2},
-         {"policy.sequence_packing.enabled": "more"}),
+        ({"policy__sequence_packing__enabled": True, "policy__train_micro_batch_size": 2}, {}),
         ({"policy__train_micro_batch_size": 2}, {"policy.sequence_packing.enabled": "more"}),
         ({"policy__dtensor_cfg___v2": False}, {f"{DTENSOR}.activation_checkpointing": "either"}),
         ({"policy__dtensor_cfg__automodel_kwargs": {"use_liger_kernel": True}},

@@ -429,14 +429,18 @@ def test_a_step_without_backward_is_no_proposal_for_one_with(open_lab: Callable[
 
 
 PIPELINES = [
-    pytest.param(Layout(pipeline_model_parallel_size=2), marks=pytest.mark.slow),
+    Layout(pipeline_model_parallel_size=2),
     Layout(pipeline_model_parallel_size=2, rank=1),
     Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    pytest.param(Layout(tensor_model_parallel_size=2), marks=pytest.mark.slow),
+    Layout(tensor_model_parallel_size=2),
 ]
 
 
-@pytest.mark.parametrize("layout", PIPELINES, ids=lambda layout: f"{layout} {layout.rank}")
+@pytest.mark.parametrize(
+    "layout",
+    [*PIPELINES[1:3], *(pytest.param(each, marks=pytest.mark.slow) for each in PIPELINES[::3])],
+    ids=lambda layout: f"{layout} {layout.rank}",
+)
 def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_that(layout: Layout) -> None:
     # As many micro-batches as fill the pipeline.
     passes = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size

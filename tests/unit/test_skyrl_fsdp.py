@@ -23,7 +23,7 @@ START = (
     "trainer.max_prompt_length=1024 generator.sampling_params.max_generate_length=3072 "
 )
 WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all"}
+STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all", "attn_implementation": "flash_attention_2"}
 ON_HOST = {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True}
 ON_DEVICE = dict.fromkeys(ON_HOST, False)
 
@@ -86,7 +86,7 @@ def test_types_shards_and_what_leaves_the_device(
 @pytest.mark.parametrize(
     ("keys", "missing"),
     [
-        ("trainer.micro_train_batch_size_per_gpu=2", {"trainer.micro_train_batch_size_per_gpu": "more"}),
+        ("trainer.micro_train_batch_size_per_gpu=2", {}),
         ("trainer.remove_microbatch_padding=false", {"trainer.remove_microbatch_padding": "more"}),
         ("trainer.algorithm.use_entropy_loss=true", {"trainer.algorithm.use_entropy_loss": "more"}),
         (

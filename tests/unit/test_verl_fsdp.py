@@ -24,7 +24,7 @@ START = (
     "data.max_response_length=3072 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 "
 )
 WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all"}
+STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all", "attn_implementation": "flash_attention_2"}
 
 
 def read(folder: Path, keys: str = "") -> Job:
@@ -63,7 +63,14 @@ def test_fsdp_does_not_read_megatron_s_section_of_adapters(tmp_path: Path) -> No
     [
         (f"{FSDP}.model_dtype=bf16", {"fp32_sharded_params": False}, {}),
         (f"{FSDP}.mixed_precision.reduce_dtype=bf16", {"grad_reduce_in_bf16": True}, {}),
-        (f"+{FSDP}.mixed_precision.param_dtype=fp32", {"fp32_sharded_params": False}, {}),
+        (
+            f"+{FSDP}.mixed_precision.param_dtype=fp32",
+            {"fp32_sharded_params": False, "attn_implementation": "sdpa"},
+            {},
+        ),
+        (f"+{MODEL}.override_config.attn_implementation=eager", {"attn_implementation": "eager"}, {}),
+        (f"{ACTOR}.strategy=fsdp {FSDP}.use_orig_params=True", {"fsdp_version": 1, "use_orig_params": True}, {}),
+        (f"{ACTOR}.strategy=fsdp {FSDP}.offload_policy=True", {"fsdp_version": 1}, {}),
         (f"{FSDP}.reshard_after_forward=False", {"reshard_after_forward": "none"}, {}),
         # torch 2.13 takes the number 1 for False (``_get_post_forward_mesh_info``).
         (f"{FSDP}.reshard_after_forward=1", {"reshard_after_forward": "none"}, {}),
@@ -89,15 +96,16 @@ def test_types_shards_and_what_leaves_the_device(
 @pytest.mark.parametrize(
     ("keys", "missing"),
     [
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", {f"{ACTOR}.use_remove_padding": "more"}),
-        (f"{ACTOR}.strategy=fsdp", {f"{ACTOR}.strategy": "either"}),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", {}),
+        (f"{ACTOR}.strategy=fsdp", {}),
+        (f"{ACTOR}.strategy=fsdp {MODEL}.lora_rank=8", {f"{ACTOR}.strategy": "either"}),
         (f"{MODEL}.use_remove_padding=False", {f"{MODEL}.use_remove_padding": "more"}),
         (f"{ACTOR}.entropy_coeff=0.01", {f"{ACTOR}.entropy_coeff": "more"}),
         (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
         (f"+{MODEL}.override_config.num_hidden_layers=2", {f"{MODEL}.override_config.num_hidden_layers": "either"}),
         (f"+{MODEL}.override_config.attn_implementation=flash_attention_2", {}),
-        (f"+{MODEL}.override_config.attn_implementation=eager",
-         {f"{MODEL}.override_config.attn_implementation": "more"}),
+        (f"+{MODEL}.override_config.attn_implementation=flex_attention",
+         {f"{MODEL}.override_config.attn_implementation": "either"}),
         (f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16", {f"{MODEL}.lora_rank": "less"}),
         (f"{MODEL}.use_fused_kernels=True", {f"{MODEL}.use_fused_kernels": "less"}),
         (f"{ACTOR}.optim.optimizer=AdamW8bit {ACTOR}.optim.optimizer_impl=torchao.optim",
@@ -189,8 +197,11 @@ def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
         num_microbatches=4,
         engine="fsdp2",
         layout=Layout(data_parallel_size=4),
-        state=TrainingState(reshard_after_forward="all"),
+        state=TrainingState(reshard_after_forward="all", attn_implementation="flash_attention_2"),
     )
     assert [(one.key, one.effect, bool(one.bound_bytes)) for one in job.not_modelled] == [("loss_fn", "less", True)]
-    (tmp_path / "run.sh").write_text(SFT)
-    assert [one.key for one in Job.read(tmp_path / "run.sh").not_modelled] == ["engine.strategy", "loss_fn"]
+    (tmp_path / "run.sh").write_text(SFT.replace("per_gpu=1", "per_gpu=2"))
+    job = Job.read(tmp_path / "run.sh")
+    assert [one.key for one in job.not_modelled] == ["loss_fn"]
+    scenario = job.required()[0]
+    assert (scenario.seq_length, scenario.packed_sequences, scenario.state.fsdp_version) == (8192, 2, 1)

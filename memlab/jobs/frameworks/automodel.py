@@ -194,7 +194,8 @@ def complete(reading: Reading) -> None:
     if checkpointing == "full":
         take_checkpointed_layers(reading)
     elif checkpointing:
-        reading.miss(_CHECKPOINTING, "less", "memlab checkpoints whole layers of FSDP2 only, so here none")
+        take_checkpointed_layers(reading)
+        values["selective_ac"] = True
     for key, entry in reading.entries.by_key.items():
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
@@ -398,7 +399,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "reduced": "bf16" if state.grad_reduce_in_bf16 else "fp32",
             "gathers_ahead": bool(state.fsdp2_forward_prefetch_depth or state.fsdp2_backward_prefetch_depth),
             "data_ranks": scenario.layout.data_parallel_size,
-            "checkpointing": settings.recompute_granularity,
+            "checkpointing": "selective" if settings.selective_ac else settings.recompute_granularity,
             "longest": scenario.seq_length,
             "sequence_parallel": shares_sequence,
             "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
@@ -440,9 +441,7 @@ AUTOMODEL = Framework(
         "fsdp_version": _SHARDS,
         "use_orig_params": _SHARDS,
         "checkpoint_every": "Automodel checkpoints every layer",
-        **dict.fromkeys(
-            ("selective_ac", "attn_implementation"), "memlab's writer of Automodel's recipes has no key for it"
-        ),
+        "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
     }
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
@@ -456,6 +455,7 @@ AUTOMODEL = Framework(
             "recompute_granularity",
             "recompute_method",
             "recompute_num_layers",
+            "selective_ac",
         )
     ),
     render=yaml_lines,

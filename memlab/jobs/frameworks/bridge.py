@@ -489,7 +489,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | {
             "num_layers": scenario.num_layers,
             "add_bias_linear": scenario.architecture.add_bias_linear or None,
-            "quick_geglu": scenario.architecture.quick_geglu,
+            "quick_geglu": scenario.architecture.quick_geglu or None,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
             "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from memlab.config.architectures import Architecture
 from memlab.config.lora import NAMES_OF_TRANSFORMERS
 from memlab.config.scenario import FAMILIES_OF_FSDP2
+from memlab.config.training_state import AttnImplementation
 from memlab.jobs.frameworks.adapters import ALL_LINEAR, LORA, RANK
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
@@ -15,6 +16,7 @@ from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORD
 FROZEN = "frozen parts have no gradients and no optimizer state"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
+ATTENTION = get_args(AttnImplementation)
 _CLASS_OF_AUTOMODEL = "PeftConfig"
 
 
@@ -59,10 +61,23 @@ def check_shards(reading: Reading) -> None:
             )
 
 
-def note_packing(reading: Reading, key: str) -> None:
-    """Notes what attention needs where sequences without padding share a row, as `take_rows` and others pack them."""
-    if reading.values.pop("packed_sequences", None):
-        reading.miss(key, "more", "attention copies and counts the sequences of a row")
+def take_attention(reading: Reading, key: str) -> None:
+    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only.
+
+    The default is that of ``hf_model.yaml`` of verl 0.9.1, ``flash_attn`` of SkyRL, and of NeMo-RL's packed sequences.
+
+    Args:
+        reading: Of the job; its values have the type that layers compute in.
+        key: Which names another function; such as memlab does not have are named by it.
+    """
+    given, has_flash = reading.get(key), reading.values["dtype"] == "bf16"
+    chosen = given or ("flash_attention_2" if has_flash else "sdpa")
+    if chosen not in ATTENTION or (chosen == "flash_attention_2" and not has_flash):
+        reading.miss(key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}")
+        chosen = "sdpa"
+    if given is not None:
+        reading.take(key, "attn_implementation", chosen)
+    reading.values["attn_implementation"] = chosen
 
 
 def peft_keys(section: str, start: str = "") -> tuple[Key, ...]:

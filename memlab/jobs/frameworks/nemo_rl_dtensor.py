@@ -19,7 +19,6 @@ from memlab.jobs.frameworks.fsdp2 import (
     block,
     check_family,
     freezes_language,
-    note_packing,
     take_automodel_adapters,
     take_checkpointed_layers,
     take_kept,
@@ -175,7 +174,10 @@ def _take_rows(reading: Reading, *, pairs: bool) -> None:
         take_sequences(reading, longest, sequences)
         if values["micro_batch_size"] > 1:
             reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
-    note_packing(reading, _PACKING)
+    if is_packed:
+        values["attn_implementation"] = "flash_attention_2" if values["dtype"] == "bf16" else "sdpa"
+    elif values.pop("packed_sequences", None):
+        reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
 
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:

@@ -15,8 +15,8 @@ from memlab.jobs.frameworks.fsdp2 import (
     block,
     check_family,
     check_shards,
-    note_packing,
     peft_keys,
+    take_attention,
     take_checkpointed_layers,
     take_kept,
     take_peft,
@@ -107,6 +107,7 @@ def complete(reading: Reading) -> None:
         "less",
         "SkyRL's log-probabilities read the logits in bf16; memlab's loss has copies of them in fp32",
     )
+    take_attention(reading, f"{_POLICY}.model_config_kwargs.attn_implementation")
     _take_rows(reading)
     reading.warnings.append(
         "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
@@ -142,7 +143,6 @@ def _take_rows(reading: Reading) -> None:
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
-    note_packing(reading, "trainer.micro_train_batch_size_per_gpu")
 
 
 SKYRL_FSDP = Framework(

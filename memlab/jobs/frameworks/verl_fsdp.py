@@ -14,8 +14,8 @@ from memlab.jobs.frameworks.fsdp2 import (
     block,
     check_family,
     check_shards,
-    note_packing,
     peft_keys,
+    take_attention,
     take_checkpointed_layers,
     take_kept,
     take_peft,
@@ -61,6 +61,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
         Key(f"{engine}.fsdp_size", "ranks_of_shards", WHOLE, -1),
         Key(f"{engine}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
         Key(f"{engine}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
+        Key(f"{engine}.use_orig_params", "use_orig_params", SWITCH, False),
         Key(f"{optim}.optimizer", "optimizer", TEXT, "AdamW"),
         Key(f"{optim}.optimizer_impl", "library", TEXT, "torch.optim"),
         Key(f"{model}.path", "architecture", TEXT),
@@ -81,12 +82,6 @@ def engine_missing(engine: str, model: str) -> tuple[Missing, ...]:
         Missing(f"{model}.use_remove_padding", "more", "rows are padded, and attention then has a mask", is_false),
         Missing(f"{model}.tiled_mlp.enabled", "less", "MLPs work on a part of the tokens at a time"),
         Missing(f"{model}.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
-        Missing(
-            f"{model}.override_config.attn_implementation",
-            "more",
-            "attention keeps the scores of all heads",
-            lambda value: value == "eager",
-        ),
     )
 
 
@@ -162,6 +157,8 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
     take_peft(reading, f"{model}.lora_rank")
+    _take_version(reading, strategy)
+    take_attention(reading, f"{model}.override_config.attn_implementation")
     saved = f"{model}.lora_adapter_path"
     if is_given(reading.get(saved)) and values.get("lora_rank"):
         # ``PeftModel.from_pretrained`` in transformer_impl.py (1dda039b), which a rank of 0 does not reach.
@@ -179,14 +176,26 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
 
 
 def _take_strategy(reading: Reading, key: str) -> None:
-    strategy = reading.values.pop("strategy")
-    if strategy == "fsdp":
-        reading.miss(key, "either", "FSDP1 gathers the parameters of a layer as one; memlab predicts FSDP2 instead")
-    elif strategy != "fsdp2":
+    strategy = reading.values["strategy"]
+    if strategy not in ("fsdp", "fsdp2"):
         block(reading, key, f"the engine {strategy}")
     if reading.values.pop("ulysses") > 1:
         given = [one.key for one in reading.taken if one.field == "ulysses" and one.memlab_value != 1]
         block(reading, given[-1], "ranks that share sequences (Ulysses)")
+
+
+def _take_version(reading: Reading, key: str) -> None:
+    """Takes FSDP1, which reads no policy of offloading, and shards again over all ranks or none."""
+    values = reading.values
+    if values.pop("strategy") != "fsdp":
+        values["use_orig_params"] = False
+    elif values.get("lora_rank") is not None:
+        values["use_orig_params"] = False
+        reading.miss(key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone")
+    else:
+        values |= {"fsdp_version": 1, "fsdp_cpu_offload": False}
+        if isinstance(values["reshard_after_forward"], int):
+            values["reshard_after_forward"] = "all"
 
 
 def _take_optimizer(reading: Reading, optim: str) -> None:
@@ -213,7 +222,6 @@ def _take_rows(reading: Reading) -> None:
         if values.get("micro_batch_size") is None:
             reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
         take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
-    note_packing(reading, f"{_ACTOR}.use_remove_padding")
 
 
 VERL_FSDP = Framework(

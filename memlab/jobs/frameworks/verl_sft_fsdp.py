@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
-from memlab.jobs.frameworks.fsdp2 import check_family, check_shards, note_packing
+from memlab.jobs.frameworks.fsdp2 import check_family, check_shards
 from memlab.jobs.frameworks.keys import TEXT, Key
 from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
 from memlab.jobs.frameworks.verl_fsdp import complete_engine, engine_keys, engine_missing
@@ -45,7 +45,6 @@ def complete(reading: Reading) -> None:
         take_sequences(
             reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None
         )
-    note_packing(reading, "data.micro_batch_size_per_gpu")
 
 
 VERL_SFT_FSDP = Framework(
