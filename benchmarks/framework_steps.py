@@ -201,7 +201,8 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs' steps, one process for each job, which is forked from one that has imported the frameworks."""
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "HF_HUB_OFFLINE": "1",
+                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     import torch
@@ -342,11 +343,13 @@ def take_automodel(job: Job, path: Path, meter: _Meter) -> None:
     import torch
     from nemo_automodel._transformers import auto_model
     from nemo_automodel.components.config.loader import load_yaml_config
+    from nemo_automodel.components.distributed import mesh_utils
     from nemo_automodel.components.training import signal_handler
     from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
     device = torch.device("cuda" if meter.on_gpu else "cpu")
-    signal_handler.get_device = lambda *_: device  # it knows NCCL and gloo only
+    signal_handler.get_device = lambda *_: device  # both know NCCL and gloo only
+    mesh_utils._mesh_device_type = lambda: device.type
     if not meter.on_gpu:
         auto_model.torch = types.SimpleNamespace(**vars(torch) | {"device": lambda *_: device})
     from nemo_automodel.recipes._typed_config import RecipeConfig  # noqa: F401 - the recipe makes one
