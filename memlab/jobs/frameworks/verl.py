@@ -117,7 +117,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    _check_engine(reading)
+    check_engine(reading)
     note_critic(reading, "critic.megatron")
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
@@ -237,7 +237,7 @@ def check(reading: Reading) -> None:
         reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
 
 
-def _check_engine(reading: Reading) -> None:
+def check_engine(reading: Reading) -> None:
     """Refuses a job of another engine than Megatron's; those of FSDP have a table of their own (`verl_fsdp`)."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
