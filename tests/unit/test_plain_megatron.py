@@ -225,6 +225,7 @@ MEASURED = {
         ("qwen3-30b-a3b 2 layers one rank x1 moe_token_dispatcher_type=allgather", 5e-5),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_expert_capacity_factor=1.0", 2e-5),
         ("qwen3-30b-a3b 2 layers one rank x1 moe_permute_fusion=False", 1e-5),
+        ("qwen3-30b-a3b 2 layers one rank x1 moe_router_fusion=True moe_router_force_load_balancing=True", 5e-5),
         (  # its peak is where the gradients of the tied embedding are added
             f"gpt3-6.7b 4 layers one rank x1 {FULL_RECOMPUTE} hidden_dropout=0.1 attention_dropout=0.1",
             1e-6,
