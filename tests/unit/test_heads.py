@@ -150,6 +150,15 @@ def test_the_critic_of_verl_is_read_from_the_same_file_and_bounds_the_actor_s_jo
     assert any("--format verl-critic predicts them" in one for one in job.warnings)
 
 
+def test_rows_of_all_ranks_of_a_critic_are_said(tmp_path: Path) -> None:
+    """As of the actor: the key is deprecated, and a rank's share of it depends on how ranks are grouped."""
+    path = tmp_path / "run.sh"
+    path.write_text(_PPO.format("critic.ppo_micro_batch_size=32 trainer.device=npu"))
+    critic = Job.read(path, format_name="verl-critic", version="0.9.1")
+    assert {one.key for one in critic.not_modelled} == {"critic.ppo_micro_batch_size", "trainer.device"}
+    assert any("critic.ppo_micro_batch_size_per_gpu is not in the file" in one for one in critic.warnings)
+
+
 def test_a_job_without_a_critic_has_none_to_predict(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(_PPO.format("critic.enable=False"))

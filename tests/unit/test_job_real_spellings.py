@@ -476,7 +476,25 @@ def test_bridge_s_mixed_precision_is_a_name_or_fields(
 def test_bridge_s_jobs_in_fp16_are_not_predicted_in_bf16(precision: str, tmp_path: Path) -> None:
     path = tmp_path / "run_config.yaml"
     path.write_text(_BASES["bridge"] + f"mixed_precision: {precision}\n")
-    assert "memlab computes in bf16 or fp32" in str(Job.read(path).not_supported)
+    for architecture in (None, "qwen3-30b-a3b"):
+        assert "memlab computes in bf16 or fp32" in str(Job.read(path, architecture=architecture).not_supported)
+
+
+@pytest.mark.parametrize(
+    ("framework", "key"),
+    [
+        ("slime", "train_backend=fsdp"),
+        ("slime", "debug_rollout_only=true"),
+        ("slime", "fp16=true"),
+        ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.fp16=true"),
+    ],
+)
+def test_another_model_takes_nothing_away_that_the_job_does(framework: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(_BASES[framework])
+    version = "2026-08-20" if framework == "verl" else None
+    job = Job.read(path, format_name=framework, overrides=[key], version=version, architecture="phi-4")
+    assert f"memlab does not have what the job asks for: {key.partition('=')[0]}" in str(job.not_supported)
 
 
 def test_what_bridge_s_mixed_precision_says_replaces_what_the_other_sections_say(tmp_path: Path) -> None:

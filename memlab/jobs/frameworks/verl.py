@@ -81,13 +81,20 @@ KEYS = (
     Key(f"{_ROLLOUT}.prompt_length", "prompt_length", WHOLE),
     Key(f"{_ROLLOUT}.response_length", "response_length", WHOLE),
 )
+
+
+def rows_of_all_ranks(section: str) -> Missing:
+    """Returns a deprecated key of the actor's section, or of the critic's."""
+    reason = "it counts the sequences of all ranks and is deprecated: memlab takes ppo_micro_batch_size_per_gpu, or 1"
+    return Missing(f"{section}.ppo_micro_batch_size", "either", reason)
+
+
 FRAMEWORK_MISSING = (
     *engine_missing(*_PREFIXES),
     Missing(f"{_ACTOR}.use_fused_kernels", "less", "log-probabilities without whole logits"),
     Missing(f"{_ACTOR}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_ACTOR}.calculate_sum_pi_squared", "more", "the probabilities of all logits are squared"),
-    Missing(f"{_ACTOR}.ppo_micro_batch_size", "either",
-            "it counts the sequences of all ranks and is deprecated: memlab takes ppo_micro_batch_size_per_gpu, or 1"),
+    rows_of_all_ranks(_ACTOR),
     Missing(f"{_ACTOR}.qat.enable", "either", "weights are quantized in forward"),
     Missing(f"{_ACTOR}.router_replay.mode", "more", "the chosen experts of each token are kept, of all micro-batches",
             lambda value: value not in (None, "disabled")),
