@@ -685,8 +685,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     values = common(scenario, settings)
     is_likelihood, length = scenario.state.loss == "log_softmax", longest_sequence(scenario)
     rows = scenario.micro_batch_size if scenario.packed_sequences is None else scenario.packed_sequences
-    is_pairs = scenario.state.reference_model != "none"
-    rows = max(1, rows // 2) if is_pairs else rows
+    is_pairs = scenario.state.reference_model != "none" and scenario.micro_batch_size % 2 == 0
+    rows = rows // 2 if is_pairs else rows
     return (
         values
         | named(scenario)
