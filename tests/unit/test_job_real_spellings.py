@@ -694,6 +694,7 @@ def test_megatron_lm_makes_masks_unless_told_otherwise(tmp_path: Path) -> None:
         (["algorithm.adv_estimator=grpo"], None),
         (["critic.enable=false"], None),
         ([f"critic.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")], None),
+        ([f"critic.megatron.offload.{part}.target=cpu" for part in ("param", "optimizer")], None),
     ],
 )
 def test_a_critic_of_verl_is_said_unless_it_is_offloaded(keys: list[str], named: str | None, tmp_path: Path) -> None:

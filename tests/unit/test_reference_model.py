@@ -129,6 +129,16 @@ _DPO = "megatron rlhf --rlhf_type {} --model Qwen/Qwen3-8B --max_length 512 --mi
         (f"{_DPO.format('dpo')} --tuner_type lora --ref_adapters x", "none", {"rlhf_type"}),
         (f"{_DPO.format('dpo')} --pipeline_model_parallel_size 2", "none", {"rlhf_type", "ref_model"}),
         (f"{_DPO.format('dpo')} --fp8_format hybrid --fp8_recipe tensorwise", "none", {"ref_model"}),
+        (
+            f"{_DPO.format('dpo')} --tuner_type lora --fp8_format hybrid --fp8_recipe tensorwise",
+            "none",
+            {"tuner_type", "rlhf_type"},
+        ),
+        (
+            f"{_DPO.format('dpo')} --tuner_type lora --model openai/gpt-oss-20b --attention_backend fused",
+            "none",
+            {"lora_rank", "rlhf_type"},
+        ),
         (_DPO.format("kto"), "copy", {"rlhf_type"}),
         (_DPO.format("rm"), "none", set()),
     ],

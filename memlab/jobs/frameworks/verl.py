@@ -27,6 +27,7 @@ from memlab.jobs.frameworks.reinforcement import (
     vllm_arguments,
 )
 from memlab.jobs.frameworks.verl_engine import (
+    AWAY,
     BEFORE,
     CANNOT_WRITE,
     FIXED,
@@ -117,7 +118,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    _check_engine(reading)
+    check_engine(reading)
     note_critic(reading, "critic.megatron")
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
@@ -237,7 +238,7 @@ def check(reading: Reading) -> None:
         reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
 
 
-def _check_engine(reading: Reading) -> None:
+def check_engine(reading: Reading) -> None:
     """Refuses a job of another engine than Megatron's; those of FSDP have a table of their own (`verl_fsdp`)."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
@@ -270,7 +271,10 @@ def has_critic(reading: Reading) -> tuple[str, bool]:
 def note_critic(reading: Reading, engine: str) -> None:
     """Notes a critic, unless its engine is offloaded; gradients leave with the parameters (`verl_engine`)."""
     key, is_trained = has_critic(reading)
-    offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "optimizer")]
+    offloads = [
+        reading.get(f"{engine}.{part}_offload") is True or reading.get(f"{engine}.offload.{part}.target") in AWAY
+        for part in ("param", "optimizer")
+    ]
     if not is_trained:
         return
     if engine == "critic.megatron" and any(name.startswith("critic.") for name in reading.entries.by_key):
@@ -278,7 +282,7 @@ def note_critic(reading: Reading, engine: str) -> None:
             f"{key}: a critic takes steps of its own on the same GPUs, between the actor's: --format verl-critic "
             "predicts them"
         )
-    if offloads != [True] * 2:
+    if not all(offloads):
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 
