@@ -193,6 +193,7 @@ def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path
     assert of_actor.state.entropy_loss and of_actor.state.fp32_output
     expected = replace(of_actor.state, num_labels=1, loss="cross_entropy", fp32_output=False, entropy_loss=False)
     assert of_critic == replace(of_actor, state=expected)
+    assert actor.rollout is not None and critic.rollout is None
     of_actor_alone = {one.key for one in actor.not_modelled} - {one.key for one in critic.not_modelled}
     of_logits = {"entropy_coef", "rollout_top_p", "recompute_loss_function"}
     assert of_actor_alone == {"advantage_estimator"} | of_logits

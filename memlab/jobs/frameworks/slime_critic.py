@@ -19,6 +19,7 @@ _OF_LOGITS = ("entropy_coef", "rollout_top_p", "recompute_loss_function")
 def complete(reading: Reading) -> None:
     """Derives what the actor's arguments mean, for the critic."""
     SLIME.complete(reading)
+    reading.rollout = None  # no engine gets a critic's weights
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (CRITIC, *_OF_LOGITS)]
 
 
