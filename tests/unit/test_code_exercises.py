@@ -85,6 +85,13 @@ OTHER_MOVES = {
         ),
     ),
 }
+ZEROED = (
+    "grad_data[:] = 0",
+    "grad_data[...] = 0.0",
+    "grad_data.storage().fill_(0)",
+    "grad_data.untyped_storage().fill_(0)",
+)
+OTHER_MOVES |= {f"zeroed by {how}": (RELEASE, LOAD.replace("grad_data.zero_()", how)) for how in ZEROED}
 WRONG_MOVES = {
     "nothing": ("pass", "pass", "after release, the audit finds: gradients: "),
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
@@ -108,6 +115,24 @@ WRONG_MOVES = {
     "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
     "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
+    "a part zeroed": (RELEASE, LOAD.replace(".zero_()", "[:9] = 0"), "must set all of them"),
+    "set to a tensor": (
+        RELEASE, "import torch" + LOAD.replace(".zero_()", "[:] = torch.zeros(9)"), "must set all of them to one number",
+    ),
+    "set to ones": (RELEASE, LOAD.replace(".zero_()", "[:] = 1"), "fills the gradients with 1, must be 0"),
+    "an empty storage filled": (
+        RELEASE, "for b in model.buffers: b.grad_data.storage().fill_(0)", "after load, the audit finds",
+    ),
+    "bytes filled with ones": (
+        RELEASE, LOAD.replace("zero_()", "untyped_storage().fill_(1)"), "fills the gradients with 1, must be 0",
+    ),
+    "a method that the stand-in lacks": (
+        f"for b in {ALL}: b.mine = b.grad_data.clone()", LOAD, "Hint: grad_data.zero_() fills it with zeros",
+    ),
+    "a function that needs a tensor": (
+        RELEASE, "import torch" + LOAD.replace("buffer.grad_data.zero_()", "torch.zeros_like(buffer.grad_data)"),
+        "Hint: grad_data.zero_() fills it with zeros",
+    ),
     "a load without a condition": (
         RELEASE,
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data_size)\n    b.grad_data.zero_()",

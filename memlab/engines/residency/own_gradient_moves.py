@@ -83,13 +83,13 @@ class _Buffer:
     """
 
     def __init__(self, real: Any) -> None:
-        self.grad_data = _Gradients(real.grad_data)
+        self.grad_data = _GradDataStandIn(real.grad_data)
         self.grad_dtype = real.grad_dtype
         self.numel = real.numel
         self.grad_data_size = 0
 
 
-class _Gradients:
+class _GradDataStandIn:
     """Stands in for the tensor ``grad_data``."""
 
     def __init__(self, real: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class _Gradients:
         self.dtype, self.device, self.shape = real.dtype, real.device, real.shape
 
     @property
-    def data(self) -> _Gradients:
+    def data(self) -> _GradDataStandIn:
         return self
 
     @property
@@ -116,11 +116,11 @@ class _Gradients:
     def element_size(self) -> int:
         return self._real.element_size()
 
-    def untyped_storage(self) -> _Storage:
-        return _Storage(self, unit=1)
+    def untyped_storage(self) -> _StorageStandIn:
+        return _StorageStandIn(self, unit=1)
 
-    def storage(self) -> _Storage:
-        return _Storage(self, unit=self.element_size())
+    def storage(self) -> _StorageStandIn:
+        return _StorageStandIn(self, unit=self.element_size())
 
     def resize(self, num_bytes: int) -> None:
         """Resizes the storage; memory that is new holds whatever was there before."""
@@ -130,7 +130,7 @@ class _Gradients:
             self._real.fill_(torch.nan)
             self._is_unwritten = True
 
-    def zero_(self) -> _Gradients:
+    def zero_(self) -> _GradDataStandIn:
         if self.storage_bytes < self.nbytes:
             raise ValueError(
                 f"your code zeroes {self.nbytes:,} bytes of gradients whose storage has {self.storage_bytes:,} bytes, "
@@ -140,10 +140,18 @@ class _Gradients:
         self._is_unwritten = False
         return self
 
-    def fill_(self, value: float) -> _Gradients:
+    def fill_(self, value: float) -> _GradDataStandIn:
         if value:
             raise ValueError(f"your code fills the gradients with {value:g}, must be 0: the next backward adds to them")
         return self.zero_()
+
+    def __setitem__(self, index: object, value: float) -> None:
+        if index not in (slice(None), ...) or isinstance(value, torch.Tensor):
+            raise ValueError(
+                "your code sets some of the gradients, or sets them to a tensor, must set all of them to one number: "
+                "write grad_data[:] = 0 or grad_data.zero_()"
+            )
+        self.fill_(value)
 
     def require_zeroed(self) -> None:
         if self._is_unwritten:
@@ -153,10 +161,10 @@ class _Gradients:
             )
 
 
-class _Storage:
+class _StorageStandIn:
     """Stands in for a storage, whose sizes are in elements (``storage()``) or in bytes (``untyped_storage()``)."""
 
-    def __init__(self, gradients: _Gradients, *, unit: int) -> None:
+    def __init__(self, gradients: _GradDataStandIn, *, unit: int) -> None:
         self._gradients, self._unit = gradients, unit
 
     def size(self) -> int:
@@ -165,8 +173,14 @@ class _Storage:
     def nbytes(self) -> int:
         return self._gradients.storage_bytes
 
-    def resize_(self, size: int) -> _Storage:
+    def resize_(self, size: int) -> _StorageStandIn:
         self._gradients.resize(size * self._unit)
+        return self
+
+    def fill_(self, value: float) -> _StorageStandIn:
+        """Fills what is allocated, as torch does, which for an empty storage is nothing."""
+        if self.nbytes() >= self._gradients.nbytes:
+            self._gradients.fill_(value)
         return self
 
     __len__ = size
