@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,45 @@ def _embedding_backward_temporaries(gradient: torch.Tensor, count: int, num_weig
     lengths = [count, count, num_segments, num_segments, num_segments, num_parts, 1, 1]
     sorting = [torch.empty(length, dtype=torch.int64, device=gradient.device) for length in lengths]
     return [*sorting, torch.empty(num_parts, gradient.shape[-1], dtype=torch.float32, device=gradient.device)]
+
+
+def summing_for_bias(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
+    """Returns the backward of a fused activation, with what autograd's sum for the gradient of its bias allocates.
+
+    Megatron returns one gradient for the input and for the bias, of which autograd makes the bias's by a sum over all
+    tokens, while backward still holds what it was given and had saved.
+    """
+
+    def followed_by_sum(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_input, *others = backward(ctx, gradient)
+        assert of_input is not None
+        outputs = of_input.shape[-1]
+        num_bytes = bytes_of_sum(outputs, of_input.numel() // outputs)
+        torch.empty(num_bytes, dtype=torch.uint8, device=of_input.device)
+        return of_input, *others
+
+    return followed_by_sum
+
+
+_SMS, _THREADS_OF_SM, _WARP, _ROWS_OF_BLOCK, _OUTPUTS_OF_THREAD = 132, 2048, 32, 4, 4
+_LEAST_VALUES_OF_THREAD, _MOST_VALUES_OF_THREAD = 16, 256
+
+
+def bytes_of_sum(outputs: int, rows: int) -> int:
+    """Returns what torch's sum of a 16-bit matrix [rows, outputs] over its rows allocates beside its result.
+
+    Several blocks share an output where there are too few outputs for all multiprocessors of an H100 or H200, and each
+    of their threads leaves its part in fp32 (torch 2.11, ``setReduceConfig`` and ``global_memory_size`` in
+    ``aten/src/ATen/native/cuda/Reduce.cuh``; for at least 128 outputs, a multiple of 4).
+    """
+    width = _WARP * _OUTPUTS_OF_THREAD
+    values, blocks = -(-rows // _ROWS_OF_BLOCK), -(-outputs // width)
+    all_blocks = _SMS * _THREADS_OF_SM // (_WARP * _ROWS_OF_BLOCK)
+    if outputs < width or values < _MOST_VALUES_OF_THREAD or blocks > all_blocks:
+        return 0
+    shares = min(-(-all_blocks // blocks), -(-values // _LEAST_VALUES_OF_THREAD))
+    shares = max(shares, -(-values // _MOST_VALUES_OF_THREAD))
+    return 4 * outputs * shares * width if shares > 1 else 0
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

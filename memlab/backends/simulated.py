@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_gelu import GeLUFunction
+from megatron.core.fusions.fused_bias_swiglu import BiasSwiGLUFunction
 
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
@@ -20,6 +22,7 @@ from memlab.backends.cpu_adam import FakeHostAdam
 from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fully_sharded import sharding_on_fake_tensors
 from memlab.backends.fused_adam import FusedAdam
+from memlab.backends.kernel_temporaries import summing_for_bias
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import imitated, is_te_min_version, known
@@ -107,12 +110,16 @@ def on_fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def on_fake_gpu() -> Iterator[None]:
-    """As `on_fake_tensors`, with the copies that NCCL makes."""
-    copies = {
+    """As `on_fake_tensors`, with the copies that NCCL makes, and what kernels of activations allocate."""
+    allocating = {
         "torch.distributed.all_gather": fake_collectives.gather,
         "torch.distributed.reduce_scatter": fake_collectives.reduce_and_scatter,
+        "megatron.core.fusions.fused_bias_gelu.GeLUFunction.backward": summing_for_bias(GeLUFunction.backward),
+        "megatron.core.fusions.fused_bias_swiglu.BiasSwiGLUFunction.backward": summing_for_bias(
+            BiasSwiGLUFunction.backward
+        ),
     }
-    with on_fake_tensors(), patched(copies):
+    with on_fake_tensors(), patched(allocating):
         yield
 
 

@@ -102,7 +102,9 @@ class Trainer:
         if twice := [name for name in needed if self._done.count(name) > 1]:
             return f"your sync calls {twice[0].replace(' ', '_')} twice, must call it once"
         try:
-            seconds = [float(each) for each in answer]  # type: ignore[attr-defined]  # whatever the reader's code gave
+            # A text is no number, although float() reads it.
+            given = list(answer)  # type: ignore[call-overload]  # whatever the reader's code gave
+            seconds = [] if any(isinstance(each, str) for each in given) else [float(each) for each in given]
         except (TypeError, ValueError):
             seconds = []
         if len(seconds) != len(_DURATIONS):

@@ -18,7 +18,7 @@ from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import LORA
+from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import CONVERSIONS, Effect, Missing, refusal
 
@@ -296,6 +296,8 @@ def _drop_beside_biases(reading: Reading) -> None:
         "lora_rank": ("less", f"{LORA} (memlab has none beside biases)"),
         "fp8_format": ("either", "memlab does not predict matrices with biases in FP8, and takes bf16"),
     }
+    if reading.values.get("reference_model") == "without_adapters" and reading.values.get("lora_rank") is not None:
+        what["reference_model"] = ("more", PASS_WITHOUT_ADAPTERS)
     for field, (effect, reason) in what.items():
         if reading.values.get(field) is None:
             continue
@@ -312,7 +314,10 @@ def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
     if values.get("attention_backend") != "flash" or not (is_latent or values.get("cp_comm_type") == "a2a"):
         return
     what = "latent attention" if is_latent else "exchanged heads (cp_comm_type a2a)"
-    reading.miss("attention_backend", "either", f"memlab predicts {what} of several ranks on cuDNN only")
+    keys = [one.key for one in reading.taken if one.field == "attention_backend"]
+    reading.miss(
+        (keys or ["attention_backend"])[-1], "either", f"memlab predicts {what} of several ranks on cuDNN only"
+    )
     values["attention_backend"] = "auto"
 
 

@@ -203,16 +203,17 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
 
 
 def _padded_rows(framework: Framework, scenario: Scenario) -> dict[str, str]:
-    """Names packed rows that a framework would pad, because the job computes in FP8."""
+    """Names sequences, or rows of packed ones, that a framework would pad, because the job computes in FP8."""
     layout, state, pads = scenario.layout, scenario.state, framework.padding_in_fp8
-    if scenario.packed_sequences is None or pads is None or state.fp8_format is None:
+    if pads is None or state.fp8_format is None:
         return {}
     context = layout.context_parallel_size
     unit = layout.tensor_model_parallel_size * (2 * context if context > 1 else 1)
-    _, multiple = pads(unit, context, state.fp8_recipe)
+    of_sequence, of_row = pads(unit, context, state.fp8_recipe)
+    what, multiple = ("sequences", of_sequence) if scenario.packed_sequences is None else ("packed rows", of_row)
     if scenario.seq_length % multiple == 0:
         return {}
-    return {"seq_length": f"{framework.title} pads packed rows in FP8 to a multiple of {multiple} tokens"}
+    return {"seq_length": f"{framework.title} pads {what} in FP8 to a multiple of {multiple} tokens"}
 
 
 def _changed(framework: Framework, scenario: Scenario, settings: MemorySettings) -> set[str]:

@@ -207,6 +207,14 @@ _TORCH = (
     ),
     *_in(
         "backends/simulated.py",
+        *(
+            _replaced(
+                f"megatron.core.fusions.{function}",
+                "backward",
+                "Autograd sums the gradient of the bias over all tokens, and the GPU's sum allocates memory for that.",
+            )
+            for function in ("fused_bias_gelu:GeLUFunction", "fused_bias_swiglu:BiasSwiGLUFunction")
+        ),
         _replaced(
             "torch.distributed",
             "all_gather_object batch_isend_irecv all_gather reduce_scatter",

@@ -307,6 +307,10 @@ WRONG_SYNCS = {
     "milliseconds": (SYNC.replace("return load_seconds", "return 1e3 * load_seconds"), "return seconds, not milliseconds"),
     "one number": (SYNC.replace("return load_seconds, offload_seconds", "return load_seconds"), "must return two numbers"),
     "nothing returned": (SYNC.replace("return load_seconds, offload_seconds", ""), "returns None, must return two numbers"),
+    "numbers as texts": (
+        SYNC.replace("return load_seconds, offload_seconds", "return str(load_seconds), str(offload_seconds)"),
+        "must return two numbers",
+    ),
     "a text": (SYNC.replace("return load_seconds, offload_seconds", "return 'fast', 'fast'"), "must return two numbers"),
     "two hand overs": (SYNC.replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.hand_over()\n"), "hand_over twice"),
     "not a number": (SYNC.replace("return load_seconds,", "return float('nan'),"), "the load took nan s"),

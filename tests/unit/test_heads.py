@@ -150,11 +150,31 @@ def test_the_critic_of_verl_is_read_from_the_same_file_and_bounds_the_actor_s_jo
     assert any("--format verl-critic predicts them" in one for one in job.warnings)
 
 
+def test_rows_of_all_ranks_of_a_critic_are_said(tmp_path: Path) -> None:
+    """As of the actor: the key is deprecated, and a rank's share of it depends on how ranks are grouped."""
+    path = tmp_path / "run.sh"
+    path.write_text(_PPO.format("critic.ppo_micro_batch_size=32 trainer.device=npu"))
+    critic = Job.read(path, format_name="verl-critic", version="0.9.1")
+    assert {one.key for one in critic.not_modelled} == {"critic.ppo_micro_batch_size", "trainer.device"}
+    assert any("critic.ppo_micro_batch_size_per_gpu is not in the file" in one for one in critic.warnings)
+
+
 def test_a_job_without_a_critic_has_none_to_predict(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(_PPO.format("critic.enable=False"))
     assert not Job.read(path, version="0.9.1").not_modelled
     with pytest.raises(ValueError, match=r"critic\.enable is False, with which verl trains no critic"):
+        Job.read(path, format_name="verl-critic", version="0.9.1").required()
+
+
+@pytest.mark.parametrize("engine", ["model_engine=fsdp2", "model_engine=veomni", "trainer.nnodes=1"])
+def test_a_critic_that_megatron_does_not_train_is_not_predicted_as_if_it_did(engine: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"python3 -m verl.trainer.main_ppo {engine} algorithm.adv_estimator=gae critic.model.path=Qwen/Qwen3-4B "
+        "trainer.n_gpus_per_node=8"
+    )
+    with pytest.raises(ValueError, match=r"memlab predicts .* Megatron"):
         Job.read(path, format_name="verl-critic", version="0.9.1").required()
 
 
@@ -167,14 +187,16 @@ _SLIME = (
 
 def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
-    path.write_text(_SLIME.format("ppo"))
+    path.write_text(_SLIME.format("ppo") + " --rollout-top-p 0.9 --recompute-loss-function")
     actor, critic = Job.read(path), Job.read(path, format_name="slime-critic")
     of_actor, of_critic = actor.required()[0], critic.required()[0]
     assert of_actor.state.entropy_loss and of_actor.state.fp32_output
     expected = replace(of_actor.state, num_labels=1, loss="cross_entropy", fp32_output=False, entropy_loss=False)
     assert of_critic == replace(of_actor, state=expected)
-    assert "advantage_estimator" in {one.key for one in actor.not_modelled}
-    assert "advantage_estimator" not in {one.key for one in critic.not_modelled}
+    assert actor.rollout is not None and critic.rollout is None
+    of_actor_alone = {one.key for one in actor.not_modelled} - {one.key for one in critic.not_modelled}
+    of_logits = {"entropy_coef", "rollout_top_p", "recompute_loss_function"}
+    assert of_actor_alone == {"advantage_estimator"} | of_logits
     path.write_text(_SLIME.format("grpo"))
     with pytest.raises(ValueError, match="advantage_estimator is grpo, with which slime trains no critic"):
         Job.read(path, format_name="slime-critic").required()

@@ -476,7 +476,25 @@ def test_bridge_s_mixed_precision_is_a_name_or_fields(
 def test_bridge_s_jobs_in_fp16_are_not_predicted_in_bf16(precision: str, tmp_path: Path) -> None:
     path = tmp_path / "run_config.yaml"
     path.write_text(_BASES["bridge"] + f"mixed_precision: {precision}\n")
-    assert "memlab computes in bf16 or fp32" in str(Job.read(path).not_supported)
+    for architecture in (None, "qwen3-30b-a3b"):
+        assert "memlab computes in bf16 or fp32" in str(Job.read(path, architecture=architecture).not_supported)
+
+
+@pytest.mark.parametrize(
+    ("framework", "key"),
+    [
+        ("slime", "train_backend=fsdp"),
+        ("slime", "debug_rollout_only=true"),
+        ("slime", "fp16=true"),
+        ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.fp16=true"),
+    ],
+)
+def test_another_model_takes_nothing_away_that_the_job_does(framework: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(_BASES[framework])
+    version = "2026-08-20" if framework == "verl" else None
+    job = Job.read(path, format_name=framework, overrides=[key], version=version, architecture="phi-4")
+    assert f"memlab does not have what the job asks for: {key.partition('=')[0]}" in str(job.not_supported)
 
 
 def test_what_bridge_s_mixed_precision_says_replaces_what_the_other_sections_say(tmp_path: Path) -> None:
@@ -694,6 +712,7 @@ def test_megatron_lm_makes_masks_unless_told_otherwise(tmp_path: Path) -> None:
         (["algorithm.adv_estimator=grpo"], None),
         (["critic.enable=false"], None),
         ([f"critic.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")], None),
+        ([f"critic.megatron.offload.{part}.target=cpu" for part in ("param", "optimizer")], None),
     ],
 )
 def test_a_critic_of_verl_is_said_unless_it_is_offloaded(keys: list[str], named: str | None, tmp_path: Path) -> None:
@@ -837,3 +856,9 @@ def test_the_loss_in_bf16_and_a_view_of_whole_embeddings_have_bounds(tmp_path: P
     bounds = {one.key: one.bound_bytes for one in job.not_modelled}
     assert bounds["model.fp16_lm_cross_entropy"] == 20 * 4096 * 151936 // 2
     assert bounds["model.clone_scatter_output_in_embedding"] == 2 * 2048 * 2048
+
+
+def test_a_kernel_that_memlab_replaces_is_named_by_the_job_s_own_key(tmp_path: Path) -> None:
+    values = ("context_parallel_size=2", "cp_comm_type=a2a", "attention_backend=flash")
+    job = _job("bridge", tmp_path, *(f"model.{value}" for value in values))
+    assert "model.attention_backend" in {one.key for one in job.not_modelled}

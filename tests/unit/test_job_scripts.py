@@ -354,9 +354,10 @@ def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) 
     [
         "$A", '"${A}"', "${A%x}", "${A:1:2}", "${#A}", "${A[0]}", "${A:-}", "${A-}", "${A:+x}", "${A[@]:-}", "$@", "$#",
         "${B:-$A}", "${IFS:-$A}", "$((A + 1))", "$((A = 1)) $A", "< $A/x", "> $A/x", "| : $A", "| : > $A/x", "| : $A | :", "$A | :",
+        "| : $A || true", "$A | : || true", "&& ! : $A | :", "; if : | : $A; then :; fi", "&& : | : $A",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("switch", ["set -eu", "set -o nounset", "set -u; set +u"])
+@pytest.mark.parametrize("switch", ["set -eu", "set -euo pipefail", "set -o nounset", "set -u; set +u"])
 def test_a_script_that_refuses_unset_variables_stops_where_bash_does(switch: str, read: str) -> None:
     text = f"{switch}\n: {read}\ntrue"
     stops = subprocess.run(["/bin/bash", "-c", text], env={}, check=False, capture_output=True).returncode != 0

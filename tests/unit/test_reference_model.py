@@ -20,6 +20,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError
 from memlab.engines.megatron import training_step
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, offload
@@ -129,6 +130,16 @@ _DPO = "megatron rlhf --rlhf_type {} --model Qwen/Qwen3-8B --max_length 512 --mi
         (f"{_DPO.format('dpo')} --tuner_type lora --ref_adapters x", "none", {"rlhf_type"}),
         (f"{_DPO.format('dpo')} --pipeline_model_parallel_size 2", "none", {"rlhf_type", "ref_model"}),
         (f"{_DPO.format('dpo')} --fp8_format hybrid --fp8_recipe tensorwise", "none", {"ref_model"}),
+        (
+            f"{_DPO.format('dpo')} --tuner_type lora --fp8_format hybrid --fp8_recipe tensorwise",
+            "none",
+            {"tuner_type", "rlhf_type"},
+        ),
+        (
+            f"{_DPO.format('dpo')} --tuner_type lora --model openai/gpt-oss-20b --attention_backend fused",
+            "none",
+            {"lora_rank", "rlhf_type"},
+        ),
         (_DPO.format("kto"), "copy", {"rlhf_type"}),
         (_DPO.format("rm"), "none", set()),
     ],
@@ -141,3 +152,16 @@ def test_jobs_of_ms_swift_compare_with_a_reference_model(
     job = Job.read(path)
     assert job.required()[0].state.reference_model == reference_model
     assert {one.key for one in job.not_modelled} == missed
+
+
+@pytest.mark.parametrize(("rows", "is_said"), [(2, True), (3, False)])
+def test_a_written_job_of_ms_swift_has_the_rows_of_its_micro_batches(rows: int, is_said: bool, tmp_path: Path) -> None:
+    """DPO has pairs; an odd number of sequences, as KTO may have, is written without a reference model."""
+    path = tmp_path / "run.sh"
+    path.write_text(_DPO.format("kto") + f" --micro_batch_size {rows} --global_batch_size {2 * rows}")
+    scenario, settings = Job.read(path).required()
+    job = written("ms-swift", scenario, settings)
+    path.write_text(f"megatron {'rlhf' if is_said else 'sft'} {' '.join(job.lines)}")
+    again, _ = Job.read(path).required()
+    assert (again.micro_batch_size, again.num_microbatches) == (rows, 2)
+    assert (again.state.reference_model == "copy") == is_said == ("reference_model" not in job.unsaid)

@@ -70,7 +70,11 @@ def test_fsdp_does_not_read_megatron_s_section_of_adapters(tmp_path: Path) -> No
         ),
         (f"+{MODEL}.override_config.attn_implementation=eager", {"attn_implementation": "eager"}, {}),
         (f"{ACTOR}.strategy=fsdp {FSDP}.use_orig_params=True", {"fsdp_version": 1, "use_orig_params": True}, {}),
-        (f"{ACTOR}.strategy=fsdp {FSDP}.offload_policy=True", {"fsdp_version": 1}, {}),
+        (
+            f"{ACTOR}.strategy=fsdp {FSDP}.offload_policy=True {FSDP}.optimizer_offload=True",  # FSDP2 reads the policy
+            {"fsdp_version": 1},
+            {"offload_optimizer": True},
+        ),
         (f"{FSDP}.reshard_after_forward=False", {"reshard_after_forward": "none"}, {}),
         # torch 2.13 takes the number 1 for False (``_get_post_forward_mesh_info``).
         (f"{FSDP}.reshard_after_forward=1", {"reshard_after_forward": "none"}, {}),

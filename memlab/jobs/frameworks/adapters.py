@@ -13,6 +13,7 @@ from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key, is_given
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
+PASS_WITHOUT_ADAPTERS = "the model without its adapters computes each micro-batch first, without gradients"
 ALL_LINEAR = "all-linear"
 OF_BRIDGE = {
     "lora_library": "its adapters are those of Megatron-Bridge",

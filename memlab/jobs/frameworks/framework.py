@@ -287,7 +287,8 @@ class Framework:
                 continue
             reading.not_modelled.append(NotModelled(missing.name, value, missing.effect, missing.reason, place))
             if missing.blocks:
-                reading.blocked.append(f"{missing.name} {value} ({place}): {missing.reason}")
+                phrases = reading.blocked if missing.is_of_model else reading.refused
+                phrases.append(f"{missing.name} {value} ({place}): {missing.reason}")
 
     def ignores(self, key: str) -> bool:
         """Whether a key is known to change no memory of a training step."""

@@ -51,9 +51,11 @@ class Missing:
     is_on: Callable[[Any], bool] = bool
     """Whether a value switches it on."""
     blocks: bool = False
-    """Whether a prediction without it would be of another model."""
+    """Whether a prediction without it would be of another model, or of another job."""
     default: Any = ABSENT
     """The framework's value if the file does not give the key; `ABSENT` where that is what memlab models."""
+    is_of_model: bool = True
+    """Of what blocks: whether a model that the user gives takes its place."""
 
 
 def is_false(value: Any) -> bool:

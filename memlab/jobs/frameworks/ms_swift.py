@@ -16,7 +16,7 @@ from memlab.config.lora import LINEARS, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import TARGETS, complete_adapters, of_one_kind
+from memlab.jobs.frameworks.adapters import PASS_WITHOUT_ADAPTERS, TARGETS, complete_adapters, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -455,6 +455,8 @@ def _take_reference_model(reading: Reading) -> None:
         reading.miss("rlhf_type", "more", "the reference model has adapters of its own")
     elif kind == "copy":
         reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
+    else:
+        reading.miss("rlhf_type", "more", PASS_WITHOUT_ADAPTERS)
 
 
 def _complete_offload(reading: Reading, *, is_generating: bool) -> None:
@@ -683,8 +685,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     values = common(scenario, settings)
     is_likelihood, length = scenario.state.loss == "log_softmax", longest_sequence(scenario)
     rows = scenario.micro_batch_size if scenario.packed_sequences is None else scenario.packed_sequences
-    is_pairs = scenario.state.reference_model != "none"
-    rows = max(1, rows // 2) if is_pairs else rows
+    is_pairs = scenario.state.reference_model != "none" and scenario.micro_batch_size % 2 == 0
+    rows = rows // 2 if is_pairs else rows
     return (
         values
         | named(scenario)

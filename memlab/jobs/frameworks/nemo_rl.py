@@ -185,7 +185,8 @@ _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 """What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either",
-            "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, True),
+            "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, blocks=True,
+            is_of_model=False),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),

@@ -12,11 +12,15 @@ from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import Missing, is_given
 from memlab.jobs.frameworks.slime import CRITIC, SLIME
 
+_OF_LOGITS = ("entropy_coef", "rollout_top_p", "recompute_loss_function")
+"""What changes the actor's loss alone: a critic has no logits."""
+
 
 def complete(reading: Reading) -> None:
     """Derives what the actor's arguments mean, for the critic."""
     SLIME.complete(reading)
-    reading.not_modelled = [one for one in reading.not_modelled if one.key != CRITIC]
+    reading.rollout = None  # no engine gets a critic's weights
+    reading.not_modelled = [one for one in reading.not_modelled if one.key not in (CRITIC, *_OF_LOGITS)]
 
 
 def check(reading: Reading) -> None:

@@ -27,6 +27,7 @@ from memlab.jobs.frameworks.reinforcement import (
     vllm_arguments,
 )
 from memlab.jobs.frameworks.verl_engine import (
+    AWAY,
     BEFORE,
     CANNOT_WRITE,
     FIXED,
@@ -80,13 +81,20 @@ KEYS = (
     Key(f"{_ROLLOUT}.prompt_length", "prompt_length", WHOLE),
     Key(f"{_ROLLOUT}.response_length", "response_length", WHOLE),
 )
+
+
+def rows_of_all_ranks(section: str) -> Missing:
+    """Returns a deprecated key of the actor's section, or of the critic's."""
+    reason = "it counts the sequences of all ranks and is deprecated: memlab takes ppo_micro_batch_size_per_gpu, or 1"
+    return Missing(f"{section}.ppo_micro_batch_size", "either", reason)
+
+
 FRAMEWORK_MISSING = (
     *engine_missing(*_PREFIXES),
     Missing(f"{_ACTOR}.use_fused_kernels", "less", "log-probabilities without whole logits"),
     Missing(f"{_ACTOR}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_ACTOR}.calculate_sum_pi_squared", "more", "the probabilities of all logits are squared"),
-    Missing(f"{_ACTOR}.ppo_micro_batch_size", "either",
-            "it counts the sequences of all ranks and is deprecated: memlab takes ppo_micro_batch_size_per_gpu, or 1"),
+    rows_of_all_ranks(_ACTOR),
     Missing(f"{_ACTOR}.qat.enable", "either", "weights are quantized in forward"),
     Missing(f"{_ACTOR}.router_replay.mode", "more", "the chosen experts of each token are kept, of all micro-batches",
             lambda value: value not in (None, "disabled")),
@@ -117,7 +125,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    _check_engine(reading)
+    check_engine(reading)
     note_critic(reading, "critic.megatron")
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
@@ -237,7 +245,7 @@ def check(reading: Reading) -> None:
         reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
 
 
-def _check_engine(reading: Reading) -> None:
+def check_engine(reading: Reading) -> None:
     """Refuses a job of another engine than Megatron's; those of FSDP have a table of their own (`verl_fsdp`)."""
     chosen = reading.get(f"actor@{_ACTOR}")
     engine = reading.values.pop("model_engine") or reading.get(f"{_ACTOR}.strategy")
@@ -270,7 +278,10 @@ def has_critic(reading: Reading) -> tuple[str, bool]:
 def note_critic(reading: Reading, engine: str) -> None:
     """Notes a critic, unless its engine is offloaded; gradients leave with the parameters (`verl_engine`)."""
     key, is_trained = has_critic(reading)
-    offloads = [reading.get(f"{engine}.{part}_offload") for part in ("param", "optimizer")]
+    offloads = [
+        reading.get(f"{engine}.{part}_offload") is True or reading.get(f"{engine}.offload.{part}.target") in AWAY
+        for part in ("param", "optimizer")
+    ]
     if not is_trained:
         return
     if engine == "critic.megatron" and any(name.startswith("critic.") for name in reading.entries.by_key):
@@ -278,7 +289,7 @@ def note_critic(reading: Reading, engine: str) -> None:
             f"{key}: a critic takes steps of its own on the same GPUs, between the actor's: --format verl-critic "
             "predicts them"
         )
-    if offloads != [True] * 2:
+    if not all(offloads):
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 

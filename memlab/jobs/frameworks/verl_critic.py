@@ -11,13 +11,14 @@ from dataclasses import replace
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, Key
 from memlab.jobs.frameworks.reinforcement import note_padded_rows, take_rows, take_sequences
-from memlab.jobs.frameworks.verl import VERL, has_critic, take_allocator
+from memlab.jobs.frameworks.verl import VERL, check_engine, has_critic, rows_of_all_ranks, take_allocator
 from memlab.jobs.frameworks.verl_engine import complete_engine, engine_keys, engine_missing, engine_without_effect
+from memlab.jobs.frameworks.verl_fsdp import chooses_fsdp
 
 _PREFIXES = ("critic.megatron", "critic.optim", "critic.model")
 _OF_THE_JOB = (
-    *("nodes", "ranks_per_node", "prompts", "responses_per_prompt", "is_dynamic", "is_colocated", "allocator"),
-    *("prompt_length", "response_length"),
+    *("model_engine", "nodes", "ranks_per_node", "prompts", "responses_per_prompt", "is_dynamic", "is_colocated"),
+    *("allocator", "prompt_length", "response_length"),
 )
 KEYS = (
     *(key for key in VERL.keys if key.field in _OF_THE_JOB),
@@ -33,6 +34,11 @@ KEYS = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
+    if chooses_fsdp({key: entry.value for key, entry in reading.entries.by_key.items()}):
+        del values["model_engine"]
+        reading.refused.append("model_engine: the job trains with FSDP, and memlab predicts critics with Megatron only")
+    else:
+        check_engine(reading)
     values.setdefault("world_size", values.pop("nodes") * values.pop("ranks_per_node"))
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
@@ -45,9 +51,11 @@ def complete(reading: Reading) -> None:
         if not removes_padding:
             note_padded_rows(reading, "critic.model.use_remove_padding")
         take_rows(reading, "critic.ppo_max_token_len_per_gpu", tokens, longest, sequences)
-    else:
-        key = "critic.ppo_micro_batch_size_per_gpu" if removes_padding else None
-        take_sequences(reading, longest, sequences, packed_by=key)
+        return
+    key = "critic.ppo_micro_batch_size_per_gpu"
+    if values.get("micro_batch_size") is None:
+        reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
+    take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
 
 
 def check(reading: Reading) -> None:
@@ -69,7 +77,11 @@ VERL_CRITIC = replace(
     name="verl-critic",
     title="the critic of verl's PPO",
     keys=KEYS,
-    missing=engine_missing(*_PREFIXES),
+    missing=(
+        *engine_missing(*_PREFIXES),
+        rows_of_all_ranks("critic"),
+        *(row for row in VERL.missing if row.name == "trainer.device"),
+    ),
     without_effect=VERL.without_effect | VERL.names() | engine_without_effect(*_PREFIXES),
     decided_by=("critic.enable", "algorithm.adv_estimator"),
     complete=complete,

@@ -63,6 +63,9 @@ _OWN_OPTIMIZER = (
 )  # fmt: skip
 """What verl's own optimizer config has of Megatron-Core's (``workers/config/optimizer.py``, 0.9.1)."""
 
+AWAY = ("cpu", "disk")
+"""Targets of ``offload.param`` and ``offload.optimizer`` that are not the device."""
+
 
 def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
     """Returns the keys of an engine, its optimizer and its model, below their prefixes."""
@@ -211,9 +214,9 @@ def _complete_gradients(reading: Reading, engine: str, optim: str) -> None:
 
 def _complete_offload(reading: Reading, engine: str) -> None:
     """Takes what leaves the device: gradients with the parameters (``offload_megatron_model_to_cpu``)."""
-    values, targets = reading.values, ("cpu", "disk")
+    values = reading.values
     for name, component in (("parameters", "param"), ("optimizer", "optimizer")):
-        if values.pop(f"{component}_target") in targets:
+        if values.pop(f"{component}_target") in AWAY:
             reading.take(f"{engine}.offload.{component}.target", f"offload_{name}", value=True)
     values["offload_gradients"] = values.get("offload_parameters")
     for key in (f"{engine}.grad_offload", f"{engine}.offload.grad.target"):

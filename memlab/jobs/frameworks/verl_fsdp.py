@@ -179,13 +179,24 @@ def _take_strategy(reading: Reading, key: str) -> None:
     strategy = reading.values["strategy"]
     if strategy not in ("fsdp", "fsdp2"):
         block(reading, key, f"the engine {strategy}")
+    if strategy == "fsdp":
+        _drop_policy(reading)
     if reading.values.pop("ulysses") > 1:
         given = [one.key for one in reading.taken if one.field == "ulysses" and one.memlab_value != 1]
         block(reading, given[-1], "ranks that share sequences (Ulysses)")
 
 
+def _drop_policy(reading: Reading) -> None:
+    """Moves the policy of offloading, which FSDP1 does not read (``_build_fsdp_module``), to what has no effect."""
+    reading.values["fsdp_cpu_offload"] = False
+    for one in [one for one in reading.taken if one.field == "fsdp_cpu_offload"]:
+        reading.taken.remove(one)
+        if one.place != "default":
+            reading.without_effect[one.key] = "verl reads it with FSDP2 only"
+
+
 def _take_version(reading: Reading, key: str) -> None:
-    """Takes FSDP1, which reads no policy of offloading, and shards again over all ranks or none."""
+    """Takes FSDP1, which shards again over all ranks or none."""
     values = reading.values
     if values.pop("strategy") != "fsdp":
         values["use_orig_params"] = False
@@ -193,7 +204,7 @@ def _take_version(reading: Reading, key: str) -> None:
         values["use_orig_params"] = False
         reading.miss(key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone")
     else:
-        values |= {"fsdp_version": 1, "fsdp_cpu_offload": False}
+        values["fsdp_version"] = 1
         if isinstance(values["reshard_after_forward"], int):
             values["reshard_after_forward"] = "all"
 

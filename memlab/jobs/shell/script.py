@@ -269,7 +269,8 @@ class _Reader(Builtins):
             if is_last and "lastpipe" in self.options:
                 statuses.append(self._run(part))
             else:
-                ends_script = "errexit" in self.options and (is_last or "pipefail" in self.options)
+                ends_script = (is_last or "pipefail" in self.options) and "errexit" in self.options
+                ends_script = ends_script and not self.num_shielded
                 with self._stops_of_a_pipe(ends_script=ends_script):
                     statuses.append(self._apart(lambda part=part: self._run(part), is_shell=True)[0])  # type: ignore[misc]
             self.input = None if self.output is None else Input("".join(self.output))

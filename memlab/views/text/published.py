@@ -22,8 +22,8 @@ What others measured, beside what memlab predicts from their arguments. `memlab 
 Megatron-LM's tests log the bytes of torch's allocator on the last rank: the peak since the process began, and what is
 allocated after a step (`training_log` in `megatron/training/training.py`, 0.16.1). A peak can thus include building the
 model and saving a checkpoint. Torch's allocator counts the whole block that it gives, which may be up to 1 MiB larger
-than the request, and which block it gives hangs on all that the process allocated before. Of jobs of 1 to 3 GiB that
-makes 0 to 10 MiB, at the peak and between steps, of which a prediction meets only a part. The jobs ran with other
+than the request, and which block it gives depends on all that the process allocated before. In jobs of 1 to 3 GiB this
+makes 0 to 10 MiB, at the peak and between steps, and a prediction matches only a part of it. The jobs ran with other
 versions of Megatron, Transformer Engine and cuDNN than memlab's, named in `labs/results/published_jobs.json` with
 repository, path and commit.
 What is known of a difference is below the table. Another large one, in a row that names nothing as not modelled, is not
