@@ -126,6 +126,14 @@ def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
             "whole layers: choose 'full', or engine 'megatron'",
             *("recompute_granularity", "engine"),
         )
+    of_block = settings.recompute_num_layers if settings.recompute_method == "block" else None
+    most = of_block or scenario.num_layers
+    if (settings.checkpoint_every or 1) > most:
+        raise RuleError(
+            f"checkpoint_every is {settings.checkpoint_every}, must be at most {most}, the layers that full recompute "
+            "covers, since it would recompute none of them otherwise: choose fewer, or leave recompute_granularity out",
+            "checkpoint_every",
+        )
     if settings.selective_ac and scenario.architecture.routes:
         raise RuleError(
             f"selective_ac is True, and {scenario.architecture.name} has experts, whose router in transformers 5.24 "

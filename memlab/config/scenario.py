@@ -284,6 +284,12 @@ class Scenario:
 
     def _check_context_parallel_of_fsdp2(self) -> None:
         state, ranks = self.state, self.layout.context_parallel_size
+        if ranks > 1 and self.architecture.sandwich_norms:
+            raise RuleError(
+                f"context_parallel_size is {ranks} with engine {self.engine!r}, must be 1 for "
+                f"{self.architecture.name}, since torch's context_parallel has no windows: choose 1",
+                "context_parallel_size",
+            )
         others = {
             "tensor_model_parallel_size": self.layout.tensor_model_parallel_size > 1,
             "fsdp_version": state.fsdp_version == 1,
@@ -385,7 +391,8 @@ class Scenario:
     def _check_exchange_of_heads(self) -> None:
         """Checks the rules of ``AttnFuncWithCPAndQKVOA2A`` (TE 2.16.1), and refuses what memlab does not predict."""
         model, layout = self.architecture, self.layout
-        ranks, groups = layout.context_parallel_size, model.num_query_groups // layout.tensor_model_parallel_size
+        ranks = layout.context_parallel_size
+        groups = max(1, model.num_query_groups // layout.tensor_model_parallel_size)  # more ranks share a head of keys
         for name, value, is_refused in (
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
             ("attention_backend", self.state.attention_backend, self.state.attention_backend == "flash"),
@@ -551,6 +558,18 @@ class Scenario:
                     *("lora_rank", name),
                 )
 
+    def _check_mask_in_fp32(self) -> None:
+        """Refuses sdpa with a mask in fp32, which cuDNN's kernel does not take: another kernel was not measured."""
+        if self.engine != "fsdp2" or self.dtype != "fp32" or self.attention_of_transformers != "sdpa":
+            return
+        if self.packed_sequences is not None or self.architecture.sandwich_norms:
+            what = "packed_sequences" if self.packed_sequences is not None else f"windows of {self.architecture.name}"
+            raise RuleError(
+                f"dtype is 'fp32' with attn_implementation 'sdpa' and {what}, whose mask memlab predicts in bf16 only: "
+                "choose dtype bf16, with fp32_sharded_params for parameters in fp32, or attn_implementation eager",
+                *("dtype", "attn_implementation", "packed_sequences"),
+            )
+
     def _check_packing(self) -> None:
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
@@ -564,6 +583,7 @@ class Scenario:
                 "which memlab does not have with it: leave it out",
                 "attn_implementation",
             )
+        self._check_mask_in_fp32()
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -896,6 +916,11 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
+        if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
+            reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
+        is_inside = 0 < self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1
+        if self.state.create_attention_mask_in_dataloader and is_inside:
+            reasons["create_attention_mask_in_dataloader"] = "only the first and the last pipeline stage get masks"
         reasons |= self._without_effect_on_adapters() | self._without_effect_on_experts()
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"

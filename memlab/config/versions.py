@@ -121,9 +121,12 @@ class Versions:
                 f"bf16 moments in place, Adam of 2.12 {copies}"
             )
         if context_parallel_size > 1 and _numbers(self.transformer_engine) > _LAST_WHOSE_RING_WAS_MEASURED:
+            has_ring = state.cp_comm_type == "p2p"
             lines.append(
                 f"context parallelism is predicted as Transformer Engine 2.16 has it: {self.transformer_engine} was "
-                "measured on one rank only, and keeps two buffers of keys and values in its ring instead of one a rank"
+                "measured on one rank only"
+                + ", and keeps two buffers of keys and values in its ring instead of one a rank"
+                * has_ring
             )
         for name, title in TITLES.items():
             if getattr(self, name) in READ[name] and name != "torch":

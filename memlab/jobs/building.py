@@ -314,7 +314,10 @@ def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
     if values.get("attention_backend") != "flash" or not (is_latent or values.get("cp_comm_type") == "a2a"):
         return
     what = "latent attention" if is_latent else "exchanged heads (cp_comm_type a2a)"
-    reading.miss("attention_backend", "either", f"memlab predicts {what} of several ranks on cuDNN only")
+    keys = [one.key for one in reading.taken if one.field == "attention_backend"]
+    reading.miss(
+        (keys or ["attention_backend"])[-1], "either", f"memlab predicts {what} of several ranks on cuDNN only"
+    )
     values["attention_backend"] = "auto"
 
 

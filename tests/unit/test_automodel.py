@@ -132,7 +132,7 @@ def test_rows_and_ranks(
         ("{recipe: FinetuneRecipeForVLM}", "the recipe FinetuneRecipeForVLM"),
         ("{distributed.tp_size: 2, distributed.sequence_parallel: true}",
          "tensor_model_parallel_size beside sequence_parallel under FSDP2"),
-        ("{distributed.cp_size: 2}", "context parallelism of FSDP2"),
+        ("{distributed.cp_size: 2}", "context parallelism of recipes"),
         ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
         ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
         ("{distributed.offload_policy: cpu}", "an offload policy without a _target_"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
+from memlab.config.validation import RuleError
 from memlab.fitting.recompute_cost import recomputed_operations
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
@@ -122,6 +125,31 @@ def test_a_selective_checkpoint_keeps_attention_and_every_second_product() -> No
     per_token = 2 * (sizes.hidden_size * groups + heads * channels * sizes.hidden_size)
     per_token += 2 * sizes.hidden_size * sizes.ffn_hidden_size
     assert recomputed_operations(MemorySettings(**FULL, selective_ac=True), scenario) == per_token
+    # Scores and their product with the values: a query sees half of the 64 tokens in the mean.
+    with_flash = replace(scenario, state=TrainingState(attn_implementation="flash_attention_2"))
+    found_with_flash = recomputed_operations(MemorySettings(**FULL, selective_ac=True), with_flash)
+    assert found_with_flash - per_token == 2 * 2 * heads * channels * 64 / 2
+
+
+def test_a_mask_in_fp32_is_refused_as_cudnn_has_no_kernel_for_it() -> None:
+    for attention in ("sdpa", "eager"):
+        state = TrainingState(attn_implementation=attention)
+        in_fp32 = {**SIZES, "dtype": "fp32", "state": state, "packed_sequences": 2}
+        with pytest.raises(RuleError, match="packed_sequences") if attention == "sdpa" else nullcontext():
+            Scenario.of("llama-3-tiny", **in_fp32)
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "every", "is_refused"),
+    [("uniform", 1, 2, False), ("uniform", 1, 3, True), ("block", 1, 2, True), ("block", 2, 2, False)],
+)
+def test_a_checkpoint_of_every_nth_layer_has_such_a_layer(
+    method: Any, number: int, every: int, is_refused: bool
+) -> None:
+    settings = MemorySettings(**FULL | {"recompute_method": method, "recompute_num_layers": number},
+                              checkpoint_every=every)  # fmt: skip
+    with pytest.raises(RuleError, match="checkpoint_every") if is_refused else nullcontext():
+        check_on_model(settings, Scenario.of("llama-3-tiny", **SIZES))
 
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"

@@ -15,7 +15,9 @@ from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.architectures import Architecture
 from memlab.config.hugging_face import architecture_fields
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
+from memlab.config.validation import RuleError
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -107,3 +109,11 @@ def test_predictions_are_what_an_h200_needed_without_memlab(model: str) -> None:
             assert predicted["start"] == pytest.approx(measured["start"], rel=1e-4)
             assert predicted["peak"] == pytest.approx(measured["peak"], rel=1e-4)
             assert predicted["reserved"] == pytest.approx(measured["reserved"], rel=0.01)
+
+
+def test_its_windows_are_refused_where_no_kernel_has_them() -> None:
+    model = gemma("gemma3_text")
+    with pytest.raises(RuleError, match="torch's context_parallel has no windows"):
+        Scenario(architecture=model, **SIZES, layout=Layout(context_parallel_size=2))
+    with pytest.raises(RuleError, match="windows of gemma3_text"):
+        Scenario(architecture=model, **SIZES | {"dtype": "fp32"})

@@ -856,3 +856,9 @@ def test_the_loss_in_bf16_and_a_view_of_whole_embeddings_have_bounds(tmp_path: P
     bounds = {one.key: one.bound_bytes for one in job.not_modelled}
     assert bounds["model.fp16_lm_cross_entropy"] == 20 * 4096 * 151936 // 2
     assert bounds["model.clone_scatter_output_in_embedding"] == 2 * 2048 * 2048
+
+
+def test_a_kernel_that_memlab_replaces_is_named_by_the_job_s_own_key(tmp_path: Path) -> None:
+    values = ("context_parallel_size=2", "cp_comm_type=a2a", "attention_backend=flash")
+    job = _job("bridge", tmp_path, *(f"model.{value}" for value in values))
+    assert "model.attention_backend" in {one.key for one in job.not_modelled}

@@ -511,3 +511,12 @@ def test_sequences_that_a_framework_pads_in_fp8_are_named(name: str) -> None:
     scenario = Scenario.of("qwen3-8b", seq_length=2056, micro_batch_size=2, state=state)
     reasons = written(name, scenario, MemorySettings()).unsaid
     assert reasons["seq_length"].endswith("pads sequences in FP8 to a multiple of 16 tokens")
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_megatron_lm_s_masks_of_the_data_loader_are_written_once(has_mask: bool, tmp_path: Path) -> None:
+    state = TrainingState(create_attention_mask_in_dataloader=has_mask)
+    scenario = Scenario.of("llama-3.2-1b", seq_length=2048, state=state)
+    lines = list(written("megatron-lm", scenario, MemorySettings()).lines)
+    assert lines.count("--no-create-attention-mask-in-dataloader") == (not has_mask)
+    assert read_lines("megatron-lm", lines, 1, tmp_path / "run.sh").required()[0].state == state

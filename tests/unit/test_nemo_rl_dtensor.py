@@ -109,8 +109,8 @@ def test_what_is_not_modelled_has_a_bound(changes: dict[str, Any], missing: dict
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
-        ({"policy__dtensor_cfg__tensor_parallel_size": 2}, "tensor parallelism by DTensor"),
-        ({"policy__dtensor_cfg__context_parallel_size": 2}, "context parallelism of FSDP2"),
+        ({"policy__dtensor_cfg__tensor_parallel_size": 2}, "tensor parallelism of DTensor policies"),
+        ({"policy__dtensor_cfg__context_parallel_size": 2}, "context parallelism of DTensor policies"),
         ({"policy__model_name": "Qwen/Qwen3-30B-A3B"}, "Automodel's own experts"),
     ],
 )

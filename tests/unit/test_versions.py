@@ -82,6 +82,8 @@ def test_a_prediction_names_its_versions_and_says_where_they_decide() -> None:
     assert "in its ring" not in table(Versions(transformer_engine="2.20"), TrainingState())
     ring = Versions(transformer_engine="2.20").remarks(TrainingState(), 2, core)
     assert len(ring) == 1 and "keeps two buffers of keys and values in its ring" in ring[0]
+    heads = Versions(transformer_engine="2.20").remarks(TrainingState(cp_comm_type="a2a"), 2, core)
+    assert len(heads) == 1 and heads[0].endswith("was measured on one rank only"), "heads go around in no ring"
     assert Versions().remarks(TrainingState(), 2, core) == []
     other = "0.19" if core.startswith("0.16") else "0.16"
     assert f"the code of megatron-core {core}, which is installed here" in table(

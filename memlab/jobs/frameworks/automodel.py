@@ -245,7 +245,7 @@ def _refuse(reading: Reading) -> None:
     reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "context_parallel_size": (1, "context parallelism of FSDP2"),
+        "context_parallel_size": (1, "context parallelism of recipes"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
     }
     for field, (usual, what) in rows.items():

@@ -643,8 +643,6 @@ def render(values: dict[str, Any]) -> list[str]:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
         lines.append("--moe-grouped-gemm")
-    if "hidden_size" in values:
-        lines.append("--no-create-attention-mask-in-dataloader")
     return [*([f"# torchrun --nnodes 1 --nproc-per-node {ranks}"] if ranks else []), *lines]
 
 

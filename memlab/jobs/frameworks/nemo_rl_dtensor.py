@@ -130,8 +130,8 @@ def complete(reading: Reading) -> None:
 def _refuse_ranks(reading: Reading) -> None:
     values = reading.values
     rows = {
-        "tensor_model_parallel_size": "tensor parallelism by DTensor",
-        "context_parallel_size": "context parallelism of FSDP2",
+        "tensor_model_parallel_size": "tensor parallelism of DTensor policies",
+        "context_parallel_size": "context parallelism of DTensor policies",
         "expert_model_parallel_size": "Automodel's own experts",
     }
     for field, what in rows.items():
