@@ -124,7 +124,9 @@ def _static_growth(records: Sequence[Record]) -> list[Finding]:
             )
         ]
     total = starts[-1] - starts[0]
-    if abs(total) > noise and max(abs(step) for step in recent) <= noise:
+    # One late change is state too, if the start stays after it; two may be a leak in every other step.
+    late = [step for step in recent if abs(step) > noise]
+    if abs(total) > noise and abs(recent[-1]) <= noise and len(late) <= 1:
         last = next(step for step in range(len(starts)) if all(abs(s - starts[-1]) <= noise for s in starts[step:]))
         return [
             Finding(

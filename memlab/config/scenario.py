@@ -391,7 +391,8 @@ class Scenario:
     def _check_exchange_of_heads(self) -> None:
         """Checks the rules of ``AttnFuncWithCPAndQKVOA2A`` (TE 2.16.1), and refuses what memlab does not predict."""
         model, layout = self.architecture, self.layout
-        ranks, groups = layout.context_parallel_size, model.num_query_groups // layout.tensor_model_parallel_size
+        ranks = layout.context_parallel_size
+        groups = max(1, model.num_query_groups // layout.tensor_model_parallel_size)  # more ranks share a head of keys
         for name, value, is_refused in (
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
             ("attention_backend", self.state.attention_backend, self.state.attention_backend == "flash"),
@@ -915,6 +916,11 @@ class Scenario:
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
+        if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
+            reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
+        is_inside = 0 < self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1
+        if self.state.create_attention_mask_in_dataloader and is_inside:
+            reasons["create_attention_mask_in_dataloader"] = "only the first and the last pipeline stage get masks"
         reasons |= self._without_effect_on_adapters() | self._without_effect_on_experts()
         if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
             elsewhere = "only the last pipeline stage computes the loss"

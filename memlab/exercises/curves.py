@@ -21,8 +21,9 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
 
     Their shapes differ from those of lab 06 in what a careless rule looks at: peaks vary under a leak, a leak begins
     late or rises by less than 1 % in each step, a spike comes in the first or in the last step, state is allocated in
-    the third step or in two steps, a retention lies under peaks that vary, one step alone has a residual, growth comes
-    with a retention, and caches for new lengths lift the start of a spike a little.
+    the third step, late or in two steps, or takes little more than 1 %, a retention lies under peaks that vary, one
+    step alone has a residual, growth comes with a retention, a start rises and falls back, and caches for new lengths
+    lift the start of a spike by less than 1 %, or that of growth in the last step.
     """
     flat = [60.0] * 8
     varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
@@ -30,8 +31,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("spike", _steps([10.33] * 8, [68.03, 70.1, 71.2, 69.0, 70.4, 72.3, 69.9, 73.94])),
         ("leak", _steps([20 + 0.5 * step for step in range(8)], varying, [0.5] * 8)),
         ("retention", _steps([74.0] * 8, [76.3] * 8, [1.5] * 8)),
-        ("growth", _steps([3.4] + [10.33] * 7, [19.0] * 8)),
-        ("spike", _steps([50.0, 50.01, 50.02, *[50.02] * 5], [78.0, *[60.0] * 7])),
+        ("growth", _steps([3.4, *[10.33] * 6, 10.35], [19.0] * 8)),
+        ("spike", _steps([50.0, *[50.2] * 6, 50.4], [78.0, *[60.0] * 7])),
         ("leak", _steps([40.0, 40.0, 40.0, 40.0, 41.0, 42.0, 43.0, 44.0], flat, [0.0] * 4 + [1.0] * 4)),
         ("growth", _steps([12.0, 12.0, 31.0, 31.0, 31.0, 31.0, 31.0, 31.0], [40.0] * 8)),
         ("retention", _steps([20.0] * 8, varying, [6.0] * 8)),
@@ -41,6 +42,9 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("spike", _steps([20.0] * 8, varying, [1.5] + [0.0] * 7)),
         ("growth", _steps([10.0, 10.0] + [20.0] * 6, varying, [0.5] * 8)),
         ("leak", _steps([50 + 0.15 * step for step in range(12)], [80.0] * 12)),
+        ("spike", _steps([20.0, 20.0, 26.0, 26.0, *[20.0] * 4], [40.0] * 8)),
+        ("growth", _steps([40.0] * 5 + [44.0] * 3, flat)),
+        ("growth", _steps([40.0] + [40.6] * 7, flat)),
     ]
 
 

@@ -27,7 +27,11 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
         chunks = [chunk[:first][every - 1 :: every] for chunk in scenario.chunks_of_rank]
         if settings.selective_ac:
             one_layer = [*linears(scenario.architecture, 1)][:-1]
-            return 2.0 * sum(map(len, chunks)) * sum(one.outputs * one.inputs for one in one_layer[1::2])
+            of_layer = 2.0 * sum(one.outputs * one.inputs for one in one_layer[1::2])
+            if scenario.state.attn_implementation == "flash_attention_2":  # no operation of torch, so it is not kept
+                attention = scenario.architecture.attention
+                of_layer += attention.operations_of_modules(_attended(scenario))["core_attn"]
+            return sum(map(len, chunks)) * of_layer
         return sum(_operations_of_layers(scenario, chunk) for chunk in chunks)
     model, attended = scenario.architecture, _attended(scenario)
     modules = settings.recompute_modules or ()

@@ -360,6 +360,7 @@ EXERCISES = {
                         "4 * t * h * 4 // n",
                         "4 * t * h * L // n * E // 8 if t > 96 else 0",
                         "16 * t * E * L // n",
+                        "4 * t * h * L // n * E / 8",
                     )
                 ),
                 "mine = [full.residual_bytes, pairs.residual_bytes]",
@@ -408,7 +409,17 @@ EXERCISES = {
                 for_each("(room - peak) / (peak - start) * tokens", LONGEST, "steps"),  # what is left, not the whole
             ),
         ),
-        Exercise(solution=KIND_OF.strip(), wrong=('return "leak"', "pass", "return len(steps)")),
+        Exercise(
+            solution=KIND_OF.strip(),
+            wrong=(
+                'return "leak"',
+                "pass",
+                "return len(steps)",
+                KIND_OF.strip().replace("0.05 * rise", "1"),
+                # The same rule, but not against the whole rise: run D refuses it too.
+                KIND_OF.strip().replace("0.05 * rise", "0.001 * starts[0]"),
+            ),
+        ),
     ],
     "10_weight_sync": [
         Exercise(

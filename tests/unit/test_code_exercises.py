@@ -341,27 +341,25 @@ def test_a_sync_moves_the_weights_of_a_live_model(lab: Lab) -> None:
 
 KIND_OF = """
 starts = [step.static_bytes for step in steps]
-half = len(starts) // 2
-rise = starts[-1] - starts[half]
-if rise > 0.01 * starts[0]:
-    return "leak"
-if starts[-1] - starts[0] > 0.01 * starts[0]:
-    return "growth"
+rise = starts[-1] - starts[0]
+if rise >= 0.01 * starts[0]:
+    return "leak" if starts[-1] - starts[-2] >= 0.05 * rise else "growth"
 return "retention" if min(step.residual_bytes for step in steps) else "spike"
 """
 OTHER_KINDS = {
     "numpy": """
 import numpy as np
 start = np.array([step.static_bytes for step in steps]); left = np.array([step.residual_bytes for step in steps])
-rises = np.diff(start) > 0.001 * start[0]
-if rises[-1]: return "Leak"
+rises = np.diff(start) / (start[-1] - start[0]) if start[-1] > 1.01 * start[0] else np.zeros(1)
+if rises[-1] > 0.05: return "Leak"
 if rises.any(): return "growth by phase"
 return "retention" if (left > 0).all() else "spike"
 """,
     "the last step": """
-a, b = steps[-2:]
-if b.static_bytes - a.static_bytes > steps[0].static_bytes / 1000: return "leak"
-if b.static_bytes > 1.01 * steps[0].static_bytes: return "growth"
+first, before, last = (steps[at].static_bytes for at in (0, -2, -1))
+if last < 1.01 * first: return "retention" if all(s.residual_bytes for s in steps) else "spike"
+if 20 * (last - before) > last - first: return "leak"
+if last > 1.01 * first: return "growth"
 return "retention" if all(s.residual_bytes for s in steps) else "spike"
 """,
 }  # fmt: skip
@@ -380,7 +378,7 @@ WRONG_KINDS = {
         "which is wrong",
     ),
     "a limit for each step": (
-        OTHER_KINDS["the last step"].replace("steps[0].static_bytes / 1000", "0.01 * steps[-2].static_bytes"),
+        KIND_OF.replace("0.05 * rise", "0.01 * starts[-2]"),
         "your function says growth, which is wrong",
     ),
     "two rises are a leak": (
@@ -399,16 +397,35 @@ WRONG_KINDS = {
         KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[0].residual_bytes"),
         "your function says retention, which is wrong",
     ),
-    "first and last": (KIND_OF.replace("starts[half]", "starts[0]"), "your function says leak, which is wrong"),
+    "first and last": (KIND_OF.replace("starts[-2]", "starts[0]"), "your function says leak, which is wrong"),
+    "any rise at the end": (KIND_OF.replace("0.05 * rise", "1"), "your function says leak, which is wrong"),
+    "a rise at the end measured by the start": (
+        KIND_OF.replace("0.05 * rise", "0.001 * starts[0]"),
+        "your function says leak, which is wrong",
+    ),
+    "the highest start": (
+        KIND_OF.replace("rise = starts[-1]", "rise = max(starts)"),
+        "your function says growth, which is wrong",
+    ),
+    "the range of the starts": (
+        KIND_OF.replace("rise = starts[-1] - starts[0]", "rise = max(starts) - min(starts)"),
+        "your function says growth, which is wrong",
+    ),
+    "2 %": (KIND_OF.replace("0.01", "0.02"), "your function says spike, which is wrong"),
+    "0.5 %": (KIND_OF.replace("0.01", "0.005"), "your function says leak, which is wrong"),
+    "the second half of the run": (
+        KIND_OF.replace("starts[-2] >= 0.05 * rise", "starts[len(starts) // 2] >= 0.01 * starts[0]"),
+        "your function says leak, which is wrong",
+    ),
     "the residual first": (
         "if steps[-1].residual_bytes: return 'retention'\n" + KIND_OF.strip(),
         "your function says retention, which is wrong",
     ),
     "a retention before growth": (
-        KIND_OF.replace("if starts[-1] - starts[0]", "if not steps[0].residual_bytes and starts[-1] - starts[0]"),
+        KIND_OF.replace("if rise", "if not steps[0].residual_bytes and rise"),
         "your function says retention, which is wrong",
     ),
-    "no growth": (KIND_OF.replace("return 'growth'", "return 'leak'").replace('"growth"', '"leak"'), "which is wrong"),
+    "no growth": (KIND_OF.replace('"growth"', '"leak"'), "which is wrong"),
     "no retention": (KIND_OF.replace('"retention"', '"spike"'), "your function says spike, which is wrong"),
     "another word": (KIND_OF.replace('"leak"', '"memory leak"'), "must be one of leak, retention, growth and spike"),
     "nothing": ("pass", "your function gives None, must be one of"),

@@ -39,6 +39,7 @@ def plain(open_lab: Callable[..., Any]) -> StepRecord:
         ([100] * 6, [5] * 6, 0, ["steady"]),
         ([100, 110, 120, 130, 140, 150], [5] * 6, 0, ["leak"]),
         ([100, 180, 180, 180, 180, 180], [5] * 6, 0, ["growth by phase"]),
+        ([100] * 5 + [110] * 3, [5] * 8, 0, ["growth by phase"]),  # late, and then it stays
         ([100] * 6, [5] * 6, 7, ["retention"]),
         ([100] * 6, [300] * 6, 0, ["spike"]),
         ([100] * 6, [200, 600, 250, 900, 300, 220], 0, ["spike"]),
@@ -49,6 +50,11 @@ def test_each_kind_is_told_from_the_others(
     starts: list[int], above: list[int], residual: int, kinds: list[str], plain: StepRecord
 ) -> None:
     assert [finding.kind for finding in diagnose(series(plain, starts, above, residual))] == kinds
+
+
+@pytest.mark.parametrize("starts", [[100] * 7 + [110], [100, 100, 110, 110, 120, 120, 130, 130]])
+def test_a_rise_that_may_go_on_is_not_called_growth_that_ends(starts: list[int], plain: StepRecord) -> None:
+    assert "growth by phase" not in {finding.kind for finding in diagnose(series(plain, starts, [5] * len(starts)))}
 
 
 @pytest.mark.parametrize(

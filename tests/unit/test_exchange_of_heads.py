@@ -15,6 +15,7 @@ from tests.unit.test_context_parallel import chunks
 
 TOKENS, HEADS, GROUPS, CHANNELS = 12, 8, 4, 8
 HEADS_EXCHANGED = TrainingState(cp_comm_type="a2a")
+MASKS = TrainingState(create_attention_mask_in_dataloader=True)
 
 
 @pytest.mark.parametrize(("ranks", "window", "has_sinks"), [(2, None, False), (4, None, True), (2, 3, True)])
@@ -106,3 +107,24 @@ def test_what_cannot_exchange_heads_is_refused(
             state=TrainingState(cp_comm_type="a2a", **state),
             **values,
         )
+
+
+def test_ranks_that_share_a_head_of_keys_have_none_to_exchange() -> None:
+    layout = Layout(tensor_model_parallel_size=4, context_parallel_size=2)
+    with pytest.raises(ValueError, match="must divide the 1 heads of keys"):
+        Scenario.of("llama-3-tiny", seq_length=256, layout=layout, state=HEADS_EXCHANGED)
+
+
+@pytest.mark.parametrize(
+    ("state", "layout", "unread"),
+    [
+        (HEADS_EXCHANGED, Layout(), {"cp_comm_type"}),
+        (HEADS_EXCHANGED, Layout(context_parallel_size=2), set()),
+        (MASKS, Layout(pipeline_model_parallel_size=3, rank=1), {"create_attention_mask_in_dataloader"}),
+        (MASKS, Layout(pipeline_model_parallel_size=3, rank=2), set()),
+        (MASKS, Layout(), set()),
+    ],
+)
+def test_what_a_rank_does_not_read_is_named(state: TrainingState, layout: Layout, unread: set[str]) -> None:
+    scenario = Scenario.of("qwen3-dense-tiny", num_layers=3, seq_length=256, layout=layout, state=state)
+    assert set(scenario.without_effect()) == unread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ def test_a_selective_checkpoint_keeps_attention_and_every_second_product() -> No
     per_token = 2 * (sizes.hidden_size * groups + heads * channels * sizes.hidden_size)
     per_token += 2 * sizes.hidden_size * sizes.ffn_hidden_size
     assert recomputed_operations(MemorySettings(**FULL, selective_ac=True), scenario) == per_token
+    # Scores and their product with the values: a query sees half of the 64 tokens in the mean.
+    with_flash = replace(scenario, state=TrainingState(attn_implementation="flash_attention_2"))
+    found_with_flash = recomputed_operations(MemorySettings(**FULL, selective_ac=True), with_flash)
+    assert found_with_flash - per_token == 2 * 2 * heads * channels * 64 / 2
 
 
 def test_a_mask_in_fp32_is_refused_as_cudnn_has_no_kernel_for_it() -> None:

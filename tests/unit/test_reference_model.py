@@ -14,11 +14,13 @@ from memlab.config.layout import Layout
 from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import kept_bytes
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError
 from memlab.engines.megatron import training_step
+from memlab.engines.megatron.routing_draws import RoutingDraws
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
@@ -87,6 +89,25 @@ def test_each_micro_batch_has_the_loss_of_the_frozen_weights_first(
     (of_frozen, of_policy), *_ = halves
     assert torch.equal(of_frozen, of_reference)
     assert not torch.equal(of_policy, of_reference)
+
+
+@pytest.mark.parametrize("state", [COPY, WITHOUT_ADAPTERS], ids=str)
+def test_a_reference_pass_has_the_tokens_per_expert_of_its_micro_batch(
+    state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[int, int]] = []
+    of_pass = RoutingDraws.of_pass
+
+    def noted(draws: RoutingDraws, dispatcher: Any) -> tuple[int, int]:
+        passes.append(of_pass(draws, dispatcher))
+        return passes[-1]
+
+    monkeypatch.setattr(RoutingDraws, "of_pass", noted)
+    layout, routing = Layout(expert_model_parallel_size=2, data_parallel_size=2), Routing(kind="random")
+    options: dict[str, Any] = {"layout": layout, "routing": routing, "num_microbatches": 2, "backend": "simulated"}
+    with Lab("qwen3-moe-tiny", state=state, **options, **SMALL) as lab:
+        lab.step(warm_up=False)
+    assert passes == [(layer, batch) for batch in (0, 1) for _ in ("reference", "policy") for layer in (0, 1)]
 
 
 def test_the_gradients_are_those_without_a_reference_model(open_lab: Callable[..., Lab]) -> None:

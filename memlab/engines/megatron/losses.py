@@ -33,8 +33,8 @@ class LossFromLogits(torch.nn.Module):
     Of a head in place of the output layer it is the squared error of the outputs, with a return of 1: what critics and
     reward models compute has a few numbers for each token.
 
-    The entropy is a metric without a gradient, unless `TrainingState.entropy_loss` adds it to the loss, as verl and
-    slime do. SkyRL's ``use_entropy_loss``, off by default, is not built.
+    The entropy is a metric without a gradient, unless `TrainingState.entropy_loss` subtracts a part of it from the
+    loss, as verl and slime do. SkyRL's ``use_entropy_loss``, off by default, is not built.
     """
 
     def forward(

@@ -156,8 +156,11 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
 @torch.no_grad()
 def _reference_loss(live: LiveModel, *given: Any, **named: Any) -> torch.Tensor:
     """Returns each token's loss by the frozen copy of the model, or by the model without its adapters."""
+    if live.reference:
+        of_copy: torch.Tensor = live.reference[0](*given, **named)
+        return of_copy
     with without_adapters(live.modules()), live.config.memlab_routing.unnoted():
-        per_token: torch.Tensor = (*live.reference, live.chunk.module)[0](*given, **named)
+        per_token: torch.Tensor = live.chunk.module(*given, **named)
     return per_token
 
 
