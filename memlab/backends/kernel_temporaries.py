@@ -74,11 +74,11 @@ _LEAST_VALUES_OF_THREAD, _MOST_VALUES_OF_THREAD = 16, 256
 
 
 def bytes_of_sum(outputs: int, rows: int) -> int:
-    """Returns what torch's sum of a 16-bit matrix [rows, outputs] over its rows allocates beside its result.
+    """Returns what torch's sum of a matrix [rows, outputs] over its rows allocates beside its result.
 
     Several blocks share an output where there are too few outputs for all multiprocessors of an H100 or H200, and each
-    of their threads leaves its part in fp32 (torch 2.11, ``setReduceConfig`` and ``global_memory_size`` in
-    ``aten/src/ATen/native/cuda/Reduce.cuh``; for at least 128 outputs, a multiple of 4).
+    of their threads leaves its part in fp32, also of a matrix in 16 bits (torch 2.11, ``setReduceConfig`` and
+    ``global_memory_size`` in ``aten/src/ATen/native/cuda/Reduce.cuh``; for at least 128 outputs, a multiple of 4).
     """
     width = _WARP * _OUTPUTS_OF_THREAD
     values, blocks = -(-rows // _ROWS_OF_BLOCK), -(-outputs // width)

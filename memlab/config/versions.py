@@ -121,12 +121,10 @@ class Versions:
                 f"bf16 moments in place, Adam of 2.12 {copies}"
             )
         if context_parallel_size > 1 and _numbers(self.transformer_engine) > _LAST_WHOSE_RING_WAS_MEASURED:
-            has_ring = state.cp_comm_type == "p2p"
+            ring = ", and keeps two buffers of keys and values in its ring instead of one a rank"
             lines.append(
                 f"context parallelism is predicted as Transformer Engine 2.16 has it: {self.transformer_engine} was "
-                "measured on one rank only"
-                + ", and keeps two buffers of keys and values in its ring instead of one a rank"
-                * has_ring
+                f"measured on one rank only{ring if state.cp_comm_type == 'p2p' else ''}"
             )
         for name, title in TITLES.items():
             if getattr(self, name) in READ[name] and name != "torch":
