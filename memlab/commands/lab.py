@@ -58,6 +58,13 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             print(f"the labs are in {copy}: begin with 00_quickstart.ipynb", flush=True)
         command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={copy or source}", *arguments.options]
         environment = os.environ | {"JUPYTER_CONFIG_PATH": _config_path()}
+        if os.geteuid() == 0 and "--allow-root" not in arguments.options:  # as in most containers of a GPU machine
+            print(
+                "JupyterLab starts as root only if it is told to: memlab lab -- --allow-root, or allow_root in Jupyter's "
+                "configuration",
+                file=sys.stderr,
+                flush=True,
+            )
         # JupyterLab takes this process over, Ctrl-C included.
         os.execve(command[0], command, environment)  # noqa: S606
 
