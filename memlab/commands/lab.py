@@ -60,8 +60,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         environment = os.environ | {"JUPYTER_CONFIG_PATH": _config_path()}
         if os.geteuid() == 0 and "--allow-root" not in arguments.options:  # as in most containers of a GPU machine
             print(
-                "JupyterLab starts as root only if it is told to: memlab lab -- --allow-root, or allow_root in Jupyter's "
-                "configuration",
+                "JupyterLab starts as root only if it is told to: memlab lab -- --allow-root, or allow_root in the "
+                "configuration of Jupyter",
                 file=sys.stderr,
                 flush=True,
             )
