@@ -255,7 +255,14 @@ def _wider_jobs() -> list[Job]:
         replace(qwen, num_layers=4, tensor_model_parallel_size=2, sequence_parallel=True, checkpointing=True),
     ]
     alone = [replace(each, num_ranks=2, one_process=True) for each in of_two]
-    return [*first, *alone, *(replace(each, num_ranks=2) for each in of_two), replace(llama, **one), *_combined_jobs(), *_latest_jobs()]
+    return [
+        *first,
+        *alone,
+        *(replace(each, num_ranks=2) for each in of_two),
+        replace(llama, **one),
+        *_combined_jobs(),
+        *_latest_jobs(),
+    ]
 
 
 def _combined_jobs() -> list[Job]:
@@ -312,6 +319,7 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     import torch
     import torch.distributed.fsdp
     from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
+
     for family in {family.removesuffix("_text") for family, _ in MODELS.values()}:
         import_module(f"transformers.models.{family}.modeling_{family}")
 

@@ -10,12 +10,29 @@ import torch
 
 from memlab.backends.cuda_on_cpu import is_on_host, made_on_host
 from memlab.backends.fake_cuda import FAKE
+from memlab.meter.labels import used_on
 from memlab.meter.observers import unobserved
 from memlab.upstream.patching import patched
 
 _PROPAGATION = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_VERSION_1 = "torch.distributed.fsdp._runtime_utils"
 _PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
+
+
+def _reshard_gathered(unit: Any) -> None:
+    """Does what FSDP1 does for a unit whose backward has not, such as a frozen one: frees its gathered parameters.
+
+    FSDP1 compares addresses, of which fake tensors have none.
+    """
+    from torch.distributed.fsdp import _runtime_utils
+
+    handle = unit._handle
+    if handle is None:
+        return
+    own, gathered = (each.untyped_storage()._cdata for each in (handle.flat_param._local_shard, handle.flat_param))
+    if own != gathered or handle._skipped_use_sharded_views:
+        _runtime_utils._reshard(unit, handle, _runtime_utils._should_free_in_backward(unit, handle))
 
 
 class _FakeHandle:
@@ -65,6 +82,13 @@ def sharding_on_fake_tensors() -> Iterator[None]:
         # vocabulary is divided. On a device, the result has the collective's own storage (`AsyncCollectiveTensor`).
         "torch.distributed._functional_collectives._maybe_wrap_tensor": lambda output: output,
         "torch.distributed.fsdp._common_utils._FSDPDeviceHandle.from_device": lambda device: _FakeHandle(),
+        **{
+            f"torch.distributed.fsdp.{module}._no_dispatch_record_stream": lambda tensor, stream: used_on(
+                tensor, stream.number
+            )
+            for module in ("_flat_param", "_runtime_utils")
+        },
+        f"{_VERSION_1}._catch_all_reshard": _reshard_gathered,
         "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
         "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
         **{

@@ -35,9 +35,10 @@ class ModelType:
     has_sinks: bool = False
     """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
     norms_all_heads: bool = False
+    is_gemma: bool = False
+    """Whether it has GELU gates, and tied embeddings unless it says otherwise."""
     window_pattern: int = 0
-    """Whether it is of Gemma's kind, with windows in all but one of so many layers, norms on both sides, GELU gates
-    and tied embeddings; 0 is another kind."""
+    """Whether it is of Gemma 2's kind, with windows in all but one of so many layers; 0 is another kind."""
     soft_caps: tuple[float | None, float | None] = (None, None)
     """The only soft caps of attention scores and of logits that memlab has of it."""
     expert_bias: bool = False

@@ -550,6 +550,35 @@ _TORCH = (
         )
         for module in ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
     ),
+    *_in(
+        "backends/fully_sharded.py",
+        _replaced(
+            "torch.distributed.fsdp._runtime_utils",
+            "_catch_all_reshard",
+            "It compares addresses, of which fake tensors have none.",
+        ),
+        _used(
+            "torch.distributed.fsdp._runtime_utils",
+            "_reshard _should_free_in_backward",
+            "What it does with a unit that is still gathered.",
+        ),
+        _used(
+            "torch.distributed.fsdp._flat_param:FlatParamHandle",
+            "_skipped_use_sharded_views",
+            "Whether a unit has still to be resharded.",
+            on_instances=True,
+        ),
+    ),
+    *(
+        Internal(
+            owner=f"torch.distributed.fsdp.{module}",
+            names=("_no_dispatch_record_stream",),
+            use="replaced",
+            where="backends/fully_sharded.py",
+            why="It does nothing for fake tensors, which stand for a CUDA device's.",
+        )
+        for module in ("_flat_param", "_runtime_utils")
+    ),
 )
 
 _WITHOUT_TE = (
