@@ -29,6 +29,8 @@ class ModelType:
     """The share of the channels that is rotated, where the field is left out."""
     uses_window: bool = True
     """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
+    has_window: bool = False
+    """Whether a ``sliding_window`` below the longest sequence is that of all layers, which memlab has."""
     experts: Literal["own width", "width of the MLP"] | None = None
     shared_expert_gate: bool = False
     multi_latent_attention: bool = False

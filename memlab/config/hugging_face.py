@@ -14,9 +14,9 @@ from memlab.config.validation import is_whole_number, shortened
 _MODEL_TYPES = {
     "qwen3_moe": ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
     "mixtral": ModelType(num_key_value_heads=8, experts="width of the MLP"),
-    "phi3": ModelType(),
+    "phi3": ModelType(has_window=True),
     "llama": ModelType(),
-    "mistral": ModelType(num_key_value_heads=8),
+    "mistral": ModelType(num_key_value_heads=8, has_window=True),
     "qwen3": ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
     "qwen2": ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
     "qwen2_moe": ModelType(
@@ -137,7 +137,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     if (
         window is not None
         and not is_whole
-        and not (kind.has_sinks or kind.window_pattern)
+        and not (kind.has_sinks or kind.window_pattern or kind.has_window)
         and fields.flag("use_sliding_window", default=kind.uses_window)
     ):
         raise ValueError(

@@ -200,9 +200,6 @@ def _take_version(reading: Reading, key: str) -> None:
     values = reading.values
     if values.pop("strategy") != "fsdp":
         values["use_orig_params"] = False
-    elif values.get("lora_rank") is not None:
-        values["use_orig_params"] = False
-        reading.miss(key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone")
     else:
         values["fsdp_version"] = 1
         if isinstance(values["reshard_after_forward"], int):
