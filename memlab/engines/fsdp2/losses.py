@@ -14,6 +14,9 @@ from torch.nn import functional
 
 from memlab.meter.labels import one_kernel
 
+_unbind_copy: Any = torch.unbind_copy
+"""By torch's stub it returns None; it returns a tensor alone for each row."""
+
 
 def loss_of_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, by_row: bool) -> torch.Tensor:
     """Returns the mean of the negative log-probabilities of the tokens that follow.
@@ -61,7 +64,7 @@ class _FlashLogProbs(torch.autograd.Function):
 @one_kernel()
 def _rows(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     values = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
-    return list(torch.unbind_copy(values)), values.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return list(_unbind_copy(values)), values.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 @one_kernel()
@@ -72,7 +75,7 @@ def _gradients_of_rows(
     values = torch.stack(rows).exp().neg().mul(grad.unsqueeze(-1))
     values.scatter_add_(-1, tokens.unsqueeze(-1), grad.unsqueeze(-1))
     rows.clear()
-    return list(torch.unbind_copy(values.to(dtype)))
+    return list(_unbind_copy(values.to(dtype)))
 
 
 @one_kernel()
