@@ -199,6 +199,6 @@ def unread(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
     for name, one in options_of(cls).items():
         value = values.get(one.needs)
         is_read = value == one.needs_value if one.needs_value else value not in (None, False, ())
-        if one.needs and not is_read:
+        if one.needs and (not is_read or one.needs in reasons):
             reasons[name] = f"only {one.needed} reads it"
     return reasons

@@ -98,7 +98,8 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
         return KeptBytes(frozen + shards, shards, bytes_of_state(scenario) * sum(trained_of_rank(scenario)))
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
-    in_layers = 1 if state.fp8_param_gather else of_parameter
+    # MXFP8 by row and by column; what megatron-core 0.16 keeps twice beside it, newer ones keep once.
+    in_layers = 1 + state.reuse_grad_buf_for_mxfp8_param_ag if state.fp8_param_gather else of_parameter
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
     main, moments = bytes_of_optimizer(state, scenario.dtype)
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)

@@ -538,6 +538,15 @@ class TrainingState:
     fp8_param_gather: bool = option(
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(
+        False,
+        "gather MXFP8 parameters as bf16 in the gradients' buffer, which Megatron needs for them",
+        **_FP8,
+        needs="fp8_param_gather",
+        megatron="ddp optimizer",
+    )
+    """The quantized parameters are then outside DDP's buffers. megatron-core 0.16 keeps all other parameters twice with
+    it, as they are and in a buffer; 0.19 keeps them once."""
 
     lora: LoRA | None = None
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
@@ -668,12 +677,13 @@ class TrainingState:
                 "fp8_param_gather out",
                 *("fp8_param_gather", "fp8_format"),
             )
-        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+        if self.reuse_grad_buf_for_mxfp8_param_ag != (self.fp8_param_gather and self.fp8_recipe == "mxfp8"):
+            # ``replace_raw_data`` of Transformer Engine 2.16.1 moves no MXFP8 tensor into DDP's buffer.
+            given = f"fp8_recipe {self.fp8_recipe!r} and fp8_param_gather {self.fp8_param_gather}"
             raise RuleError(
-                "fp8_param_gather is True with fp8_recipe 'mxfp8', which memlab does not predict yet (Megatron "
-                "keeps mxfp8 "
-                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out",
-                *("fp8_param_gather", "fp8_recipe"),
+                f"reuse_grad_buf_for_mxfp8_param_ag is {self.reuse_grad_buf_for_mxfp8_param_ag} with {given}, must be "
+                "True with 'mxfp8' and True, and False otherwise, by a rule of Megatron-Core: change one of the three",
+                *("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp8_recipe"),
             )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
             raise RuleError(

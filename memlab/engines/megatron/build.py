@@ -157,10 +157,12 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 add_adapters(model, scenario, provider, number)
             if scenario.state.freeze_moe_router:
                 _freeze_routers(model)
-            if not scenario.state.use_distributed_optimizer or scenario.state.trains_in_part:
+            state = scenario.state
+            if not state.use_distributed_optimizer or state.trains_in_part or state.reuse_grad_buf_for_mxfp8_param_ag:
                 # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
-                # buffers do, since they take every trained parameter over.
-                model.cuda()
+                # buffers do, since they take every trained parameter over, but not beside those in MXFP8.
+                for router in [layer.mlp.router for layer in _layers_of(model) if layer.is_moe_layer]:
+                    router.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
             chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
         if scenario.state.reference_model == "copy":

@@ -43,6 +43,7 @@ def train_step(
         chunk.zero_grad_buffer()
     with torch._C.DisableTorchFunction():  # it drops references: a function mode would see each look at a gradient
         live.optimizer.zero_grad()
+    data_parallel_overlap.fill_buffers(live)
     batches = [_batches(live.scenario) for _ in live.chunks]  # they hold the last mask until the step ends
     with _phases(live, labels, microbatches.before_forward):
         loss = _run_schedule(live, microbatches, batches)

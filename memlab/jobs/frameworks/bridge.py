@@ -112,6 +112,8 @@ KEYS = (
     # What mixed_precision sets replaces what the other sections set (update_config_with_precision_overrides).
     *under("mixed_precision", (replace(key, default=ABSENT) for key in (*_FP8, *_BUCKETS[:1]))),
     Key("mixed_precision.fp8_param_gather", "fp8_param_gather", SWITCH),
+    Key("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "reuse_grad_buf_for_mxfp8_param_ag", SWITCH),
+    Key("mixed_precision.reuse_grad_buf_for_mxfp8_param_ag", "reuse_grad_buf_for_mxfp8_param_ag", SWITCH),
     Key("mixed_precision.bf16", "is_bf16", SWITCH),
     Key("mixed_precision", "mixed_precision", TEXT),
     Key("peft._target_", "class_of_adapters", TEXT),
@@ -132,7 +134,7 @@ KEYS = (
 )
 _PRECISIONS = (
     "fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
-    "fp8_amax_history_len", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+    "fp8_amax_history_len", "fp4_param_gather",
 )  # fmt: skip
 _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
@@ -439,7 +441,12 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "fp8_param_gather": True,
     },
     "bf16_with_fp8_subchannel_scaling_mixed": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"},
-    "bf16_with_mxfp8_mixed": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
+    "bf16_with_mxfp8_mixed": {
+        "fp8_format": "e4m3",
+        "fp8_recipe": "mxfp8",
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
     "bf16_with_nvfp4_mixed": {"fp8_format": None},
 }
 _RECIPES |= {

@@ -794,6 +794,7 @@ MS_SWIFT = Framework(
         "offload_optimizer_except_update": "ms-swift loads the optimizer state before the step",
         "logprobs_chunk_size": "ms-swift has no such key",
         "ddp_bucket_size": "ms-swift has no such key",
+        "reuse_grad_buf_for_mxfp8_param_ag": "ms-swift has no such key",
         "lora_exclude_modules": "ms-swift has no such key",
         **of_one_kind("ms-swift"),
         "overlap_cpu_optimizer_d2h_h2d": "ms-swift has no such key",
