@@ -18,10 +18,10 @@ from memlab.config.validation import RuleError, check_number, check_whole_number
 
 Rebuilt = Literal["nothing", "optimizer", "model"]
 """The part that a change of the training state builds again; a model is rebuilt with its optimizer."""
-Kind = Literal["switch", "choice", "modules", "whole", "number"]
+Kind = Literal["switch", "choice", "modules", "whole", "number", "name"]
 EngineName = Literal["megatron", "fsdp2"]
 """The training engines: `memlab.engines.megatron` and `memlab.engines.fsdp2`."""
-_KINDS: dict[Any, Kind] = {bool: "switch", int: "whole", float: "number", tuple[str, ...]: "modules"}
+_KINDS: dict[Any, Kind] = {bool: "switch", int: "whole", float: "number", str: "name", tuple[str, ...]: "modules"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
