@@ -7,7 +7,7 @@
 Each job is a recipe or a launch script that its framework reads, with random weights and tokens. Automodel runs
 ``TrainFinetuneRecipeForNextTokenPrediction``, and verl the ``TrainingWorker`` of its SFT trainer. One GPU takes the
 steps of the first of many ranks: the process group is torch's fake one, whose collectives allocate nothing; here a
-reduce-scatter and an all-gather also copy this rank's part, so that no number is left over from other tensors. Modules
+reduce-scatter and an all-gather also copy this rank's part, and a sum is that of equal ranks. Modules
 that a step does not call are absent: data sets, loggers, readers of images.
 """
 
@@ -18,6 +18,7 @@ import gc
 import importlib.abc
 import importlib.machinery
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -104,6 +105,19 @@ def jobs() -> list[Job]:
         of_auto("qwen3-8b", "distributed.defer_fsdp_grad_sync=false", num_microbatches=2),
         of_verl("qwen3-8b", "engine.strategy=fsdp"),
         of_auto("llama-3.1-8b", checkpoints, num_ranks=1),
+        of_auto("llama-3.1-8b", "distributed.tp_size=2"),
+        of_auto("llama-3.1-8b", "distributed.cp_size=2"),
+        of_auto("qwen3-8b", "distributed.activation_checkpointing=selective"),
+        of_auto("llama-3.1-8b", checkpoints, "optimizer.fused=true"),
+        of_auto("llama-3.1-8b", checkpoints, "optimizer.foreach=false"),
+        of_auto("qwen3-8b", checkpoints, "optimizer._target_=torch.optim.Adam"),
+        of_auto("qwen3-8b", checkpoints, "distributed.reshard_after_forward=false"),
+        of_auto("qwen3-8b", "distributed.tp_size=2", "distributed.sequence_parallel=true", checkpoints),
+        of_auto("llama-3.1-8b", checkpoints, "distributed.cp_size=2", seq_length=8192),
+        of_verl("llama-3.1-8b", "engine.strategy=fsdp", "engine.use_orig_params=true"),
+        of_verl("llama-3.1-8b", "engine.reshard_after_forward=false"),
+        of_verl("qwen3-8b", "engine.forward_prefetch=true", num_microbatches=2),
+        of_verl("llama-3.1-8b", "engine.fsdp_size=4"),
         replace(auto, options=()),
         replace(auto, options=(checkpoints,)),
         replace(auto, model="qwen3-8b", options=()),
@@ -155,11 +169,13 @@ def overrides_of_verl(job: Job, of_model: Path) -> list[str]:
 
 def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
     """Returns a recipe as Automodel's benchmarks are."""
+    sizes = [int(option[-1]) for option in job.options if option.startswith(("distributed.tp_", "distributed.cp_"))]
+    data_ranks = job.num_ranks // math.prod(sizes)
     recipe: dict[str, Any] = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
         "seed": 1111,
         "step_scheduler": {
-            "global_batch_size": job.num_microbatches * job.num_ranks,
+            "global_batch_size": job.num_microbatches * data_ranks,
             "local_batch_size": 1,
             "ckpt_every_steps": 1000,
             "val_every_steps": 1000,
@@ -175,7 +191,7 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
             "torch_dtype": "bf16",
             "use_liger_kernel": False,
         },
-        "distributed": {"strategy": "fsdp2", "dp_size": job.num_ranks, "tp_size": 1, "cp_size": 1},
+        "distributed": {"strategy": "fsdp2", "dp_size": data_ranks, "tp_size": 1, "cp_size": 1},
         "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
         "dataset": {
             "_target_": "nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset",
@@ -301,13 +317,14 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
 
     if not on_gpu:
         _pretend_cuda()
-    if num_ranks == 1:
+    if num_ranks == 1 and not on_gpu:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ["WORLD_SIZE"] = str(num_ranks)
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     new_group, scatter, gather = dist.new_group, dist.reduce_scatter_tensor, dist.all_gather_into_tensor
+    reduce = dist.all_reduce
 
     def copied_scatter(output: Any, input: Any, *args: Any, **named: Any) -> Any:  # noqa: A002 - torch's name
         work = scatter(output, input, *args, **named)
@@ -321,8 +338,14 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
                 part.copy_(input_tensor.flatten())
         return work
 
+    def summed_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size(group))
+        return reduce(tensor, op, group, async_op)
+
     dist.new_group = lambda *args, **named: new_group(*args, **(named | {"backend": "fake"}))
     dist.reduce_scatter_tensor, dist.all_gather_into_tensor = copied_scatter, copied_gather
+    dist.all_reduce = summed_reduce
     torch.cuda.set_device(0)
 
 
@@ -350,6 +373,7 @@ def take_automodel(job: Job, path: Path, meter: _Meter) -> None:
     device = torch.device("cuda" if meter.on_gpu else "cpu")
     signal_handler.get_device = lambda *_: device  # both know NCCL and gloo only
     mesh_utils._mesh_device_type = lambda: device.type
+    mesh_utils._nccl_backend_override = lambda *_, **__: None  # meshes would have NCCL's groups beside the fake one
     if not meter.on_gpu:
         auto_model.torch = types.SimpleNamespace(**vars(torch) | {"device": lambda *_: device})
     from nemo_automodel.recipes._typed_config import RecipeConfig  # noqa: F401 - the recipe makes one

@@ -16,6 +16,7 @@ from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FROZEN,
+    OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     automodel_keys,
     block,
@@ -245,7 +246,6 @@ def _refuse(reading: Reading) -> None:
     reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "context_parallel_size": (1, "context parallelism of recipes"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
     }
     for field, (usual, what) in rows.items():
@@ -267,6 +267,8 @@ def _drop_keys_of_other_ranks(reading: Reading) -> None:
             reading.without_effect[one.key] = reason
     if values["tensor_model_parallel_size"] not in (None, 1):
         values["sequence_parallel"] = shares_sequence
+        if is_given(reading.get("distributed.tp_plan")):
+            reading.miss("distributed.tp_plan", "either", OWN_PLAN)
 
 
 def _class_of_model(reading: Reading) -> str:

@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
+OWN_PLAN = "a plan of the job's own may divide other matrices"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
 ATTENTION = get_args(AttnImplementation)
