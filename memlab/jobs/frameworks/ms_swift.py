@@ -322,8 +322,9 @@ def _take_teacher(reading: Reading, student: Architecture) -> None:
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (key, "rlhf_type")]
     reading.take("rlhf_type", "loss", "jsd")
     reading.take("rlhf_type", "reference_model", "without_adapters" if is_student else "copy")
-    if not is_student and (teacher.name != student.name or is_given(get("num_layers"))):
-        reading.take(key, key, str(get(key)))
+    if not is_student:
+        is_other = teacher.name != student.name or is_given(get("num_layers"))
+        reading.take(key, key, str(get(key)) if is_other else None)
     reading.miss(
         "rlhf_type", "less", "the loss compares the tokens of answers alone, and memlab takes those of prompts too"
     )
