@@ -1004,7 +1004,7 @@ class Scenario:
         return reasons
 
     def _without_effect_on_fsdp2(self) -> dict[str, str]:
-        reasons = {}
+        reasons = self._without_effect_on_units()
         if self.state.fp32_sharded_params and self.dtype == "fp32":
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
@@ -1023,6 +1023,18 @@ class Scenario:
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         elif state.reshard_after_forward_ranks == self.ranks_of_shards:
             reasons["reshard_after_forward_ranks"] = "these are all ranks that have shards"
+        return reasons
+
+    def _without_effect_on_units(self) -> dict[str, str]:
+        state, reasons = self.state, {}
+        if state.fsdp_version == 1:
+            one = "FSDP1 shards layers, and then the model"
+            names = ("separate_embeddings", "reshard_root_after_forward")
+            return {name: one for name in names if name in state.changed()}
+        if state.separate_embeddings != "none" and self.architecture.share_embeddings_and_output_weights:
+            reasons["separate_embeddings"] = "they are tied"
+        if state.reshard_root_after_forward and state.reshard_after_forward == "none":
+            reasons["reshard_root_after_forward"] = "reshard_after_forward is none"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

@@ -34,6 +34,8 @@ TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
+SeparateEmbeddings = Literal["none", "input", "both"]
+LossOfTransformers = Literal["cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -508,6 +510,30 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    separate_embeddings: SeparateEmbeddings = option(
+        "none",
+        "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "
+        "(none) they are sharded together with the last norm",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """``apply_fsdp2`` of SkyRL (a9564572) has the first, that of verl (0.9.1) and Automodel 0.7.0 have both."""
+    reshard_root_after_forward: bool = option(
+        False,
+        "free the gathered output layer and last norm after forward too, unless `reshard_after_forward` is none",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """As verl and SkyRL do, which give torch's `fully_shard` an explicit True for the whole model."""
+    loss_of_transformers: LossOfTransformers = option(
+        "cross_entropy",
+        "transformers' own loss (cross_entropy, the default); the same, with the model's output released before "
+        "backward (masked_cross_entropy, Automodel 0.7.0); or log-probabilities by flash-attn's kernel, or one token "
+        "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL)",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """`memlab.engines.fsdp2.losses` has them."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
