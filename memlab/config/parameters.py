@@ -106,8 +106,11 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
     of_adapters = 0 if state.lora is None else sum(trained) * of_parameter
     of_model = (counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter
+    of_frozen = 0
+    if state.reference_model == "copy":
+        of_frozen = of_model if state.teacher_model is None else kept_bytes(scenario.teacher).parameters
     return KeptBytes(
-        parameters=of_model * (2 if state.reference_model == "copy" else 1) + of_adapters,
+        parameters=of_model + of_frozen + of_adapters,
         gradients=sum(trained) * bytes_of_gradient(scenario),
         optimizer=sum(round(of_optimizer * count) for count in sharded),
     )

@@ -140,7 +140,15 @@ _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
     "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
 )  # fmt: skip
-_OTHER_MODELS = (Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),)
+_OTHER_MODELS = (
+    Missing(
+        "model.teacher",
+        "more",
+        "a teacher on the same ranks, which the job's program builds: where its pipeline has one stage, --loss "
+        "logits_kl --reference-model copy --teacher-model NAME predict it",
+        is_given,
+    ),
+)
 """Sections whose presence says that another model, or a part of the model, is trained or present."""
 _DATASET = (
     *(
@@ -544,7 +552,7 @@ BRIDGE = Framework(
         "offload_gradients": "Megatron-Bridge keeps its gradient buffers between steps",
         "offload_optimizer": "Megatron-Bridge keeps its optimizer state where it is between steps",
         "offload_optimizer_except_update": "Megatron-Bridge keeps its optimizer state where it is between steps",
-        "loss": "Megatron-Bridge trains with the language-model loss",
+        "loss": "Megatron-Bridge trains with the language-model loss, unless a program adds a teacher",
         "fp32_output": "Megatron-Bridge trains with the language-model loss",
         "logprobs_chunk_size": "Megatron-Bridge trains with the language-model loss",
     },
