@@ -159,13 +159,7 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
-        stages = self.layout.pipeline_model_parallel_size
-        if self.state.reference_model != "none" and stages > 1:
-            raise RuleError(
-                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
-                "memlab does not predict together: choose 1, or none",
-                *("reference_model", "pipeline_model_parallel_size"),
-            )
+        self._check_reference_model()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -173,6 +167,38 @@ class Scenario:
         self._check_packing()
         self._check_mask()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    @property
+    def teacher(self) -> Scenario:
+        """The frozen model that a loss compares with, in the same layout and with the same workload."""
+        name = self.state.teacher_model
+        model = self.architecture if name is None else find_architecture(name)
+        of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
+        state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
+        layers = self.num_layers if name is None else model.num_layers
+        return replace(self, architecture=model, num_layers=layers, state=state)
+
+    def _check_reference_model(self) -> None:
+        stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
+        if self.state.reference_model != "none" and stages > 1:
+            raise RuleError(
+                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
+                "memlab does not predict together: choose 1, or none",
+                *("reference_model", "pipeline_model_parallel_size"),
+            )
+        if name is None:
+            return
+        try:
+            model = self.teacher.architecture
+        except ValueError as error:
+            raise RuleError(f"teacher_model is {shortened(name)}: {error}", "teacher_model") from error
+        if model.vocab_size != self.architecture.vocab_size:
+            raise RuleError(
+                f"teacher_model is {shortened(name)} with a vocabulary of {model.vocab_size}, must have that of "
+                f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
+                "choose another teacher",
+                *("teacher_model", "loss"),
+            )
 
     def _check_architecture(self) -> None:
         model = self.architecture
