@@ -17,8 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memlab.engines.megatron.layers.dropout import dropout
-from memlab.meter.labels import current_stream, is_followed, on_host, on_stream, stream_order
-from memlab.meter.stream_order import Moment
+from memlab.meter.labels import current_stream, is_followed, on_host, on_stream
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -246,34 +245,30 @@ class _Stream:
         return self.number
 
     def wait_stream(self, stream: Any) -> None:
-        order = stream_order()
-        order.wait(self.number, order.event(stream.number))
+        pass
 
     def wait_event(self, event: Any) -> None:
-        event.wait(self)
+        pass
 
     def record_event(self, event: Any = None) -> Any:
-        event = event or _Event()
-        event.record(self)
-        return event
+        return event or _Event()
 
     def synchronize(self) -> None:
-        order = stream_order()
-        order.synchronize(order.event(self.number))
+        pass
 
 
 class _Event:
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._moment: Moment = {}
+        pass
 
     def record(self, stream: Any = None) -> None:
-        self._moment = stream_order().event(current_stream() if stream is None else stream.number)
+        pass
 
     def wait(self, stream: Any = None) -> None:
-        stream_order().wait(current_stream() if stream is None else stream.number, self._moment)
+        pass
 
     def synchronize(self) -> None:
-        stream_order().synchronize(self._moment)
+        pass
 
     def query(self) -> bool:
         return True
@@ -311,7 +306,7 @@ CUDA_API: dict[str, Any] = {
     "current_stream": lambda *_: _Stream(number=current_stream()),
     "default_stream": lambda *_: _DEFAULT_STREAM,
     "stream": _as_current,
-    "synchronize": lambda *_: stream_order().synchronize(),
+    "synchronize": _nothing,
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,
     "empty_cache": _nothing,

@@ -20,7 +20,6 @@ from memlab.meter.allocations import Allocation, Opening, StorageAllocation
 from memlab.meter.events import EventLog
 from memlab.meter.kept_gathers import KeptGathers
 from memlab.meter.labels import Labels
-from memlab.meter.stream_order import Moment
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -46,8 +45,6 @@ class CachingMemory:
         self._labels, self._log = labels, log
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
-        self._waiting: list[tuple[int, dict[int, Moment]]] = []
-        """Freed blocks that other streams use, with the moments after which they do not."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -69,11 +66,7 @@ class CachingMemory:
 
     def require(self, num_bytes: int) -> None:
         limit_bytes, stream = self._limit_bytes, self._labels.stream
-        if limit_bytes is None or not num_bytes or self.allocator.makes_space(num_bytes, limit_bytes, stream):
-            return
-        # Before it gives up, torch waits for all streams (``synchronize_and_free_events``).
-        self._free_waiting(all_of_them=True)
-        if not self.allocator.makes_space(num_bytes, limit_bytes, stream):
+        if limit_bytes is not None and num_bytes and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
             self.refuse(num_bytes, stream)
 
     def refuse(self, num_bytes: int, stream: int) -> NoReturn:
@@ -89,8 +82,6 @@ class CachingMemory:
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
         self.is_special = self.is_special or stream != 0
-        if self._waiting:
-            self._free_waiting()
         block = allocation.block = self.allocator.allocate(num_bytes, stream)
         self._update_reserved()
         block_bytes = self.allocator.num_bytes(block)
@@ -100,30 +91,16 @@ class CachingMemory:
     def give_back(self, allocation: StorageAllocation) -> None:
         if allocation.block != NO_BLOCK:
             self.gathers.freed(allocation)
-            if allocation.other_streams and self.allocator.log is None:
-                order = self._labels.stream_order
-                moments = {stream: order.event(stream) for stream in allocation.other_streams}
-                self._waiting.append((allocation.block, moments))
-            else:
-                self.allocator.free(allocation.block)
+            self.allocator.free(allocation.block)
         self.forget(allocation)
 
     def forget(self, allocation: StorageAllocation) -> None:
         """Frees what a storage has, but for its block: that has been freed."""
-        allocation.block, allocation.other_streams = NO_BLOCK, frozenset()
+        allocation.block = NO_BLOCK
         if allocation.pinned_bytes:
             self.is_special = True
             self._pinned.free(allocation.pinned_bytes)
             allocation.pinned_bytes = 0
-
-    def _free_waiting(self, *, all_of_them: bool = False) -> None:
-        order, waiting = self._labels.stream_order, self._waiting
-        self._waiting = []
-        for block, moments in waiting:
-            if all_of_them or all(order.has_ended(stream, moment) for stream, moment in moments.items()):
-                self.allocator.free(block)
-            else:
-                self._waiting.append((block, moments))
 
     def pin(self, allocation: StorageAllocation, num_bytes: int) -> None:
         """Gives a storage pinned host memory."""
@@ -173,7 +150,6 @@ class CachingMemory:
             allocator.log = None
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
-        self._free_waiting(all_of_them=True)
         return partial(self._restore, _Remembered.now(self.allocator.copy(), live()), live)
 
     def _restore(self, remembered: _Remembered, find_live: Callable[[], list[StorageAllocation]]) -> bool:
@@ -201,7 +177,6 @@ class CachingMemory:
 
     def _empty_cache(self) -> None:
         self.is_special = True
-        self._free_waiting(all_of_them=True)
         self.allocator.empty_cache()
         self._update_reserved()
 

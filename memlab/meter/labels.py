@@ -14,7 +14,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from memlab.meter.module_tracker import ModuleTracker
-from memlab.meter.stream_order import StreamOrder
 from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
 
 
@@ -43,7 +42,6 @@ class Labels:
         """Above 0 while new storages are pinned host memory, which torch's host allocator rounds."""
         self.stream = 0
         """The number of the current CUDA stream, 0 for the default one: torch's allocator has pools for each."""
-        self.stream_order = StreamOrder()
         self.known_category: int | None = None
         """The category of new storages, if the code that makes them knows it, such as activations copied back from
         the host."""
@@ -52,8 +50,6 @@ class Labels:
         self.on_kernel_end: Callable[[], None] | None = None
         self.on_kept: Callable[[Iterable[torch.Tensor]], None] | None = None
         """Called with the tensors that `kept_by_collective` reports."""
-        self.on_use: Callable[[torch.Tensor, int], None] | None = None
-        """Called with a tensor and the number of a stream that uses it."""
         self.is_followed: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether the meter has nothing to learn from a view of a tensor."""
         self.on_change: Callable[[], None] | None = None
@@ -285,19 +281,6 @@ def current_stream() -> int:
     """Returns the number of the current CUDA stream, 0 for the default one."""
     labels = _active()
     return 0 if labels is None else labels.stream
-
-
-def used_on(tensor: torch.Tensor, stream: int) -> None:
-    """Reports that a stream uses a tensor, as ``Tensor.record_stream`` tells torch's allocator."""
-    labels = _active()
-    if labels is not None and labels.on_use is not None:
-        labels.on_use(tensor, stream)
-
-
-def stream_order() -> StreamOrder:
-    """Returns what is known of the order of the streams' work."""
-    labels = _active()
-    return StreamOrder() if labels is None else labels.stream_order
 
 
 def is_followed(tensor: torch.Tensor) -> bool:

@@ -51,7 +51,6 @@ class Storages:
         self._in_kernel: list[StorageAllocation] = []
         labels.on_kernel_end = self._end_kernel
         labels.is_followed = self._is_followed
-        labels.on_use = self._on_use
 
     def begin(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None) -> None:
         """Begins a timeline; see `Meter.start`."""
@@ -103,11 +102,6 @@ class Storages:
         storage = tensor.untyped_storage()
         allocation = self.live.get(storage._cdata)
         return allocation is not None and allocation.requested_bytes == storage.nbytes()
-
-    def _on_use(self, tensor: torch.Tensor, stream: int) -> None:
-        allocation = self.allocation_of(tensor)
-        if allocation is not None and stream != allocation.stream:
-            allocation.other_streams |= {stream}
 
     def after_operation(self, results: Any, arguments: Any = ()) -> None:
         """Counts the storages of an operation's results that are new or that changed their size."""

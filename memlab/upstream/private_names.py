@@ -562,22 +562,23 @@ _TORCH = (
             "_reshard _should_free_in_backward",
             "What it does with a unit that is still gathered.",
         ),
+        _replaced(
+            "torch.distributed.fsdp._flat_param:FlatParamHandle",
+            "_get_unflat_views_aligned _get_unflat_views_unaligned",
+            "Their backward runs on the stream that makes them.",
+        ),
+        _used(
+            "torch.distributed.fsdp._flat_param:FlatParameter",
+            "_local_shard",
+            "A unit's own part, in whose place the gathered parameters may still be.",
+            on_instances=True,
+        ),
         _used(
             "torch.distributed.fsdp._flat_param:FlatParamHandle",
             "_skipped_use_sharded_views",
             "Whether a unit has still to be resharded.",
             on_instances=True,
         ),
-    ),
-    *(
-        Internal(
-            owner=f"torch.distributed.fsdp.{module}",
-            names=("_no_dispatch_record_stream",),
-            use="replaced",
-            where="backends/fully_sharded.py",
-            why="It does nothing for fake tensors, which stand for a CUDA device's.",
-        )
-        for module in ("_flat_param", "_runtime_utils")
     ),
 )
 

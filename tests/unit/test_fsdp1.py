@@ -15,8 +15,8 @@ from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.lab.one_process import OneProcess
 from memlab.lab.request import StepRequest
-from memlab.meter.stream_order import StreamOrder
-from memlab.record.step_record import StepRecord
+from memlab.meter.allocations import StorageAllocation
+from memlab.meter.caching_memory import CachingMemory
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -77,22 +77,23 @@ def test_adapters_are_units_of_their_own() -> None:
     assert (record.static_bytes, record.peak_allocated_bytes) == (1_269_124, 3_043_232)
 
 
-@pytest.mark.slow
-def test_blocks_wait_for_other_streams_and_reserve_more() -> None:
-    """Only then does torch's allocator need other blocks, of gathered parameters that are freed; none is allocated."""
-    state = TrainingState(**IN_FP32)
-    sizes = SIZES | {"num_layers": 3, "seq_length": 1024}
-    scenario = Scenario.of("llama-3.1-8b", **sizes, state=state, layout=Layout(data_parallel_size=2))
+def test_a_flat_gradient_is_of_the_stream_that_gathers() -> None:
+    """Two layers gather in forward and backward, in a first step and another, and make a gradient each time."""
+    scenario = of({}, layout=Layout(data_parallel_size=4))
+    numel = [scenario.architecture.with_layers(number).num_parameters for number in (1, 2)]
+    streams: list[int] = []
+    take = CachingMemory.take
 
-    def step() -> StepRecord:
-        with Lab(scenario, backend="simulated") as lab:
-            return lab.step()
+    def observed(memory: CachingMemory, allocation: StorageAllocation, num_bytes: int) -> int:
+        if num_bytes == 2 * (numel[1] - numel[0]):  # a whole layer in bf16
+            streams.append(memory._labels.stream)
+        return take(memory, allocation, num_bytes)
 
-    waiting = step()
-    with patch.object(StreamOrder, "has_ended", return_value=True):
-        ahead = step()
-    assert waiting.peak_allocated_bytes == ahead.peak_allocated_bytes
-    assert (waiting.peak_reserved_bytes or 0) > (ahead.peak_reserved_bytes or 0)
+    with patch.object(CachingMemory, "take", observed), Lab(scenario, backend="simulated") as lab:
+        lab.step()
+    first, others = streams[:2], streams[2:]
+    assert first == [0, 0], "the memory that FSDP1 tries for each unit before the first step"
+    assert len(others) == 2 * 2 * (2 + 1) and len({*others}) == 1 and 0 not in others
 
 
 def test_what_changes_in_place_is_that_of_a_new_lab() -> None:

@@ -68,6 +68,11 @@ def test_megatron_does_not_build_them(name: str, what: str) -> None:
 @pytest.mark.parametrize(("longest", "window"), [(32768, (4095, 0)), (4096, None)])
 def test_a_window_of_a_config_counts_below_the_longest_sequence(longest: int, window: tuple[int, int] | None) -> None:
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    values = dict.fromkeys(sizes, 32) | {"head_dim": 4, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 4096}
+    values = dict.fromkeys(sizes, 32) | {
+        "head_dim": 4,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+    }
     fields = architecture_fields({"model_type": "mistral", "max_position_embeddings": longest} | values)
     assert Architecture(name="a", **fields).window_size == window
