@@ -438,7 +438,6 @@ def jobs() -> Iterator[Job]:
     yield from adapters(of)
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of))
-    yield from parts_beside_others(of)
     # Two ranks.
     yield from latent_attention_of_two_ranks(of)
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -496,6 +495,9 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
                   ATTENTION, config=some_experts)  # fmt: skip
     yield from of(GLM, 3, alone, {}, FULL, config=some_experts | EXTRA)
     yield from of(MIXTRAL, 2, alone, {}, FULL, *map(recompute, ("moe_act", "moe", "core_attn")), EXPERTS, ATTENTION)
+    yield from of(MIXTRAL, 2, alone, recompute("layernorm"), recompute("layernorm", "moe_act"))
+    yield from of(MIXTRAL, 2, alone, num_microbatches=3)
+    yield from of(MIXTRAL, 2, alone, {}, FULL, state=LOW_PRECISION)
     yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS | {"mtp_num_layers": 2})
     yield from of(MOONLIGHT, 3, alone, num_microbatches=3, config=FEW_EXPERTS | EXTRA)
     yield from of(QWEN, 2, alone, ATTENTION, recompute("core_attn"), recompute("moe"), config=EXTRA)
@@ -791,8 +793,6 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 4, "TP2", {}, FULL, state=lora(16, *OF_PARTS))
     yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(16, share_expert_adapters=False))
     yield from of(QWEN, 2, "EP2 DP2", state=lora(64, normalize_moe_lora=True))
-    yield from of(MOONLIGHT, 2, "TP2", {}, FULL, state=lora(8, *OF_LATENT_ATTENTION), config=FEW_EXPERTS)
-    yield from of(GPT_OSS, 2, "EP2 DP2", state=lora(16))
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -830,21 +830,6 @@ def own_layers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(*one, {}, FULL, state=DROPS | OWN_LAYERS | FUSED_GRADIENTS, **alone)
     yield from of(*one, state=OWN_LAYERS | UNFUSED_ACTIVATION, num_microbatches=3, **alone)
     yield from of(*one, state=OWN_LAYERS | WHOLE_OPTIMIZER, **alone)
-
-
-def parts_beside_others(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
-    """Yields jobs of one rank of further parts of layers beside adapters and FP8, and more jobs of Mixtral."""
-    alone = "one rank"
-    yield from of(MIXTRAL, 2, alone, recompute("layernorm"), recompute("layernorm", "moe_act"))
-    yield from of(MIXTRAL, 2, alone, num_microbatches=3)
-    yield from of(MIXTRAL, 2, alone, {}, FULL, state=LOW_PRECISION)
-    yield from of(QWEN, 2, alone, {}, FULL, recompute("layernorm", "moe_act"), config=EXTRA, state=lora(16))
-    yield from of(PHI, 2, alone, {}, FULL, config=EXTRA, state=lora(16))
-    yield from of(GPT_OSS, 2, alone, {}, FULL, state=lora(16))
-    yield from of(GPT_OSS, 2, alone, state=lora(16, *OF_ATTENTION))
-    yield from of(GPT_OSS, 2, alone, {}, FULL, recompute("moe_act"), state=BLOCKWISE)
-    yield from of(GPT_OSS, 2, alone, state=TENSORWISE)
-    yield from of(GPT, 4, alone, {}, FULL, seq_length=2048, state=lora(16))
 
 
 def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
