@@ -21,7 +21,6 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -217,15 +216,16 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs' steps, one process for each job, which is forked from one that has imported the frameworks."""
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "HF_HUB_OFFLINE": "1",
-                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+                   "MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+    os.environ.setdefault("MASTER_PORT", "29555")
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     import torch
 
     on_gpu = torch.cuda.is_available()
     file, failed = folder / "steps.jsonl", 0
-    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {row["name"] for row in rows if "error" not in row}
     wanted = [job for job in jobs() if only in job.name and job.name not in done]
     _import_frameworks({job.framework for job in wanted})
     context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
@@ -525,9 +525,17 @@ def _import_frameworks(names: set[str]) -> None:
 
 
 def predict(file: Path) -> int:
-    """Prints the errors of memlab's predictions of the same job files; returns how many peaks are more than 1 % off."""
+    """Prints the errors of memlab's predictions of the same job files.
+
+    Returns:
+        How many peaks are more than 1 % off, and how many measured jobs memlab cannot predict.
+    """
+    from benchmarks.plain_fsdp2 import compared, print_summary
+
     errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
-    for row in map(json.loads, file.read_text().splitlines()):
+    rows = {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}  # the last try of each
+    not_predicted = 0
+    for row in rows.values():
         if "error" in row:
             print(f"{row['name']}: not measured: {row['error']}")
             continue
@@ -535,19 +543,13 @@ def predict(file: Path) -> int:
         try:
             predicted = predicted_of(job, write_job(job, file.parent / "predicted"))
         except ValueError as error:
+            not_predicted += 1
             print(f"{row['name']}: not predicted: {error}")
             continue
-        measured = row["steps"][-1]
-        off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured.get(name)}
-        for name, percent in off.items():
-            errors[name].append(percent)
-        words = ", ".join(f"{name} {measured[name] / GIB:.3f} GiB {percent:+.3f} %" for name, percent in off.items())
+        words = compared(predicted, row["steps"][-1], errors)
         print(f"{row['name']}: {words or predicted}", flush=True)
-    for name, percents in errors.items():
-        if percents:
-            median = statistics.median(map(abs, percents))
-            print(f"{name}: median {median:.3f} %, worst {max(percents, key=abs):+.3f} % of {len(percents)}")
-    return sum(abs(percent) > 1 for percent in errors["peak"])
+    print_summary(errors)
+    return not_predicted + sum(abs(percent) > 1 for percent in errors["peak"])
 
 
 def predicted_of(job: Job, path: Path) -> dict[str, int]:
@@ -555,7 +557,8 @@ def predicted_of(job: Job, path: Path) -> dict[str, int]:
     from memlab import Lab
     from memlab.jobs.job import Job as JobFile
 
-    scenario, settings = JobFile.read(path, world_size=job.num_ranks).required()
+    version = {"automodel": "0.7.0"}.get(job.framework)
+    scenario, settings = JobFile.read(path, world_size=job.num_ranks, version=version).required()
     with Lab(scenario, backend="simulated") as lab:
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job
+from benchmarks.megatron_jobs import EMBEDDINGS, LAYERS, MODELS, Job
 from benchmarks.megatron_passes import Forward, Head, forward_of, frozen
 
 NUM_STEPS = 4
@@ -54,6 +54,7 @@ COLLECTIVES_SECONDS = 60
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.uint8}
 _OPTIONS_OF_MODEL = {
     "fp8_format": "fp8",
+    "fp8_param_gather": "fp8_param",
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
@@ -256,9 +257,11 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
     adapters = {name: options.pop(name) for name in list(options) if name.startswith("lora_")}
     state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
-    state.pop("num_labels", None)
+    for name in ("num_labels", *(name for name in _OF_TEACHER if name != "reference_model")):
+        state.pop(name, None)
     is_frozen, has_reference = state.pop("freeze_moe_router", False), state.pop("reference_model", None) == "copy"
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
+    ddp["fp8_param_gather"] = bool(config.fp8_param)
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
     adam["use_distributed_optimizer"] = True
     # Frameworks give the recipe to both configs: the optimizer keeps other main parameters with it.
@@ -282,13 +285,26 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
             DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
         )
     # ms-swift builds it here (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py, 3602360).
-    reference = [frozen(gpt_model(job, config), chunks[0])] if has_reference else []
+    reference = [frozen_model(job, config, chunks[0])] if has_reference else []
     optimizer = get_megatron_optimizer(OptimizerConfig(**adam), chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     if ddp.get("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return chunks, optimizer, reference
+
+
+def frozen_model(job: Job, config: TransformerConfig, chunk: Any) -> GPTModel:
+    """Builds a model that is never trained: a copy of the chunk, or a teacher with weights of its own."""
+    if "loss" not in job.state:
+        return frozen(gpt_model(job, config), chunk)
+    state = {name: value for name, value in job.state.items() if name not in _OF_TEACHER}
+    name = job.state.get("teacher_model")
+    teacher = replace(job, state=state, **({} if name is None else {"model": name, "num_layers": LAYERS[name]}))
+    return frozen(gpt_model(teacher, transformer_config(teacher)), None)
+
+
+_OF_TEACHER = ("loss", "fp32_output", "reference_model", "teacher_model")
 
 
 def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
@@ -429,9 +445,10 @@ def take_step(job: Job, chunks: list[Any], optimizer: Any, forward: Forward) -> 
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    begin = getattr(forward, "begin_step", iter)
     losses = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=[batches(job) for _ in chunks],
+        data_iterator=[begin(batches(job)) for _ in chunks],
         model=chunks,
         num_microbatches=job.num_microbatches,
         seq_length=job.seq_length,

@@ -158,6 +158,7 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{experts}.Fp8Unpadding": fake_fp8.Fp8Unpadding,
         f"{utilities}.HAVE_TE_FP8_TENSOR_CLASS": True,
         f"{utilities}.FP8_TENSOR_CLASS": fp8_parameters.Fp8Parameter,
+        "megatron.core.distributed.param_and_grad_buffer.is_mxfp8tensor": fp8_parameters.is_mx,
         f"{utilities}._modify_underlying_storage_impl": fp8_parameters.move_rows,
         f"{utilities}._quantize_param_shard_impl": fp8_parameters.quantize_main_parameters,
         # An installed Transformer Engine would ask the GPU for its recipes, and fail on a machine without one.

@@ -164,13 +164,7 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
-        stages = self.layout.pipeline_model_parallel_size
-        if self.state.reference_model != "none" and stages > 1:
-            raise RuleError(
-                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
-                "memlab does not predict together: choose 1, or none",
-                *("reference_model", "pipeline_model_parallel_size"),
-            )
+        self._check_reference_model()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -178,6 +172,38 @@ class Scenario:
         self._check_packing()
         self._check_mask()
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    @property
+    def teacher(self) -> Scenario:
+        """The frozen model that a loss compares with, in the same layout and with the same workload."""
+        name = self.state.teacher_model
+        model = self.architecture if name is None else find_architecture(name)
+        of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
+        state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
+        layers = self.num_layers if name is None else model.num_layers
+        return replace(self, architecture=model, num_layers=layers, state=state)
+
+    def _check_reference_model(self) -> None:
+        stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
+        if self.state.reference_model != "none" and stages > 1:
+            raise RuleError(
+                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
+                "memlab does not predict together: choose 1, or none",
+                *("reference_model", "pipeline_model_parallel_size"),
+            )
+        if name is None:
+            return
+        try:
+            model = self.teacher.architecture
+        except ValueError as error:
+            raise RuleError(f"teacher_model is {shortened(name)}: {error}", "teacher_model") from error
+        if model.vocab_size != self.architecture.vocab_size:
+            raise RuleError(
+                f"teacher_model is {shortened(name)} with a vocabulary of {model.vocab_size}, must have that of "
+                f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
+                "choose another teacher",
+                *("teacher_model", "loss"),
+            )
 
     def _check_architecture(self) -> None:
         model = self.architecture
@@ -1025,7 +1051,7 @@ class Scenario:
         return reasons
 
     def _without_effect_on_fsdp2(self) -> dict[str, str]:
-        reasons = {}
+        reasons = self._without_effect_on_units()
         if self.state.fp32_sharded_params and self.dtype == "fp32":
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
@@ -1044,6 +1070,18 @@ class Scenario:
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         elif state.reshard_after_forward_ranks == self.ranks_of_shards:
             reasons["reshard_after_forward_ranks"] = "these are all ranks that have shards"
+        return reasons
+
+    def _without_effect_on_units(self) -> dict[str, str]:
+        state, reasons = self.state, {}
+        if state.fsdp_version == 1:
+            one = "FSDP1 shards layers, and then the model"
+            names = ("separate_embeddings", "reshard_root_after_forward")
+            return {name: one for name in names if name in state.changed()}
+        if state.separate_embeddings != "none" and self.architecture.share_embeddings_and_output_weights:
+            reasons["separate_embeddings"] = "they are tied"
+        if state.reshard_root_after_forward and state.reshard_after_forward == "none":
+            reasons["reshard_root_after_forward"] = "reshard_after_forward is none"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ MainParamsDtype = Literal["fp32", "fp16"]
 MomentDtype = Literal["fp32", "fp16", "bf16", "fp8"]
 Loss = Literal[
     "cross_entropy", "logprobs", "logprobs_one_hot", "logprobs_by_sequence", "vocab_parallel_cross_entropy", "softmax",
-    "scaled_softmax", "log_softmax", "topk_logits",
+    "scaled_softmax", "log_softmax", "topk_logits", "logits_kl", "jsd",
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
@@ -35,6 +35,8 @@ TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
+SeparateEmbeddings = Literal["none", "input", "both"]
+LossOfTransformers = Literal["cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -44,6 +46,8 @@ HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
 """Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
+COMPARE_WITH_TEACHER = ("logits_kl", "jsd")
+"""Losses that compare the logits with those of the frozen model that `reference_model` names."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _ON_CPU = {"group": "CPU optimizer", "needs": "optimizer_cpu_offload", "rebuilds": "optimizer", "megatron": "optimizer"}
 _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimizer"}
@@ -189,7 +193,8 @@ class TrainingState:
         "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
         "logits: those of SkyRL (logprobs), NeMo-RL (logprobs_by_sequence or logprobs_one_hot; topk_logits for its "
         "distillation), verl (vocab_parallel_cross_entropy), slime (softmax or scaled_softmax) and ms-swift "
-        "(log_softmax)",
+        "(log_softmax), and, with a `reference_model` as the teacher, those of Model Optimizer's distillation "
+        "(logits_kl) and ms-swift's GKD (jsd)",
         **_LOSS,
     )
     """What each has in memory says `memlab.engines.megatron.losses.LOSSES`."""
@@ -249,12 +254,22 @@ class TrainingState:
     # A copy is built with the model; each micro-batch runs it (memlab/engines/megatron/training_step.py).
     reference_model: ReferenceModel = option(
         "none",
-        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it: a "
-        "second copy of all weights (copy), or the model without its adapters (without_adapters) (default none)",
+        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it, or "
+        "the logits of a teacher: a second model of all weights (copy), or the model without its adapters "
+        "(without_adapters) (default none)",
         group="",
         rebuilds="model",
     )
     """A copy is on the device wherever the parameters are. It has no part in steps of forward passes alone."""
+    teacher_model: str | None = option(
+        None,
+        "architecture of that frozen model, with all its layers, where it is another one than the trained model's: a "
+        "name, or the path of a config.json (default: the trained model's)",
+        group="",
+        rebuilds="model",
+        needs="reference_model",
+        needs_value="copy",
+    )
 
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
@@ -503,6 +518,30 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    separate_embeddings: SeparateEmbeddings = option(
+        "none",
+        "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "
+        "(none) they are sharded together with the last norm",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """``apply_fsdp2`` of SkyRL (a9564572) has the first, that of verl (0.9.1) and Automodel 0.7.0 have both."""
+    reshard_root_after_forward: bool = option(
+        False,
+        "free the gathered output layer and last norm after forward too, unless `reshard_after_forward` is none",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """As verl and SkyRL do, which give torch's `fully_shard` an explicit True for the whole model."""
+    loss_of_transformers: LossOfTransformers = option(
+        "cross_entropy",
+        "transformers' own loss (cross_entropy, the default); the same, with the model's output released before "
+        "backward (masked_cross_entropy, Automodel 0.7.0); or log-probabilities by flash-attn's kernel, or one token "
+        "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL)",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """`memlab.engines.fsdp2.losses` has them."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
@@ -546,6 +585,15 @@ class TrainingState:
     fp8_param_gather: bool = option(
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(
+        False,
+        "gather MXFP8 parameters as bf16 in the gradients' buffer, which Megatron needs for them",
+        **_FP8,
+        needs="fp8_param_gather",
+        megatron="ddp optimizer",
+    )
+    """The quantized parameters are then outside DDP's buffers. megatron-core 0.16 keeps all other parameters twice with
+    it, as they are and in a buffer; 0.19 keeps them once."""
 
     lora: LoRA | None = None
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
@@ -599,6 +647,12 @@ class TrainingState:
             self._check_head()
         if self.reference_model != "none":
             self._check_reference_model()
+        elif self.loss in COMPARE_WITH_TEACHER:
+            raise RuleError(
+                f"loss is {self.loss!r}, which compares with a teacher's logits, and reference_model is 'none': choose "
+                "'copy', or 'without_adapters' with lora_rank",
+                *("loss", "reference_model"),
+            )
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
@@ -654,15 +708,23 @@ class TrainingState:
 
     def _check_reference_model(self) -> None:
         given = f"reference_model is {self.reference_model!r}"
+        compares = self.loss in COMPARE_WITH_TEACHER
         wanted = "without_adapters" if self.lora is not None else "copy"
-        if self.reference_model != wanted:
+        if self.reference_model != wanted and (self.teacher_model is None or self.reference_model != "copy"):
             raise RuleError(
                 f"{given} {'with' if self.lora is not None else 'without'} lora_rank, must be {wanted!r} there, since "
                 "frozen weights need no second copy: choose it, or none",
                 *("reference_model", "lora_rank"),
             )
+        if self.teacher_model is not None and not compares:
+            raise RuleError(
+                f"teacher_model is {shortened(self.teacher_model)}, but loss is {self.loss!r}, and only "
+                f"{' and '.join(COMPARE_WITH_TEACHER)} compare with a teacher: choose one of them, or leave "
+                "teacher_model out",
+                *("teacher_model", "loss"),
+            )
         for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
-            if getattr(self, name) != _default(name):
+            if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
                     "of the two out",
@@ -676,12 +738,13 @@ class TrainingState:
                 "fp8_param_gather out",
                 *("fp8_param_gather", "fp8_format"),
             )
-        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+        if self.reuse_grad_buf_for_mxfp8_param_ag != (self.fp8_param_gather and self.fp8_recipe == "mxfp8"):
+            # ``replace_raw_data`` of Transformer Engine 2.16.1 moves no MXFP8 tensor into DDP's buffer.
+            given = f"fp8_recipe {self.fp8_recipe!r} and fp8_param_gather {self.fp8_param_gather}"
             raise RuleError(
-                "fp8_param_gather is True with fp8_recipe 'mxfp8', which memlab does not predict yet (Megatron "
-                "keeps mxfp8 "
-                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out",
-                *("fp8_param_gather", "fp8_recipe"),
+                f"reuse_grad_buf_for_mxfp8_param_ag is {self.reuse_grad_buf_for_mxfp8_param_ag} with {given}, must be "
+                "True with 'mxfp8' and True, and False otherwise, by a rule of Megatron-Core: change one of the three",
+                *("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp8_recipe"),
             )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
             raise RuleError(

@@ -58,7 +58,8 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
         read: Reads it with another one.
 
     Returns:
-        None if memlab can predict the job, or if it cannot start: then there is nothing to add.
+        None where there is nothing to add: memlab can predict the job, or it cannot start, or its model is not what
+        keeps memlab from it.
     """
     if job.scenario is not None or job.cannot_start is not None:
         return None
@@ -77,15 +78,18 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
             values.setdefault(part, {})[name] = found[0]
         else:
             depends.append(name)
-    compared = started or jobs
+    questions = () if started else tuple(_common([one.questions for one in jobs]))
     rules = {one.cannot_start for one in jobs}
+    if not started and job.not_supported in questions and rules == {None}:
+        return None
+    compared = started or jobs
     missing = [[replace(row, bound_bytes=None) for row in one.not_modelled] for one in compared]
     return OfAnyModel(
         models=tuple(one.scenario.architecture.name for one in started if one.scenario is not None),
         values=values,
         depends_on_model=tuple(dict.fromkeys(depends)),
         cannot_start=rules.pop() if len(rules) == 1 else None,
-        questions=() if started else tuple(_common([one.questions for one in jobs])),
+        questions=questions,
         not_modelled=tuple(_common(missing)),
         warnings=tuple(_common([one.warnings for one in compared])),
     )
@@ -103,13 +107,17 @@ def _in_place(name: str, layers: int, given: dict[str, Any]) -> Architecture:
 
 
 def _values(job: Job) -> dict[str, dict[str, Any]]:
-    """Returns fields by part; adapters are left out where memlab does not have them in this model."""
+    """Returns fields by part, without those of what the model, or memlab's engine with this model, does not have."""
     scenario, settings = job.required()
-    values, state = scenario.to_dict(), scenario.state
+    values, state = scenario.to_dict(), scenario.state.options()
+    model = scenario.architecture
+    absent = {"lora_": scenario.state.lora is None, "moe_": not model.routes}
+    absent["moe_shared_expert_"] = not model.moe_shared_expert_intermediate_size
+    without = tuple(start for start, is_absent in absent.items() if is_absent)
     return {
         "workload": {name: value for name, value in values.items() if name not in _NOT_OF_THE_JOB},
         "layout": values["layout"],
-        "state": {name: v for name, v in state.options().items() if state.lora or not name.startswith("lora_")},
+        "state": {name: value for name, value in state.items() if not name.startswith(without)},
         "allocator": values["allocator"],
         "settings": settings.to_dict(),
         "rollout": {} if job.rollout is None else job.rollout.to_dict(),

@@ -177,7 +177,7 @@ def test_parts_of_multimodal_models_are_without_effect_on_text_models(tmp_path: 
         ("--mcore_adapter out/checkpoint-10 --tuner_type full --lora_bias all", "tuner_type", "less"),
         ("--tuner_type lora --lora_bias all", "tuner_type", "less"),
         ("--padding_free false", "padding_free", "more"),
-        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-235B-A22B", "teacher_model", "more"),
+        ("--rlhf_type grpo --teacher_model Qwen/Qwen3-235B-A22B", "teacher_model", "more"),
     ],
 )
 def test_what_ms_swift_trains_and_keeps(tmp_path: Path, flags: str, key: str, effect: str) -> None:

@@ -19,7 +19,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import NEWER_SETTINGS, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.training_state import COMPARE_WITH_TEACHER, READ_CHUNK_SIZE, Loss, TrainingState
 from memlab.config.versions import Versions
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
@@ -361,7 +361,8 @@ def test_every_loss_is_written_or_said_to_be_another(name: str, loss: Any, tmp_p
     for fp32_output in (False, True):
         if fp32_output and loss == "cross_entropy":
             continue
-        state = TrainingState(loss=loss, fp32_output=fp32_output)
+        reference = "copy" if loss in COMPARE_WITH_TEACHER else "none"
+        state = TrainingState(loss=loss, fp32_output=fp32_output, reference_model=reference)
         scenario = Scenario.of("phi-4", num_layers=2, seq_length=1024, state=state)
         said = written(name, scenario, MemorySettings())
         if {"loss", "fp32_output"} & said.unsaid.keys():

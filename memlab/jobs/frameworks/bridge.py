@@ -112,6 +112,8 @@ KEYS = (
     # What mixed_precision sets replaces what the other sections set (update_config_with_precision_overrides).
     *under("mixed_precision", (replace(key, default=ABSENT) for key in (*_FP8, *_BUCKETS[:1]))),
     Key("mixed_precision.fp8_param_gather", "fp8_param_gather", SWITCH),
+    Key("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "reuse_grad_buf_for_mxfp8_param_ag", SWITCH),
+    Key("mixed_precision.reuse_grad_buf_for_mxfp8_param_ag", "reuse_grad_buf_for_mxfp8_param_ag", SWITCH),
     Key("mixed_precision.bf16", "is_bf16", SWITCH),
     Key("mixed_precision", "mixed_precision", TEXT),
     Key("peft._target_", "class_of_adapters", TEXT),
@@ -132,13 +134,21 @@ KEYS = (
 )
 _PRECISIONS = (
     "fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
-    "fp8_amax_history_len", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+    "fp8_amax_history_len", "fp4_param_gather",
 )  # fmt: skip
 _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
     "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
 )  # fmt: skip
-_OTHER_MODELS = (Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),)
+_OTHER_MODELS = (
+    Missing(
+        "model.teacher",
+        "more",
+        "a teacher on the same ranks, which the job's program builds: where its pipeline has one stage, --loss "
+        "logits_kl --reference-model copy --teacher-model NAME predict it",
+        is_given,
+    ),
+)
 """Sections whose presence says that another model, or a part of the model, is trained or present."""
 _DATASET = (
     *(
@@ -439,7 +449,12 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "fp8_param_gather": True,
     },
     "bf16_with_fp8_subchannel_scaling_mixed": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"},
-    "bf16_with_mxfp8_mixed": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
+    "bf16_with_mxfp8_mixed": {
+        "fp8_format": "e4m3",
+        "fp8_recipe": "mxfp8",
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
     "bf16_with_nvfp4_mixed": {"fp8_format": None},
 }
 _RECIPES |= {
@@ -537,7 +552,7 @@ BRIDGE = Framework(
         "offload_gradients": "Megatron-Bridge keeps its gradient buffers between steps",
         "offload_optimizer": "Megatron-Bridge keeps its optimizer state where it is between steps",
         "offload_optimizer_except_update": "Megatron-Bridge keeps its optimizer state where it is between steps",
-        "loss": "Megatron-Bridge trains with the language-model loss",
+        "loss": "Megatron-Bridge trains with the language-model loss, unless a program adds a teacher",
         "fp32_output": "Megatron-Bridge trains with the language-model loss",
         "logprobs_chunk_size": "Megatron-Bridge trains with the language-model loss",
     },

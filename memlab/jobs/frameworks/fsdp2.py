@@ -81,6 +81,28 @@ def take_attention(reading: Reading, key: str) -> None:
     reading.values["attn_implementation"] = chosen
 
 
+def take_logprobs(reading: Reading, key: str, without_flash: str) -> None:
+    """Takes log-probabilities that are computed from the logits in their type, by flash-attn's kernel where it is.
+
+    ``logprobs_from_logits`` of verl (``verl/utils/torch_functional.py``, 0.9.1) and of its copy in SkyRL.
+
+    Args:
+        reading: Of the job, after `take_attention`.
+        key: By which it is named that nothing says whether the package flash-attn is installed.
+        without_flash: The loss of the scenario that has as much where it is not.
+    """
+    has_flash = reading.values["attn_implementation"] == "flash_attention_2"
+    reading.values["loss_of_transformers"] = "logprobs_flash_attn" if has_flash else without_flash
+    if not has_flash:
+        reading.miss(key, "less", "where the package flash-attn is installed, log-probabilities need the logits alone")
+
+
+def take_units(reading: Reading, embeddings: str) -> None:
+    """Takes what is sharded by itself beside layers, and freed after forward as they are: ``apply_fsdp2`` of verl."""
+    frees = reading.values["reshard_after_forward"] != "none"
+    reading.values |= {"separate_embeddings": embeddings, "reshard_root_after_forward": frees}
+
+
 def peft_keys(section: str, start: str = "") -> tuple[Key, ...]:
     """Returns the keys of adapters that PEFT makes, with their defaults in verl and SkyRL; a rank of 0 is none.
 

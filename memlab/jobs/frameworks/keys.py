@@ -221,7 +221,7 @@ EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""
 BACKEND = Conversion(_read_backend, _same)
 CONVERSIONS: dict[Kind, Conversion] = {
-    "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER,
+    "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER, "name": TEXT,
 }  # fmt: skip
 """By the kind of an option of memlab."""
 NONE_WORD = Conversion(

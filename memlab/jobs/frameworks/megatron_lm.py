@@ -163,10 +163,10 @@ _NOT_ARGUMENTS = (
     "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
     "num_microbatches_with_partial_activation_checkpoints", "offload_optimizer_states",
     "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation", "quant_recipe",
-    "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "use_inference_optimized_layers", "use_kitchen",
-    "use_layer_wise_distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "transformer_impl",
+    "use_inference_optimized_layers", "use_kitchen", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
-"""Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name."""
+"""Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name, or to the same effect."""
 _OTHER_NAMES = {
     "ddp_num_buckets": "num_buckets",
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
@@ -196,6 +196,10 @@ _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
 _ROW = {row.name: row for row in _CORE_ROWS}
 FLAGS_MISSING = (
     *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _CORE_ROWS if row.name not in _NOT_ARGUMENTS),
+    # Of local, `_complete_attention` says what is not modelled.
+    replace(
+        _ROW["transformer_impl"], is_on=lambda value: value == "inference_optimized", default="transformer_engine"
+    ),
     *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
     *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
     Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
@@ -670,6 +674,7 @@ def _check(reading: Reading) -> None:
 ONLY_OF_MS_SWIFT = {
     "num_labels": "of the training jobs that memlab reads, only ms-swift's have a head",
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
+    "teacher_model": "of the training jobs that memlab reads, only ms-swift's name a teacher that is in the step",
 }
 ONLY_OF_VERL_AND_SLIME = {"entropy_loss": "memlab has this entropy in the losses of verl and slime only"}
 _ONLY_OF_NEMO_RL = {
@@ -677,7 +682,10 @@ _ONLY_OF_NEMO_RL = {
     "topk_logits_k": "only NeMo-RL's distillation compares with a teacher's logits",
 }
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
-OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | NO_MASK_OF_DATA_LOADER
+ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | {
+    "transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"
+}
+OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | ONLY_OF_MEGATRON_LM
 CANNOT_WRITE = (
     ONLY_OF_MS_SWIFT
     | ONLY_OF_VERL_AND_SLIME
