@@ -196,10 +196,6 @@ _CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
 _ROW = {row.name: row for row in _CORE_ROWS}
 FLAGS_MISSING = (
     *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _CORE_ROWS if row.name not in _NOT_ARGUMENTS),
-    # Of local, `_complete_attention` says what is not modelled.
-    replace(
-        _ROW["transformer_impl"], is_on=lambda value: value == "inference_optimized", default="transformer_engine"
-    ),
     *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
     *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
     Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
@@ -391,6 +387,8 @@ def _ask_for_the_program(reading: Reading) -> None:
 def _complete_attention(reading: Reading) -> None:
     """Takes Megatron's own layers, or of them the scores of attention only, where memlab does not have the rest."""
     values = reading.values
+    if reading.entries.get("transformer_impl") == "inference_optimized":
+        reading.miss("transformer_impl", "either", _ROW["transformer_impl"].reason)
     if values.get("transformer_impl") != "local":
         return
     is_fused = not reading.get("no_masked_softmax_fusion") and (values.get("seq_length") or 0) <= _LONGEST_FUSED
