@@ -437,9 +437,10 @@ def jobs() -> Iterator[Job]:
     )
     yield from adapters(of)
     yield from dense_families(of)
-    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), teachers(of))
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), teachers(of),
+                     fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
     # Two ranks.
-    yield from latent_attention_of_two_ranks(of)
+    yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
     yield from of(QWEN, 4, "PP2", {}, recompute("moe"), num_microbatches=4, config=DEALLOCATE)
@@ -530,7 +531,17 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
 
 BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 TENSORWISE = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+DELAYED = {"fp8_format": "hybrid", "fp8_recipe": "delayed"}
+FP8_PARAMETERS = {"fp8_param_gather": True}
 OVERLAP = {"moe_shared_expert_overlap": True}
+
+
+def fp8_parameters(of: Callable[..., Iterator[Job]], layout: str, copies: str, experts: str) -> Iterator[Job]:
+    """Yields jobs whose weights are in FP8, by each recipe of Hopper."""
+    for recipe in (DELAYED, TENSORWISE, BLOCKWISE):
+        yield from of(LLAMA, 4, layout, {}, FULL, state=recipe | FP8_PARAMETERS)
+    yield from of(LLAMA, 4, copies, state=TENSORWISE | FP8_PARAMETERS | {"use_precision_aware_optimizer": True})
+    yield from of(QWEN, 2, experts, {}, FULL, state=TENSORWISE | FP8_PARAMETERS)
 
 
 def further_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

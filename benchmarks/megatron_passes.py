@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -95,7 +96,10 @@ def adapters_off(chunks: list[Any]) -> Iterator[None]:
 
 
 def _inputs(data: Iterator[dict[str, torch.Tensor]]) -> tuple[tuple[Any, ...], torch.Tensor]:
-    batch = get_batch_on_this_cp_rank({name: value.cuda() for name, value in next(data).items()})
+    # megatron-core 0.18 and 0.19 must be told that all ranks share each sequence.
+    shared = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+    batch = {name: value.cuda() for name, value in next(data).items()}
+    batch = get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **shared)
     return (batch["tokens"], batch["position_ids"], None), batch["labels"]
 
 

@@ -54,6 +54,7 @@ COLLECTIVES_SECONDS = 60
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.uint8}
 _OPTIONS_OF_MODEL = {
     "fp8_format": "fp8",
+    "fp8_param_gather": "fp8_param",
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
@@ -240,6 +241,7 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
         state.pop(name, None)
     is_frozen, has_reference = state.pop("freeze_moe_router", False), state.pop("reference_model", None) == "copy"
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
+    ddp["fp8_param_gather"] = bool(config.fp8_param)
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
     adam["use_distributed_optimizer"] = True
     # Frameworks give the recipe to both configs: the optimizer keeps other main parameters with it.
