@@ -183,7 +183,8 @@ class Scenario:
         of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
         state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
         layers = self.num_layers if name is None else model.num_layers
-        return replace(self, architecture=model, num_layers=layers, state=state)
+        of_experts: dict[str, Any] = {} if model.routes else {"routing": Routing(), "expert_buffers": False}
+        return replace(self, architecture=model, num_layers=layers, state=state, **of_experts)
 
     def _check_reference_model(self) -> None:
         stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
