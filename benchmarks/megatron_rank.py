@@ -580,7 +580,10 @@ def release(chunks: list[Any], optimizer: Any, reference: list[GPTModel]) -> Non
     RotaryEmbedding.forward.cache_clear()
     YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # megatron-core 0.18 and later
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     parallel_state.get_global_memory_buffer().buffer.clear()

@@ -164,6 +164,8 @@ class Scenario:
         self._check_experts()
         self._check_adapters()
         self._check_attention()
+        self._check_attn_implementation()
+        self._check_mask_in_fp32()
         self._check_packing()
         self._check_mask()
         chunks = self.layout.virtual_pipeline_model_parallel_size
@@ -603,7 +605,7 @@ class Scenario:
                 *("dtype", "attn_implementation", "packed_sequences"),
             )
 
-    def _check_packing(self) -> None:
+    def _check_attn_implementation(self) -> None:
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
@@ -616,7 +618,8 @@ class Scenario:
                 "which memlab does not have with it: leave it out",
                 "attn_implementation",
             )
-        self._check_mask_in_fp32()
+
+    def _check_packing(self) -> None:
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -951,6 +954,12 @@ class Scenario:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
         if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
             reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
+        shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
+        if self.state.attention_dropout and shares_sequences:
+            reasons["attention_dropout"] = (
+                "on the CPU and in predictions, attention drops no probabilities of packed sequences, nor where ranks "
+                "share a sequence: what a kernel keeps for it, the state of its random numbers, is left out"
+            )
         is_inside = 0 < self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1
         if self.state.create_attention_mask_in_dataloader and is_inside:
             reasons["create_attention_mask_in_dataloader"] = "only the first and the last pipeline stage get masks"

@@ -229,6 +229,15 @@ def test_the_first_chunk_is_gathered_while_the_optimizer_updates_the_others(monk
         lab_of(layout=TWO_COPIES, state=state)
 
 
+@pytest.mark.parametrize(
+    ("options", "is_dropped"),
+    [({"packed_sequences": 2}, True), ({"layout": Layout(context_parallel_size=2)}, True), ({}, False)],
+)
+def test_a_dropout_that_memlab_s_attention_leaves_out_is_said(options: dict[str, Any], is_dropped: bool) -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", seq_length=64, state=TrainingState(attention_dropout=0.1), **options)
+    assert ("attention_dropout" in scenario.without_effect()) == is_dropped
+
+
 def test_options_without_effect_are_named() -> None:
     def reasons(state: TrainingState, **layout: int) -> set[str]:
         return set(Scenario.of("qwen3-moe-tiny", state=state, layout=Layout(**layout)).without_effect())
