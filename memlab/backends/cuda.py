@@ -160,6 +160,11 @@ def check(scenario: Scenario) -> None:
             "Megatron, which is not installed here: install Apex with its CUDA extensions, leave the option out, or "
             "predict the step (memlab predict, backend 'simulated')"
         )
+    if scenario.state.transformer_impl == "local":
+        raise ValueError(
+            "transformer_impl is 'local', which memlab does not run on a GPU: choose transformer_engine, or predict "
+            "the step (memlab predict, backend 'simulated')"
+        )
     check_environment(scenario.state.attention_backend)
     if scenario.state.attention_backend == "flash":
         check_flash_attention_is_installed()

@@ -27,6 +27,7 @@ Loss = Literal[
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
@@ -275,6 +276,13 @@ class TrainingState:
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    transformer_impl: TransformerImplementation = option(
+        "transformer_engine",
+        "whose layers a model has: Transformer Engine's, or Megatron's own (local; default transformer_engine)",
+        group="",
+        rebuilds="model",
+    )
+    """Megatron's further value, ``inference_optimized``, trains nothing."""
     # Transformer Engine's attention is built with it (extensions/transformer_engine.py).
     cp_comm_type: ContextParallelExchange = option(
         "p2p",

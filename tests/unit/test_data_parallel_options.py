@@ -215,6 +215,15 @@ def test_buckets_have_megatron_s_size_unless_one_is_given() -> None:
     assert sizes(TrainingState(ddp_bucket_size=20_000), data_parallel_size=2) is None
 
 
+@pytest.mark.parametrize(
+    ("options", "is_dropped"),
+    [({"packed_sequences": 2}, True), ({"layout": Layout(context_parallel_size=2)}, True), ({}, False)],
+)
+def test_a_dropout_that_memlab_s_attention_leaves_out_is_said(options: dict[str, Any], is_dropped: bool) -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", seq_length=64, state=TrainingState(attention_dropout=0.1), **options)
+    assert ("attention_dropout" in scenario.without_effect()) == is_dropped
+
+
 def test_options_without_effect_are_named() -> None:
     def reasons(state: TrainingState, **layout: int) -> set[str]:
         return set(Scenario.of("qwen3-moe-tiny", state=state, layout=Layout(**layout)).without_effect())

@@ -92,6 +92,7 @@ def state_fields(state: TrainingState) -> dict[str, Any]:
     router_dtype = None if state.moe_router_dtype == "params_dtype" else state.moe_router_dtype
     return _options(state, "model") | {
         "attention_backend": AttnBackend[state.attention_backend],
+        "transformer_impl": state.transformer_impl,
         "moe_router_dtype": router_dtype,
     }
 

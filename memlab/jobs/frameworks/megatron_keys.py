@@ -299,7 +299,7 @@ MISSING = (
         "transformer_impl",
         "either",
         "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine", "local"),
+        lambda value: value not in (None, "transformer_engine"),
     ),
     *(
         Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
