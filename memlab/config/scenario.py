@@ -173,6 +173,13 @@ class Scenario:
         self._check_mask_in_fp32()
         self._check_packing()
         self._check_mask()
+        chunks = self.layout.virtual_pipeline_model_parallel_size
+        if self.state.overlap_param_gather_with_optimizer_step and chunks == 1:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with virtual_pipeline_model_parallel_size 1, must "
+                "have more, since Megatron-Core has no optimizer for no other chunk: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
+            )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     @property
@@ -989,7 +996,7 @@ class Scenario:
             alone = (
                 "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
             )
-            names = ("overlap_grad_reduce", "overlap_param_gather")
+            names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
