@@ -165,6 +165,7 @@ class Scenario:
         self._check_capacity()
         self._check_extra_layers()
         self._check_reference_model()
+        self._check_entropy()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -213,6 +214,20 @@ class Scenario:
                 f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
                 "choose another teacher",
                 *("teacher_model", "loss"),
+            )
+
+    def _check_entropy(self) -> None:
+        """Checks that an entropy with a gradient has one chunk: each part's backward writes into the logits of all.
+
+        torch then refuses the next one: *modified by an inplace operation* (``_VocabParallelEntropy`` in
+        verl/utils/megatron/tensor_parallel.py, 0.9.1 and 1dda039b).
+        """
+        size, tokens = self.state.entropy_chunk_size, self.seq_length // self.layout.context_parallel_size
+        if self.state.entropy_loss and size is not None and size < tokens:
+            raise RuleError(
+                f"entropy_chunk_size is {size} with entropy_loss, must be at least the {tokens} tokens of a row, since "
+                "verl's backward of several chunks fails: give a larger one, or leave one of the two out",
+                *("entropy_chunk_size", "entropy_loss"),
             )
 
     def _check_architecture(self) -> None:

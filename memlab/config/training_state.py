@@ -248,6 +248,16 @@ class TrainingState:
         "entropy from the loss, and keep what its gradient needs",
         **_LOSS_OF_FEW,
     )
+    entropy_chunk_size: int | None = option(
+        None,
+        "tokens whose entropy is computed at once (default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="vocab_parallel_cross_entropy",
+        at_most=2**26,
+    )
+    """verl's ``entropy_from_logits_chunk_size``. Where training subtracts the entropy, one chunk has to have all tokens
+    of a row, since backward fails otherwise."""
     # The model is built with it.
     num_labels: int | None = option(
         None,
@@ -990,7 +1000,7 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "entropy_loss"),  # for which the panel has no control
+    *("topk_logits_k", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")
