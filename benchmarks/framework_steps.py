@@ -557,7 +557,8 @@ def predicted_of(job: Job, path: Path) -> dict[str, int]:
     from memlab import Lab
     from memlab.jobs.job import Job as JobFile
 
-    scenario, settings = JobFile.read(path, world_size=job.num_ranks).required()
+    version = {"automodel": "0.7.0"}.get(job.framework)
+    scenario, settings = JobFile.read(path, world_size=job.num_ranks, version=version).required()
     with Lab(scenario, backend="simulated") as lab:
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)

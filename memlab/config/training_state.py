@@ -23,10 +23,11 @@ MainParamsDtype = Literal["fp32", "fp16"]
 MomentDtype = Literal["fp32", "fp16", "bf16", "fp8"]
 Loss = Literal[
     "cross_entropy", "logprobs", "logprobs_one_hot", "logprobs_by_sequence", "vocab_parallel_cross_entropy", "softmax",
-    "scaled_softmax", "log_softmax", "topk_logits",
+    "scaled_softmax", "log_softmax", "topk_logits", "logits_kl", "jsd",
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
@@ -45,6 +46,8 @@ HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
 """Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
+COMPARE_WITH_TEACHER = ("logits_kl", "jsd")
+"""Losses that compare the logits with those of the frozen model that `reference_model` names."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _ON_CPU = {"group": "CPU optimizer", "needs": "optimizer_cpu_offload", "rebuilds": "optimizer", "megatron": "optimizer"}
 _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimizer"}
@@ -108,6 +111,16 @@ class TrainingState:
     )
     """Without `overlap_grad_reduce`, each buffer is a single bucket, which is gathered when forward begins.
     (Megatron-Core's DDP allows this; the arguments of Megatron-LM's own scripts do not.)"""
+    overlap_param_gather_with_optimizer_step: bool = option(
+        False,
+        "gather the parameters of the first model chunk while the optimizer updates the others; no buffer has buckets",
+        group="",
+        rebuilds="model",
+        needs="overlap_param_gather",
+        megatron="optimizer",
+    )
+    """DDP's buffers then have one bucket each (``get_model`` in megatron/training/training.py), and each chunk's update
+    is an optimizer of its own. Of interleaved pipelines; Megatron-Bridge gives it to others too."""
     ddp_bucket_size: int | None = option(
         None,
         "elements in a bucket of gradients; used only with `overlap_grad_reduce` (default: Megatron's rule)",
@@ -190,7 +203,8 @@ class TrainingState:
         "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
         "logits: those of SkyRL (logprobs), NeMo-RL (logprobs_by_sequence or logprobs_one_hot; topk_logits for its "
         "distillation), verl (vocab_parallel_cross_entropy), slime (softmax or scaled_softmax) and ms-swift "
-        "(log_softmax)",
+        "(log_softmax), and, with a `reference_model` as the teacher, those of Model Optimizer's distillation "
+        "(logits_kl) and ms-swift's GKD (jsd)",
         **_LOSS,
     )
     """What each has in memory says `memlab.engines.megatron.losses.LOSSES`."""
@@ -234,6 +248,16 @@ class TrainingState:
         "entropy from the loss, and keep what its gradient needs",
         **_LOSS_OF_FEW,
     )
+    entropy_chunk_size: int | None = option(
+        None,
+        "tokens whose entropy is computed at once (default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="vocab_parallel_cross_entropy",
+        at_most=2**26,
+    )
+    """verl's ``entropy_from_logits_chunk_size``. Where training subtracts the entropy, one chunk has to have all tokens
+    of a row, since backward fails otherwise."""
     # The model is built with it.
     num_labels: int | None = option(
         None,
@@ -250,18 +274,35 @@ class TrainingState:
     # A copy is built with the model; each micro-batch runs it (memlab/engines/megatron/training_step.py).
     reference_model: ReferenceModel = option(
         "none",
-        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it: a "
-        "second copy of all weights (copy), or the model without its adapters (without_adapters) (default none)",
+        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it, or "
+        "the logits of a teacher: a second model of all weights (copy), or the model without its adapters "
+        "(without_adapters) (default none)",
         group="",
         rebuilds="model",
     )
     """A copy is on the device wherever the parameters are. It has no part in steps of forward passes alone."""
+    teacher_model: str | None = option(
+        None,
+        "architecture of that frozen model, with all its layers, where it is another one than the trained model's: a "
+        "name, or the path of a config.json (default: the trained model's)",
+        group="",
+        rebuilds="model",
+        needs="reference_model",
+        needs_value="copy",
+    )
 
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    transformer_impl: TransformerImplementation = option(
+        "transformer_engine",
+        "whose layers a model has: Transformer Engine's, or Megatron's own (local; default transformer_engine)",
+        group="",
+        rebuilds="model",
+    )
+    """Megatron's further value, ``inference_optimized``, trains nothing."""
     # Transformer Engine's attention is built with it (extensions/transformer_engine.py).
     cp_comm_type: ContextParallelExchange = option(
         "p2p",
@@ -561,9 +602,27 @@ class TrainingState:
         megatron="model",
     )
     """``mxfp8`` needs Blackwell."""
+    non_tn_fp8_gemm: bool = option(
+        False,
+        "keep no transposed copies of FP8 matrices, as on Blackwell, whose products need none; Hopper's do",
+        group="",
+        rebuilds="model",
+        needs="fp8_format",
+    )
+    """Of the recipes ``delayed`` and ``tensorwise``. The GPU decides it, by ``is_non_tn_fp8_gemm_supported`` of
+    Transformer Engine 2.16.1: from compute capability 10.0 on. No prediction with it was compared with a GPU."""
     fp8_param_gather: bool = option(
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(
+        False,
+        "gather MXFP8 parameters as bf16 in the gradients' buffer, which Megatron needs for them",
+        **_FP8,
+        needs="fp8_param_gather",
+        megatron="ddp optimizer",
+    )
+    """The quantized parameters are then outside DDP's buffers. megatron-core 0.16 keeps all other parameters twice with
+    it, as they are and in a buffer; 0.19 keeps them once."""
 
     lora: LoRA | None = None
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
@@ -617,6 +676,12 @@ class TrainingState:
             self._check_head()
         if self.reference_model != "none":
             self._check_reference_model()
+        elif self.loss in COMPARE_WITH_TEACHER:
+            raise RuleError(
+                f"loss is {self.loss!r}, which compares with a teacher's logits, and reference_model is 'none': choose "
+                "'copy', or 'without_adapters' with lora_rank",
+                *("loss", "reference_model"),
+            )
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
@@ -672,15 +737,23 @@ class TrainingState:
 
     def _check_reference_model(self) -> None:
         given = f"reference_model is {self.reference_model!r}"
+        compares = self.loss in COMPARE_WITH_TEACHER
         wanted = "without_adapters" if self.lora is not None else "copy"
-        if self.reference_model != wanted:
+        if self.reference_model != wanted and (self.teacher_model is None or self.reference_model != "copy"):
             raise RuleError(
                 f"{given} {'with' if self.lora is not None else 'without'} lora_rank, must be {wanted!r} there, since "
                 "frozen weights need no second copy: choose it, or none",
                 *("reference_model", "lora_rank"),
             )
+        if self.teacher_model is not None and not compares:
+            raise RuleError(
+                f"teacher_model is {shortened(self.teacher_model)}, but loss is {self.loss!r}, and only "
+                f"{' and '.join(COMPARE_WITH_TEACHER)} compare with a teacher: choose one of them, or leave "
+                "teacher_model out",
+                *("teacher_model", "loss"),
+            )
         for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
-            if getattr(self, name) != _default(name):
+            if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
                     "of the two out",
@@ -694,12 +767,25 @@ class TrainingState:
                 "fp8_param_gather out",
                 *("fp8_param_gather", "fp8_format"),
             )
-        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+        if self.reuse_grad_buf_for_mxfp8_param_ag != (self.fp8_param_gather and self.fp8_recipe == "mxfp8"):
+            # ``replace_raw_data`` of Transformer Engine 2.16.1 moves no MXFP8 tensor into DDP's buffer.
+            given = f"fp8_recipe {self.fp8_recipe!r} and fp8_param_gather {self.fp8_param_gather}"
             raise RuleError(
-                "fp8_param_gather is True with fp8_recipe 'mxfp8', which memlab does not predict yet (Megatron "
-                "keeps mxfp8 "
-                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out",
-                *("fp8_param_gather", "fp8_recipe"),
+                f"reuse_grad_buf_for_mxfp8_param_ag is {self.reuse_grad_buf_for_mxfp8_param_ag} with {given}, must be "
+                "True with 'mxfp8' and True, and False otherwise, by a rule of Megatron-Core: change one of the three",
+                *("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp8_recipe"),
+            )
+        if self.reuse_grad_buf_for_mxfp8_param_ag and self.overlap_param_gather_with_optimizer_step:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with reuse_grad_buf_for_mxfp8_param_ag, must be "
+                "False there by a rule of Megatron-Core 0.19: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "reuse_grad_buf_for_mxfp8_param_ag"),
+            )
+        if self.non_tn_fp8_gemm and self.fp8_recipe not in ("delayed", "tensorwise"):
+            raise RuleError(
+                f"non_tn_fp8_gemm is True with fp8_recipe {self.fp8_recipe!r}, must have delayed or tensorwise, whose "
+                "transposed copies it leaves out: choose one of them, or leave non_tn_fp8_gemm out",
+                *("non_tn_fp8_gemm", "fp8_recipe"),
             )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
             raise RuleError(
@@ -838,6 +924,8 @@ class TrainingState:
             ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
+        if self.overlap_param_gather_with_optimizer_step:
+            ignored("ddp_bucket_size", "overlap_param_gather_with_optimizer_step leaves each buffer a single bucket")
         return reasons
 
     @property
@@ -912,7 +1000,7 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "entropy_loss"),  # for which the panel has no control
+    *("topk_logits_k", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")

@@ -69,7 +69,7 @@ def read(folder: Path, changes: str = "", **options: Any) -> Job:
 
 
 def test_a_recipe_is_the_step_of_each_of_its_ranks(tmp_path: Path) -> None:
-    job = read(tmp_path)
+    job = read(tmp_path, version="36044ad3")
     assert job.required() == (
         Scenario.of(
             "phi-4",
@@ -156,6 +156,23 @@ def test_ranks_that_divide_matrices_are_read(more: dict[str, Any], tmp_path: Pat
     assert (layout.tensor_model_parallel_size, layout.sequence_parallel) == (2, bool(more))
     own = read(tmp_path, str({"distributed.tp_size": 2, "distributed.tp_plan": "my.module.plan"} | more))
     assert {one.key for one in own.not_modelled} - {one.key for one in job.not_modelled} == {"distributed.tp_plan"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "embeddings"),
+    [
+        ("{distributed.dp_size: 8}", "both"),
+        ("{peft.dim: 8}", "none"),
+        ("{freeze_config.freeze_embeddings: true}", "none"),
+    ],
+)
+def test_the_release_shards_embeddings_that_it_trains_alone(changes: str, embeddings: str, tmp_path: Path) -> None:
+    job = read(tmp_path, changes, version="0.7.0")
+    state = job.required()[0].state
+    assert (state.separate_embeddings, state.loss_of_transformers) == (embeddings, "masked_cross_entropy")
+    (warning,) = [one for one in read(tmp_path, changes).warnings if one not in job.warnings]
+    assert "--framework-version 0.7.0" in warning
+    assert read(tmp_path, changes, version="36044ad3").warnings == job.warnings
 
 
 def test_ranks_that_share_sequences_are_read(tmp_path: Path) -> None:
