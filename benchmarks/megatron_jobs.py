@@ -437,8 +437,8 @@ def jobs() -> Iterator[Job]:
     )
     yield from adapters(of)
     yield from dense_families(of)
-    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), teachers(of),
-                     fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
+                     teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -519,6 +519,9 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
                   ATTENTION, config=some_experts)  # fmt: skip
     yield from of(GLM, 3, alone, {}, FULL, config=some_experts | EXTRA)
     yield from of(MIXTRAL, 2, alone, {}, FULL, *map(recompute, ("moe_act", "moe", "core_attn")), EXPERTS, ATTENTION)
+    yield from of(MIXTRAL, 2, alone, recompute("layernorm"), recompute("layernorm", "moe_act"))
+    yield from of(MIXTRAL, 2, alone, num_microbatches=3)
+    yield from of(MIXTRAL, 2, alone, {}, FULL, state=LOW_PRECISION)
     yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS | {"mtp_num_layers": 2})
     yield from of(MOONLIGHT, 3, alone, num_microbatches=3, config=FEW_EXPERTS | EXTRA)
     yield from of(QWEN, 2, alone, ATTENTION, recompute("core_attn"), recompute("moe"), config=EXTRA)
@@ -849,9 +852,24 @@ def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
 
 
+OWN_LAYERS = {"transformer_impl": "local"}
+
+
+def own_layers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of GPT with Megatron's own layers in the place of Transformer Engine's."""
+    alone: dict[str, Any] = {"seq_length": 2048}
+    one = GPT, 4, "one rank"
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | OWN_LAYERS, **alone)
+    yield from of(*one, {}, FULL, state=OWN_LAYERS, **alone)
+    yield from of(*one, {}, FULL, state=DROPS | OWN_LAYERS | FUSED_GRADIENTS, **alone)
+    yield from of(*one, state=OWN_LAYERS | UNFUSED_ACTIVATION, num_microbatches=3, **alone)
+    yield from of(*one, state=OWN_LAYERS | WHOLE_OPTIMIZER, **alone)
+
+
 def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of two ranks: whole sequences, tied embeddings over stages, a whole optimizer on each rank."""
     short: dict[str, Any] = {"seq_length": 2048, "state": DROPS}
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, seq_length=2048, state=DROPS | OWN_LAYERS)
     yield from of(GPT, 4, "TP2 SP0", {}, FULL, **short)
     yield from of(GPT, 4, "TP2", **short)
     yield from of(LLAMA, 4, "TP2 SP0")

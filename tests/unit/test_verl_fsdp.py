@@ -118,6 +118,9 @@ def test_types_shards_and_what_leaves_the_device(
         (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
         (f"+{MODEL}.override_config.num_hidden_layers=2", {f"{MODEL}.override_config.num_hidden_layers": "either"}),
         (f"+{MODEL}.override_config.attn_implementation=flash_attention_2", {}),
+        # flash-attn, the default, takes 16 bits only.
+        (f"+{FSDP}.mixed_precision.param_dtype=fp32",
+         {f"{MODEL}.override_config.attn_implementation": "either", f"{ACTOR}.policy_loss": "less"}),
         (f"+{MODEL}.override_config.attn_implementation=flex_attention",
          {f"{MODEL}.override_config.attn_implementation": "either", f"{ACTOR}.policy_loss": "less"}),
         (f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16", {f"{MODEL}.lora_rank": "less"}),

@@ -63,7 +63,7 @@ def check_shards(reading: Reading) -> None:
 
 
 def take_attention(reading: Reading, key: str) -> None:
-    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only.
+    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only and is named.
 
     The default is that of ``hf_model.yaml`` of verl 0.9.1, ``flash_attn`` of SkyRL, and of NeMo-RL's packed sequences.
 
@@ -72,9 +72,11 @@ def take_attention(reading: Reading, key: str) -> None:
         key: Which names another function; such as memlab does not have are named by it.
     """
     given, has_flash = reading.get(key), reading.values["dtype"] == "bf16"
-    chosen = given or ("flash_attention_2" if has_flash else "sdpa")
+    chosen = given or "flash_attention_2"
     if chosen not in ATTENTION or (chosen == "flash_attention_2" and not has_flash):
-        reading.miss(key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}")
+        reading.miss(
+            key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}{'' if given else ', the default'}"
+        )
         chosen = "sdpa"
     if given is not None:
         reading.take(key, "attn_implementation", chosen)

@@ -299,7 +299,7 @@ MISSING = (
         "transformer_impl",
         "either",
         "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine", "local"),
+        lambda value: value not in (None, "transformer_engine"),
     ),
     *(
         Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
@@ -363,7 +363,6 @@ MISSING_OPTIMIZER = (
         "main parameters are kept whole: 2 more bytes per parameter, sharded",
         is_false,
     ),
-    Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
     Missing("offload_optimizer_states", "less", "the optimizer's states are on the host between updates"),
     Missing("use_layer_wise_distributed_optimizer", "either", "each rank updates whole layers"),

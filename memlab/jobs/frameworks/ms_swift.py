@@ -59,7 +59,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     FLAGS_MISSING,
     FLAGS_OF_COMPUTING,
     FLAGS_OF_THE_OPTIMIZER,
-    NO_MASK_OF_DATA_LOADER,
+    ONLY_OF_MEGATRON_LM,
     ONLY_OF_MS_SWIFT,
     check_backend,
     common,
@@ -835,7 +835,7 @@ MS_SWIFT = Framework(
     complete_of_model=_complete_model,
     compose=compose,
     cannot_write=_NEVER
-    | NO_MASK_OF_DATA_LOADER
+    | ONLY_OF_MEGATRON_LM
     | {
         "offload_optimizer_except_update": "ms-swift loads the optimizer state before the step",
         "logprobs_chunk_size": "ms-swift has no such key",
