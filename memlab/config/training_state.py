@@ -307,10 +307,11 @@ class TrainingState:
     cp_comm_type: ContextParallelExchange = option(
         "p2p",
         "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
-        "rank attends over the whole sequence with its share of them (a2a)",
+        "rank attends over the whole sequence with its share of them (a2a; with engine fsdp2 as Ulysses in verl)",
         group="",
         rebuilds="model",
         megatron="model",
+        engines=("megatron", "fsdp2"),
     )
     """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
