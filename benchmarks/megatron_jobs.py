@@ -262,6 +262,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_topk": 8,
         "moe_ffn_hidden_size": 1536,
     },
+    "olmoe-1b-7b": {
+        **_MOE,
+        "moe_router_pre_softmax": True,
+        "moe_aux_loss_coeff": 1e-2,
+        "layernorm_epsilon": 1e-5,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "num_moe_experts": 64,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 1024,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -293,6 +306,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "glm-4.5-air": {"vocab_size": 151552, "rotary_base": 1000000, "rotary_percent": 0.5},
     "gpt-oss-20b": {"vocab_size": 201088, "rotary_base": 150000},
     "minimax-m2": {"vocab_size": 200064, "rotary_base": 5000000, "rotary_percent": 0.5},
+    "olmoe-1b-7b": {"vocab_size": 50304, "rotary_base": 10000},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -355,7 +369,7 @@ class Job:
 
 
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
-MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX = _OF_EXPERTS
+MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE = _OF_EXPERTS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -437,8 +451,8 @@ def jobs() -> Iterator[Job]:
     )
     yield from adapters(of)
     yield from dense_families(of)
-    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), teachers(of),
-                     fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
+                     teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -519,6 +533,9 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
                   ATTENTION, config=some_experts)  # fmt: skip
     yield from of(GLM, 3, alone, {}, FULL, config=some_experts | EXTRA)
     yield from of(MIXTRAL, 2, alone, {}, FULL, *map(recompute, ("moe_act", "moe", "core_attn")), EXPERTS, ATTENTION)
+    yield from of(MIXTRAL, 2, alone, recompute("layernorm"), recompute("layernorm", "moe_act"))
+    yield from of(MIXTRAL, 2, alone, num_microbatches=3)
+    yield from of(MIXTRAL, 2, alone, {}, FULL, state=LOW_PRECISION)
     yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS | {"mtp_num_layers": 2})
     yield from of(MOONLIGHT, 3, alone, num_microbatches=3, config=FEW_EXPERTS | EXTRA)
     yield from of(QWEN, 2, alone, ATTENTION, recompute("core_attn"), recompute("moe"), config=EXTRA)
@@ -542,6 +559,7 @@ def fp8_parameters(of: Callable[..., Iterator[Job]], layout: str, copies: str, e
         yield from of(LLAMA, 4, layout, {}, FULL, state=recipe | FP8_PARAMETERS)
     yield from of(LLAMA, 4, copies, state=TENSORWISE | FP8_PARAMETERS | {"use_precision_aware_optimizer": True})
     yield from of(QWEN, 2, experts, {}, FULL, state=TENSORWISE | FP8_PARAMETERS)
+    yield from of(OLMOE, 4, experts, {}, FULL, recompute("core_attn"))
 
 
 def further_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -849,9 +867,24 @@ def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
 
 
+OWN_LAYERS = {"transformer_impl": "local"}
+
+
+def own_layers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of GPT with Megatron's own layers in the place of Transformer Engine's."""
+    alone: dict[str, Any] = {"seq_length": 2048}
+    one = GPT, 4, "one rank"
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | OWN_LAYERS, **alone)
+    yield from of(*one, {}, FULL, state=OWN_LAYERS, **alone)
+    yield from of(*one, {}, FULL, state=DROPS | OWN_LAYERS | FUSED_GRADIENTS, **alone)
+    yield from of(*one, state=OWN_LAYERS | UNFUSED_ACTIVATION, num_microbatches=3, **alone)
+    yield from of(*one, state=OWN_LAYERS | WHOLE_OPTIMIZER, **alone)
+
+
 def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of two ranks: whole sequences, tied embeddings over stages, a whole optimizer on each rank."""
     short: dict[str, Any] = {"seq_length": 2048, "state": DROPS}
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, seq_length=2048, state=DROPS | OWN_LAYERS)
     yield from of(GPT, 4, "TP2 SP0", {}, FULL, **short)
     yield from of(GPT, 4, "TP2", **short)
     yield from of(LLAMA, 4, "TP2 SP0")

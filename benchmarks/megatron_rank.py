@@ -58,7 +58,7 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
-    "cp_comm_type": "cp_comm_type",
+    **{name: name for name in ("cp_comm_type", "transformer_impl")},
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
     **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing")},
     **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
@@ -115,7 +115,7 @@ def on_device(rank: int) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         torch.ones(1, device="cuda")  # makes CUDA's context
-        with patch.multiple(linears, create=True, **APEX):
+        with patch.multiple(linears, create=True, **APEX), patch.dict(sys.modules, SOFTMAX_OF_APEX):
             yield
         return
     cpu = importlib.import_module("memlab.backends.cpu")
@@ -145,6 +145,25 @@ APEX = {
     ),
 }
 """Stands in for an Apex that is not installed, in ``megatron/core/tensor_parallel/layers.py``."""
+
+
+def softmax(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the probabilities as Apex' kernel does, by Transformer Engine's copy of it."""
+    kernels = importlib.import_module("transformer_engine_torch")
+    return kernels.scaled_upper_triang_masked_softmax_forward(scores, float(scale))
+
+
+def softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of the scores, in the place of that of the probabilities."""
+    kernels = importlib.import_module("transformer_engine_torch")
+    return kernels.scaled_upper_triang_masked_softmax_backward(grad, probabilities, float(scale))
+
+
+SOFTMAX_OF_APEX: dict[str, Any] = {
+    "scaled_upper_triang_masked_softmax_cuda": SimpleNamespace(forward=softmax, backward=softmax_backward),
+    "scaled_masked_softmax_cuda": SimpleNamespace(get_batch_per_block=lambda *_: 4),  # of more than 128 keys
+}
+"""Stands in for Apex' kernels, which ``megatron/core/fusions/fused_softmax.py`` imports."""
 
 
 def join(store: Any, rank: int, world_size: int, job: Job) -> None:
@@ -203,6 +222,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": True,
+        "masked_softmax_fusion": torch.cuda.is_available(),  # Megatron-LM's default, which only its own layers read
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
@@ -291,11 +311,14 @@ def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
     """Builds a chunk of this rank's pipeline stage, with the head that a job has in place of the output layer."""
     place = {"vp_stage": number if config.virtual_pipeline_model_parallel_size else None}
     num_labels = job.state.get("num_labels")
+    of_engine = config.transformer_impl == "transformer_engine"
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=True, normalization=config.normalization, **place
+        config, use_transformer_engine=of_engine, normalization=config.normalization, **place
     )
     if job.model == "minimax-m2":
         take_norms_of_all_heads(spec)
+    if job.model == "olmoe-1b-7b":
+        take_attention_of_olmoe(spec)
     embeddings = {"position_embedding_type": "rope", **EMBEDDINGS[job.model], "vocab_size": job.vocab_size}
     if num_labels:
         embeddings["share_embeddings_and_output_weights"] = False
@@ -323,6 +346,15 @@ def take_norms_of_all_heads(spec: Any) -> None:
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = provider.FullDimQNorm, provider.FullDimKNorm
+
+
+def take_attention_of_olmoe(spec: Any) -> None:
+    """Replaces the attention by Megatron-Bridge's, of which only ``models/olmoe/olmoe_provider.py`` has to be there."""
+    unread = SimpleNamespace(GPTModelProvider=object, default_layer_spec=None)
+    sys.modules.setdefault("megatron.bridge.models.gpt_provider", unread)  # type: ignore[arg-type]
+    provider = importlib.import_module("megatron.bridge.models.olmoe.olmoe_provider")
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = provider.OLMoESelfAttention
 
 
 def mtp_spec(config: TransformerConfig, spec: Any, place: dict[str, Any]) -> Any:
@@ -580,7 +612,10 @@ def release(chunks: list[Any], optimizer: Any, reference: list[GPTModel]) -> Non
     RotaryEmbedding.forward.cache_clear()
     YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # megatron-core 0.18 and later
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     parallel_state.get_global_memory_buffer().buffer.clear()

@@ -37,6 +37,9 @@ class ModelType:
     has_sinks: bool = False
     """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
     norms_all_heads: bool = False
+    norms_all_heads_fused: bool = False
+    normalizes_topk: bool = True
+    """Whether the probabilities of experts as wide as the MLP add up to 1, where ``norm_topk_prob`` is left out."""
     is_gemma: bool = False
     """Whether it has GELU gates, and tied embeddings unless it says otherwise."""
     window_pattern: int = 0

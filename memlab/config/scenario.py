@@ -44,6 +44,11 @@ _KINDS: dict[str, type] = {
     "allocator": AllocatorSettings,
     "versions": Versions,
 }
+_NOT_BESIDE_OWN_LAYERS = (
+    *("attention_backend", "fp8_format", "mtp_num_layers", "create_attention_mask"),
+    *("reference_model", "num_labels"),
+)
+"""Options of the training state that memlab does not predict beside Megatron's own layers."""
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 """Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
 _MOST_ELEMENTS_OF_AN_ACTIVATION = 2**50
@@ -163,12 +168,22 @@ class Scenario:
         self._check_capacity()
         self._check_extra_layers()
         self._check_reference_model()
+        self._check_entropy()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
         self._check_attention()
+        self._check_attn_implementation()
+        self._check_mask_in_fp32()
         self._check_packing()
         self._check_mask()
+        chunks = self.layout.virtual_pipeline_model_parallel_size
+        if self.state.overlap_param_gather_with_optimizer_step and chunks == 1:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with virtual_pipeline_model_parallel_size 1, must "
+                "have more, since Megatron-Core has no optimizer for no other chunk: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
+            )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     @property
@@ -179,7 +194,8 @@ class Scenario:
         of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
         state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
         layers = self.num_layers if name is None else model.num_layers
-        return replace(self, architecture=model, num_layers=layers, state=state)
+        of_experts: dict[str, Any] = {} if model.routes else {"routing": Routing(), "expert_buffers": False}
+        return replace(self, architecture=model, num_layers=layers, state=state, **of_experts)
 
     def _check_reference_model(self) -> None:
         stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
@@ -201,6 +217,20 @@ class Scenario:
                 f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
                 "choose another teacher",
                 *("teacher_model", "loss"),
+            )
+
+    def _check_entropy(self) -> None:
+        """Checks that an entropy with a gradient has one chunk: each part's backward writes into the logits of all.
+
+        torch then refuses the next one: *modified by an inplace operation* (``_VocabParallelEntropy`` in
+        verl/utils/megatron/tensor_parallel.py, 0.9.1 and 1dda039b).
+        """
+        size, tokens = self.state.entropy_chunk_size, self.seq_length // self.layout.context_parallel_size
+        if self.state.entropy_loss and size is not None and size < tokens:
+            raise RuleError(
+                f"entropy_chunk_size is {size} with entropy_loss, must be at least the {tokens} tokens of a row, since "
+                "verl's backward of several chunks fails: give a larger one, or leave one of the two out",
+                *("entropy_chunk_size", "entropy_loss"),
             )
 
     def _check_architecture(self) -> None:
@@ -322,11 +352,17 @@ class Scenario:
             )
         others = {
             "tensor_model_parallel_size": self.layout.tensor_model_parallel_size > 1,
-            "fsdp_version": state.fsdp_version == 1,
-            "packed_sequences": self.packed_sequences is not None,
-            "attn_implementation": state.attn_implementation != "sdpa",
             "dtype": self.dtype != "bf16",
         }
+        if ranks > 1 and state.cp_comm_type == "a2a":
+            self._check_ulysses()
+        else:
+            others |= {
+                "fsdp_version": state.fsdp_version == 1,
+                "packed_sequences": self.packed_sequences is not None,
+                "attn_implementation": state.attn_implementation != "sdpa",
+                "loss_of_transformers": state.loss_of_transformers.startswith("logprobs"),
+            }
         for name, is_on in others.items():
             if ranks > 1 and is_on:
                 raise RuleError(
@@ -334,6 +370,35 @@ class Scenario:
                     f"predict together: choose 1, or leave {name} out",
                     *("context_parallel_size", name),
                 )
+
+    def _check_ulysses(self) -> None:
+        """Checks the rules of ``verl/utils/ulysses.py`` and ``_ulysses_flash_attention_forward`` (0.9.1)."""
+        state, model, ranks = self.state, self.architecture, self.layout.context_parallel_size
+        given = f"cp_comm_type is 'a2a' with engine {self.engine!r}"
+        if state.attn_implementation != "flash_attention_2":
+            raise RuleError(
+                f"{given} and attn_implementation {state.attn_implementation!r}, must be 'flash_attention_2', around "
+                "which verl exchanges heads: choose it, or cp_comm_type p2p",
+                *("cp_comm_type", "attn_implementation"),
+            )
+        if not state.loss_of_transformers.startswith("logprobs"):
+            raise RuleError(
+                f"{given} and loss_of_transformers {state.loss_of_transformers!r}, must be logprobs_flash_attn or "
+                "logprobs_by_row, since transformers' loss shifts the tokens of a whole row: choose one of them",
+                *("cp_comm_type", "loss_of_transformers"),
+            )
+        if model.num_attention_heads % ranks or self.seq_length % ranks:
+            raise RuleError(
+                f"{given}, and context_parallel_size {ranks} must divide the {model.num_attention_heads} heads of "
+                f"{model.name} (a rule of verl) and the {self.seq_length} tokens of a row: choose a divisor",
+                *("context_parallel_size", "cp_comm_type"),
+            )
+        if self.micro_batch_size > 1:
+            raise RuleError(
+                f"{given} and micro_batch_size {self.micro_batch_size}, must be 1, since verl exchanges the heads of "
+                "rows without padding: give packed_sequences",
+                *("micro_batch_size", "cp_comm_type"),
+            )
 
     def _check_version_1(self) -> None:
         state, layout = self.state, self.layout
@@ -385,13 +450,55 @@ class Scenario:
                 )
 
     @property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps the probability of every pair of tokens for backward."""
+        return self.state.attention_backend == "unfused" or self.state.transformer_impl == "local"
+
+    @property
     def ranks_of_shards(self) -> int:
         """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
         if self.engine != "fsdp2":
             return 1
         return self.layout.data_parallel_size * self.layout.context_parallel_size // self.state.dp_replicate_size
 
+    def _check_own_layers(self) -> None:
+        """Refuses what memlab does not predict of Megatron's own layers, and sizes that their softmax's kernel lacks.
+
+        After ``is_kernel_available`` of ``megatron/core/fusions/fused_softmax.py``, 0.16.1.
+        """
+        if self.state.transformer_impl != "local":
+            return
+        model, state = self.architecture, self.state
+        for name, value, is_refused in (
+            ("num_moe_experts", model.num_moe_experts, model.routes),
+            ("multi_latent_attention", True, model.multi_latent_attention),
+            # Torch's own RMSNorm, which Megatron takes there, keeps other tensors.
+            ("normalization", model.normalization, model.normalization != "LayerNorm"),
+            ("softmax_type", model.softmax_type, model.softmax_type != "vanilla"),
+            ("window_size", model.window_size, model.window_size is not None),
+            ("dtype", self.dtype, self.dtype != "bf16"),
+            ("context_parallel_size", self.layout.context_parallel_size, self.layout.context_parallel_size > 1),
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
+            *((name, getattr(state, name), name in state.changed()) for name in _NOT_BESIDE_OWN_LAYERS),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"transformer_impl is 'local' with {name} {value}, which memlab does not predict together: choose "
+                    "transformer_engine, or leave the other out",
+                    *("transformer_impl", name),
+                )
+        matrices = self.micro_batch_size * model.num_attention_heads // self.layout.tensor_model_parallel_size
+        if not 16 < self.seq_length <= 4096 or self.seq_length % 4 or matrices % 4:
+            raise RuleError(
+                f"seq_length is {self.seq_length} with transformer_impl 'local', must be a multiple of 4 from 20 to "
+                f"4096, with a multiple of 4 matrices of scores, not {matrices}, since Megatron's kernel of the "
+                "softmax takes no others, and memlab has no other: choose such a length, or transformer_engine",
+                *("seq_length", "transformer_impl"),
+            )
+
     def _check_attention(self) -> None:
+        self._check_own_layers()
         if self.architecture.multi_latent_attention:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
@@ -409,7 +516,7 @@ class Scenario:
                 "not predict: choose auto or fused, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
-        if ranks > 1 and self.state.cp_comm_type == "a2a":
+        if ranks > 1 and self.state.cp_comm_type == "a2a" and self.engine == "megatron":
             self._check_exchange_of_heads()
         if self.dtype == "fp32" and backend in ("flash", "fused"):
             raise RuleError(
@@ -600,7 +707,7 @@ class Scenario:
                 *("dtype", "attn_implementation", "packed_sequences"),
             )
 
-    def _check_packing(self) -> None:
+    def _check_attn_implementation(self) -> None:
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
@@ -613,7 +720,8 @@ class Scenario:
                 "which memlab does not have with it: leave it out",
                 "attn_implementation",
             )
-        self._check_mask_in_fp32()
+
+    def _check_packing(self) -> None:
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -942,12 +1050,18 @@ class Scenario:
             alone = (
                 "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
             )
-            names = ("overlap_grad_reduce", "overlap_param_gather")
+            names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
         if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
             reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
+        shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
+        if self.state.attention_dropout and shares_sequences:
+            reasons["attention_dropout"] = (
+                "on the CPU and in predictions, attention drops no probabilities of packed sequences, nor where ranks "
+                "share a sequence: what a kernel keeps for it, the state of its random numbers, is left out"
+            )
         is_inside = 0 < self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1
         if self.state.create_attention_mask_in_dataloader and is_inside:
             reasons["create_attention_mask_in_dataloader"] = "only the first and the last pipeline stage get masks"

@@ -771,6 +771,11 @@ _WITHOUT_TE = (
             "The spec is Transformer Engine's; only the classes in it are the provider's.",
             absent_without_te=True,
         ),
+        _replaced(
+            "megatron.core.models.gpt.gpt_layer_specs",
+            "LocalSpecProvider",
+            "The spec of Megatron's own layers; the norm and the attention in it are the provider's.",
+        ),
     ),
     *_in("backends/cpu_adam.py", _used("torch.optim.adam:Adam", "_init_group", "It allocates the state.")),
     *_in(

@@ -636,10 +636,13 @@ def test_what_adapters_save_is_at_most_what_gradients_and_optimizer_state_take(t
     assert lora.bound_bytes == pytest.approx(expected, rel=1e-6)
 
 
-def test_attention_backends_are_read_by_megatron_s_numbers() -> None:
+def test_attention_backends_are_read_by_megatron_s_numbers_and_names() -> None:
     from megatron.core.transformer.enums import AttnBackend
 
-    assert {one.name: BACKEND.read(one.value) for one in AttnBackend} == {one.name: one.name for one in AttnBackend}
+    names = {one.name: one.name for one in AttnBackend}
+    assert {one.name: BACKEND.read(one.value) for one in AttnBackend} == names
+    spelled = [repr, str, lambda one: f"{AttnBackend.__module__}.{one}"]  # a log's, and a recipe's with its module
+    assert all({one.name: BACKEND.read(text(one)) for one in AttnBackend} == names for text in spelled)
 
 
 @pytest.mark.parametrize("value", ["/my models/qwen", "it's", "a;b $HOME `x` & *", 'a"b', ["a b", "c,d"], "x:y", "~"])
@@ -726,7 +729,7 @@ UNREAD = "the script has words that are known only when the job runs, and memlab
                 "line 1: moe_input_jitter_eps is known only when the job runs, so memlab takes it as not given: give it with --set moe_input_jitter_eps=VALUE",
             ],
         ),
-        ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes it as not given: give it with --set transformer_impl=VALUE"]),
+        ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes the default: give it with --set transformer_impl=VALUE"]),
     ],
 )  # fmt: skip
 def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: list[str], tmp_path: Path) -> None:
@@ -1121,7 +1124,7 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
         ("search --job none.sh --gpu-memory 80GiB", "does not exist"),
         ("search --job none.sh --gpus 8 --gpu-memory 80GiB", "--job cannot be combined with --gpus"),
         ("measure --job none.sh", "does not exist"),
-        ("job none.sh --format nobody", "must be one of megatron-lm"),
+        ("job none.sh --format nobody", "verl-critic, slime-critic: choose one of them"),
         ("job . --format verl", "is a folder without"),
     ],
 )

@@ -63,7 +63,7 @@ def check_shards(reading: Reading) -> None:
 
 
 def take_attention(reading: Reading, key: str) -> None:
-    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only.
+    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only and is named.
 
     The default is that of ``hf_model.yaml`` of verl 0.9.1, ``flash_attn`` of SkyRL, and of NeMo-RL's packed sequences.
 
@@ -72,9 +72,11 @@ def take_attention(reading: Reading, key: str) -> None:
         key: Which names another function; such as memlab does not have are named by it.
     """
     given, has_flash = reading.get(key), reading.values["dtype"] == "bf16"
-    chosen = given or ("flash_attention_2" if has_flash else "sdpa")
+    chosen = given or "flash_attention_2"
     if chosen not in ATTENTION or (chosen == "flash_attention_2" and not has_flash):
-        reading.miss(key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}")
+        reading.miss(
+            key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}{'' if given else ', the default'}"
+        )
         chosen = "sdpa"
     if given is not None:
         reading.take(key, "attn_implementation", chosen)
@@ -95,6 +97,15 @@ def take_logprobs(reading: Reading, key: str, without_flash: str) -> None:
     reading.values["loss_of_transformers"] = "logprobs_flash_attn" if has_flash else without_flash
     if not has_flash:
         reading.miss(key, "less", "where the package flash-attn is installed, log-probabilities need the logits alone")
+
+
+def take_ulysses(reading: Reading) -> None:
+    """Takes ranks that share rows and exchange heads, from their number by the field ``ulysses``."""
+    ranks = reading.values.pop("ulysses")
+    given = [one.key for one in reading.taken if one.field == "ulysses" and one.memlab_value == ranks]
+    if ranks > 1:
+        reading.take(given[-1], "context_parallel_size", ranks)
+        reading.values["cp_comm_type"] = "a2a"
 
 
 def take_units(reading: Reading, embeddings: str) -> None:

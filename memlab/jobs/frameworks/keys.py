@@ -190,7 +190,7 @@ def _read_capacity(value: Any) -> Any:
 
 
 def _read_backend(value: Any) -> str:
-    name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
+    name = str(value).lower().rpartition("attnbackend.")[2].partition(":")[0].strip("<> ")
     # The values of Megatron's enum `AttnBackend`.
     return {"1": "flash", "2": "fused", "3": "unfused", "4": "local", "5": "auto", "none": "auto"}.get(name, name)
 
@@ -214,6 +214,8 @@ PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
 DISPATCHER = Conversion(_read_dispatcher, _same)
 CP_COMM_TYPE = Conversion(_read_exchange, _same)
+IMPLEMENTATION = Conversion(lambda value: "local" if value == "local" else "transformer_engine", _same)
+"""Of the layers; another one is named as not modelled."""
 CAPACITY = Conversion(_read_capacity, _same)
 EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""

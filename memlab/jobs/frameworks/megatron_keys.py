@@ -137,7 +137,7 @@ _OF_A_MODEL = {
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
-    "quick_geglu", "norms_all_heads",
+    "quick_geglu", "norms_all_heads", "norms_all_heads_fused",
 )  # fmt: skip
 """What Megatron-LM's flags give, and Megatron-Core's config has by another name or not at all."""
 _OF_MODELS = tuple(
@@ -299,7 +299,7 @@ MISSING = (
         "transformer_impl",
         "either",
         "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine", "local"),
+        lambda value: value not in (None, "transformer_engine"),
     ),
     *(
         Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
@@ -363,7 +363,6 @@ MISSING_OPTIMIZER = (
         "main parameters are kept whole: 2 more bytes per parameter, sharded",
         is_false,
     ),
-    Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
     Missing("offload_optimizer_states", "less", "the optimizer's states are on the host between updates"),
     Missing("use_layer_wise_distributed_optimizer", "either", "each rank updates whole layers"),

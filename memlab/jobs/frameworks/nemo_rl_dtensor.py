@@ -178,7 +178,10 @@ def _take_rows(reading: Reading, *, pairs: bool) -> None:
         if values["micro_batch_size"] > 1:
             reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
     if is_packed:
-        values["attn_implementation"] = "flash_attention_2" if values["dtype"] == "bf16" else "sdpa"
+        has_flash = values["dtype"] == "bf16"
+        values["attn_implementation"] = "flash_attention_2" if has_flash else "sdpa"
+        if not has_flash:
+            reading.miss(_PACKING, "either", "memlab predicts torch's attention (sdpa): flash-attn takes 16 bits only")
     elif values.pop("packed_sequences", None):
         reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
 
