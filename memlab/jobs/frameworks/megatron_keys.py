@@ -137,7 +137,7 @@ _OF_A_MODEL = {
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
-    "quick_geglu", "norms_all_heads",
+    "quick_geglu", "norms_all_heads", "norms_all_heads_fused",
 )  # fmt: skip
 """What Megatron-LM's flags give, and Megatron-Core's config has by another name or not at all."""
 _OF_MODELS = tuple(
@@ -363,7 +363,6 @@ MISSING_OPTIMIZER = (
         "main parameters are kept whole: 2 more bytes per parameter, sharded",
         is_false,
     ),
-    Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
     Missing("offload_optimizer_states", "less", "the optimizer's states are on the host between updates"),
     Missing("use_layer_wise_distributed_optimizer", "either", "each rank updates whole layers"),
