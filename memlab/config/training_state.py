@@ -835,11 +835,13 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        if self.mtp_num_layers is not None and self.lora is not None:
+        lora = self.lora
+        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
             raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
-                "predict together yet: leave one of the two out",
-                *("mtp_num_layers", "lora_rank"),
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
+                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
+                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
+                *("mtp_num_layers", "lora_library", "lora_target_modules"),
             )
 
     @classmethod
