@@ -307,10 +307,11 @@ class TrainingState:
     cp_comm_type: ContextParallelExchange = option(
         "p2p",
         "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
-        "rank attends over the whole sequence with its share of them (a2a)",
+        "rank attends over the whole sequence with its share of them (a2a; with engine fsdp2 as Ulysses in verl)",
         group="",
         rebuilds="model",
         megatron="model",
+        engines=("megatron", "fsdp2"),
     )
     """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
@@ -834,11 +835,13 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        if self.mtp_num_layers is not None and self.lora is not None:
+        lora = self.lora
+        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
             raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
-                "predict together yet: leave one of the two out",
-                *("mtp_num_layers", "lora_rank"),
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
+                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
+                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
+                *("mtp_num_layers", "lora_library", "lora_target_modules"),
             )
 
     @classmethod
