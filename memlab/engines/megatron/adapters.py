@@ -53,6 +53,10 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
                 _wrap(model, weight, name.replace("transformer_layer", inner), scenario, provider())
     if model.post_process and lora.adapts(OUTPUT_LAYER):
         _wrap(model, scenario.architecture.output_weight, OUTPUT_LAYER, scenario, provider())
+    if model.post_process and scenario.state.num_labels is not None:
+        # verl makes a critic's head after the adapters (utils/megatron_utils.py, 1dda039b), and ms-swift has PEFT train
+        # a copy (``get_modules_to_save`` in swift/megatron/utils/utils.py, 3602360).
+        model.output_layer.requires_grad_(True)
     model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
 
 
