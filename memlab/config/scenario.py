@@ -14,7 +14,15 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS, LoRA
+from memlab.config.lora import (
+    EXTRA_LAYER,
+    LINEARS,
+    NAMES_OF_TRANSFORMERS,
+    OF_LATENT_ATTENTION,
+    OUTPUT_LAYER,
+    PARTS,
+    LoRA,
+)
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -600,11 +608,11 @@ class Scenario:
                 f"name {', '.join(LINEARS)}, or choose engine 'fsdp2'",
                 *("lora_target_modules", "engine"),
             )
-        if self.architecture.add_bias_linear:
+        if self.architecture.add_bias_linear and lora.library != "megatron_bridge":
             raise RuleError(
-                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
-                "memlab does not predict adapters yet: leave lora_rank out",
-                "lora_rank",
+                f"lora_library is {lora.library!r}, and the linears of {self.architecture.name} have biases, beside "
+                "which memlab predicts Megatron-Bridge's adapters only: leave lora_library out",
+                *("lora_library", "lora_rank"),
             )
         if not any(self.weights_of_adapters()):
             raise RuleError(
@@ -994,6 +1002,9 @@ class Scenario:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
                     yield from lora.adapted(number, part.weights())
+        for number in range(self.extra_layers_of_rank):
+            for part in self.architecture.parts_of(self.num_layers - 1):
+                yield from lora.adapted(number, part.weights(), EXTRA_LAYER)
         if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
             yield self.architecture.output_weight, OUTPUT_LAYER
 
