@@ -7,7 +7,7 @@
 Each job is a recipe or a launch script that its framework reads, with random weights and tokens. Automodel runs
 ``TrainFinetuneRecipeForNextTokenPrediction``, and verl the ``TrainingWorker`` of its SFT trainer. One GPU takes the
 steps of the first of many ranks: the process group is torch's fake one, whose collectives allocate nothing; here a
-reduce-scatter and an all-gather also copy this rank's part, so that no number is left over from other tensors. Modules
+reduce-scatter and an all-gather also copy this rank's part, and a sum is that of equal ranks. Modules
 that a step does not call are absent: data sets, loggers, readers of images.
 """
 
@@ -18,9 +18,9 @@ import gc
 import importlib.abc
 import importlib.machinery
 import json
+import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -104,6 +104,19 @@ def jobs() -> list[Job]:
         of_auto("qwen3-8b", "distributed.defer_fsdp_grad_sync=false", num_microbatches=2),
         of_verl("qwen3-8b", "engine.strategy=fsdp"),
         of_auto("llama-3.1-8b", checkpoints, num_ranks=1),
+        of_auto("llama-3.1-8b", "distributed.tp_size=2"),
+        of_auto("llama-3.1-8b", "distributed.cp_size=2"),
+        of_auto("qwen3-8b", "distributed.activation_checkpointing=selective"),
+        of_auto("llama-3.1-8b", checkpoints, "optimizer.fused=true"),
+        of_auto("llama-3.1-8b", checkpoints, "optimizer.foreach=false"),
+        of_auto("qwen3-8b", checkpoints, "optimizer._target_=torch.optim.Adam"),
+        of_auto("qwen3-8b", checkpoints, "distributed.reshard_after_forward=false"),
+        of_auto("qwen3-8b", "distributed.tp_size=2", "distributed.sequence_parallel=true", checkpoints),
+        of_auto("llama-3.1-8b", checkpoints, "distributed.cp_size=2", seq_length=8192),
+        of_verl("llama-3.1-8b", "engine.strategy=fsdp", "engine.use_orig_params=true"),
+        of_verl("llama-3.1-8b", "engine.reshard_after_forward=false"),
+        of_verl("qwen3-8b", "engine.forward_prefetch=true", num_microbatches=2),
+        of_verl("llama-3.1-8b", "engine.fsdp_size=4"),
         replace(auto, options=()),
         replace(auto, options=(checkpoints,)),
         replace(auto, model="qwen3-8b", options=()),
@@ -155,11 +168,13 @@ def overrides_of_verl(job: Job, of_model: Path) -> list[str]:
 
 def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
     """Returns a recipe as Automodel's benchmarks are."""
+    sizes = [int(option[-1]) for option in job.options if option.startswith(("distributed.tp_", "distributed.cp_"))]
+    data_ranks = job.num_ranks // math.prod(sizes)
     recipe: dict[str, Any] = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
         "seed": 1111,
         "step_scheduler": {
-            "global_batch_size": job.num_microbatches * job.num_ranks,
+            "global_batch_size": job.num_microbatches * data_ranks,
             "local_batch_size": 1,
             "ckpt_every_steps": 1000,
             "val_every_steps": 1000,
@@ -175,7 +190,7 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
             "torch_dtype": "bf16",
             "use_liger_kernel": False,
         },
-        "distributed": {"strategy": "fsdp2", "dp_size": job.num_ranks, "tp_size": 1, "cp_size": 1},
+        "distributed": {"strategy": "fsdp2", "dp_size": data_ranks, "tp_size": 1, "cp_size": 1},
         "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
         "dataset": {
             "_target_": "nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset",
@@ -201,15 +216,16 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs' steps, one process for each job, which is forked from one that has imported the frameworks."""
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "HF_HUB_OFFLINE": "1",
-                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+                   "MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+    os.environ.setdefault("MASTER_PORT", "29555")
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     import torch
 
     on_gpu = torch.cuda.is_available()
     file, failed = folder / "steps.jsonl", 0
-    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {row["name"] for row in rows if "error" not in row}
     wanted = [job for job in jobs() if only in job.name and job.name not in done]
     _import_frameworks({job.framework for job in wanted})
     context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
@@ -301,13 +317,14 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
 
     if not on_gpu:
         _pretend_cuda()
-    if num_ranks == 1:
+    if num_ranks == 1 and not on_gpu:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ["WORLD_SIZE"] = str(num_ranks)
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     new_group, scatter, gather = dist.new_group, dist.reduce_scatter_tensor, dist.all_gather_into_tensor
+    reduce = dist.all_reduce
 
     def copied_scatter(output: Any, input: Any, *args: Any, **named: Any) -> Any:  # noqa: A002 - torch's name
         work = scatter(output, input, *args, **named)
@@ -321,8 +338,14 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
                 part.copy_(input_tensor.flatten())
         return work
 
+    def summed_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size(group))
+        return reduce(tensor, op, group, async_op)
+
     dist.new_group = lambda *args, **named: new_group(*args, **(named | {"backend": "fake"}))
     dist.reduce_scatter_tensor, dist.all_gather_into_tensor = copied_scatter, copied_gather
+    dist.all_reduce = summed_reduce
     torch.cuda.set_device(0)
 
 
@@ -350,6 +373,7 @@ def take_automodel(job: Job, path: Path, meter: _Meter) -> None:
     device = torch.device("cuda" if meter.on_gpu else "cpu")
     signal_handler.get_device = lambda *_: device  # both know NCCL and gloo only
     mesh_utils._mesh_device_type = lambda: device.type
+    mesh_utils._nccl_backend_override = lambda *_, **__: None  # meshes would have NCCL's groups beside the fake one
     if not meter.on_gpu:
         auto_model.torch = types.SimpleNamespace(**vars(torch) | {"device": lambda *_: device})
     from nemo_automodel.recipes._typed_config import RecipeConfig  # noqa: F401 - the recipe makes one
@@ -501,9 +525,17 @@ def _import_frameworks(names: set[str]) -> None:
 
 
 def predict(file: Path) -> int:
-    """Prints the errors of memlab's predictions of the same job files; returns how many peaks are more than 1 % off."""
+    """Prints the errors of memlab's predictions of the same job files.
+
+    Returns:
+        How many peaks are more than 1 % off, and how many measured jobs memlab cannot predict.
+    """
+    from benchmarks.plain_fsdp2 import compared, print_summary
+
     errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
-    for row in map(json.loads, file.read_text().splitlines()):
+    rows = {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}  # the last try of each
+    not_predicted = 0
+    for row in rows.values():
         if "error" in row:
             print(f"{row['name']}: not measured: {row['error']}")
             continue
@@ -511,19 +543,13 @@ def predict(file: Path) -> int:
         try:
             predicted = predicted_of(job, write_job(job, file.parent / "predicted"))
         except ValueError as error:
+            not_predicted += 1
             print(f"{row['name']}: not predicted: {error}")
             continue
-        measured = row["steps"][-1]
-        off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured.get(name)}
-        for name, percent in off.items():
-            errors[name].append(percent)
-        words = ", ".join(f"{name} {measured[name] / GIB:.3f} GiB {percent:+.3f} %" for name, percent in off.items())
+        words = compared(predicted, row["steps"][-1], errors)
         print(f"{row['name']}: {words or predicted}", flush=True)
-    for name, percents in errors.items():
-        if percents:
-            median = statistics.median(map(abs, percents))
-            print(f"{name}: median {median:.3f} %, worst {max(percents, key=abs):+.3f} % of {len(percents)}")
-    return sum(abs(percent) > 1 for percent in errors["peak"])
+    print_summary(errors)
+    return not_predicted + sum(abs(percent) > 1 for percent in errors["peak"])
 
 
 def predicted_of(job: Job, path: Path) -> dict[str, int]:
@@ -531,7 +557,8 @@ def predicted_of(job: Job, path: Path) -> dict[str, int]:
     from memlab import Lab
     from memlab.jobs.job import Job as JobFile
 
-    scenario, settings = JobFile.read(path, world_size=job.num_ranks).required()
+    version = {"automodel": "0.7.0"}.get(job.framework)
+    scenario, settings = JobFile.read(path, world_size=job.num_ranks, version=version).required()
     with Lab(scenario, backend="simulated") as lab:
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)

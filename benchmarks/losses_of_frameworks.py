@@ -3,8 +3,9 @@
     python benchmarks/losses_of_frameworks.py CHECKOUTS labs/results/h200_loss_bytes.jsonl
 
 CHECKOUTS is a folder of clones, or of the files that `FILES` names: RL (NVIDIA-NeMo), SkyRL (NovaSky-AI), slime
-(THUDM), ms-swift (modelscope) and verl (verl-project). A function is taken out of its file with the names that it
-needs, so that nothing of a framework has to be installed. One process is the whole tensor-parallel group.
+(THUDM), ms-swift (modelscope), Model-Optimizer (NVIDIA) and verl (verl-project). A function is taken out of its file
+with the names that it needs, so that nothing of a framework has to be installed. One process is the whole
+tensor-parallel group.
 
 Logits are bf16 [1, tokens, vocabulary] and count themselves. The caller keeps them, or their fp32 copy, until the loss
 is there, as Megatron's schedules do; ``Float16Module``'s own function copies them. All numbers are bytes per logit.
@@ -21,10 +22,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed
@@ -46,6 +48,8 @@ FILES = {
     "slime": "slime/slime/utils/ppo_utils.py",
     "slime_loss": "slime/slime/backends/megatron_utils/loss.py",
     "swift": "ms-swift/swift/megatron/trainers/vocab_parallel_utils.py",
+    "swift_gkd": "ms-swift/swift/rlhf_trainers/gkd_loss.py",
+    "modelopt": "Model-Optimizer/modelopt/torch/distill/plugins/megatron.py",
     "verl": "verl/verl/utils/megatron/tensor_parallel.py",
     "verl_engine": "verl/verl/workers/engine/megatron/transformer_impl.py",
 }
@@ -110,6 +114,8 @@ class Case:
     packed: bool = False
     several_ranks: bool = False
     """Whether their function goes the way of several tensor-parallel ranks; memlab's needs such a group for it."""
+    teacher: torch.Tensor | None = None
+    """Logits that are there before the measurement."""
 
 
 def state_of(loss: str, *, fp32: bool = True, chunk: int | None = None) -> TrainingState:
@@ -125,6 +131,7 @@ def cases(checkouts: Path, tokens: int, vocabulary: int, device: str) -> list[Ca
         *skyrl_cases(checkouts, ids, vocabulary),
         *slime_cases(checkouts, ids),
         *swift_cases(checkouts, ids),
+        *teacher_cases(checkouts, ids, vocabulary),
         *verl_cases(checkouts, ids),
     ]
 
@@ -226,6 +233,49 @@ def swift_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
             yield Case(name=name, theirs=theirs, state=state_of("log_softmax"), trains=trains, several_ranks=several)
 
 
+def teacher_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterator[Case]:
+    """Yields the losses that compare with a teacher's logits, which are there before: Model Optimizer's and GKD's."""
+    group, shape = parallel_state.get_tensor_model_parallel_group(), (1, ids.shape[1], vocabulary)
+    teacher = torch.randn(shape, dtype=torch.bfloat16, device=ids.device)
+    names = {"nn": torch.nn, "F": torch.nn.functional, "_Loss": torch.nn.Module, "Tensor": torch.Tensor,
+             "ABCMeta": type, "parallel_state": parallel_state, "dist_nn": torch.distributed.nn}  # fmt: skip
+    compute = taken(checkouts, "modelopt", names)["LogitsKLLoss"]
+    for ranks in (1, 2):
+        config = SimpleNamespace(tensor_model_parallel_size=ranks)
+        theirs = partial(_modelopt, compute(config), teacher)
+        name = "modelopt logits kl" + ", several tensor ranks" * (ranks > 1)
+        state = TrainingState(loss="logits_kl", reference_model="copy")
+        yield Case(name=name, theirs=theirs, state=state, teacher=teacher, several_ranks=ranks > 1)
+    names = {"F": torch.nn.functional, "dataclass": dataclass, "Enum": Enum, "Optional": Optional, "Tuple": tuple,
+             "Callable": Callable}  # fmt: skip
+    gkd = taken(checkouts, "swift_gkd", names)
+    several = SimpleNamespace(
+        get_tensor_model_parallel_world_size=lambda: 2, get_tensor_model_parallel_group=lambda: group
+    )
+    of_ranks = taken(checkouts, "swift", {"mpu": several})
+    state = TrainingState(loss="jsd", reference_model="copy", fp32_output=True)
+    for ranks in (1, 2):
+        functions = {} if ranks == 1 else {
+            "log_softmax_fn": of_ranks["vocab_parallel_log_softmax"], "kl_div_fn": of_ranks["vocab_parallel_kl_div"]
+        }  # fmt: skip
+        theirs = partial(_gkd, gkd, ids, teacher, functions)
+        name = "ms-swift gkd" + ", several tensor ranks" * (ranks > 1)
+        yield Case(name=name, theirs=theirs, state=state, teacher=teacher, several_ranks=ranks > 1)
+
+
+def _modelopt(compute: Any, teacher: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    of_tokens: torch.Tensor = compute(logits, teacher)[0]
+    return of_tokens
+
+
+def _gkd(
+    space: dict[str, Any], ids: torch.Tensor, teacher: torch.Tensor, functions: dict[str, Any], logits: torch.Tensor
+) -> torch.Tensor:
+    output = space["TeacherOutput"](full_logits=teacher, labels=ids)
+    total: torch.Tensor = space["gkd_loss"](logits, output, ids, 0.5, 0.9, **functions)[0]
+    return total
+
+
 def verl_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
     """Yields verl's log-probabilities, which have the entropy beside them where nothing is trained."""
     names = taken(checkouts, "verl", {}) | {"Callable": Callable}
@@ -322,7 +372,13 @@ def main() -> None:
                 "several_ranks": case.several_ranks,
             }  # fmt: skip
             labels = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
-            ours = partial(LossFromLogits(), labels=labels, state=case.state, lengths=lengths if case.packed else None)
+            ours = partial(
+                LossFromLogits(),
+                labels=labels,
+                state=case.state,
+                lengths=lengths if case.packed else None,
+                teacher=case.teacher,
+            )
             row["framework"] = measured(tokens, vocabulary, case, case.theirs)
             row["memlab"] = None if case.several_ranks else measured(tokens, vocabulary, case, ours)
             rows.append(row)

@@ -437,9 +437,10 @@ def jobs() -> Iterator[Job]:
     )
     yield from adapters(of)
     yield from dense_families(of)
-    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of))
+    yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
+                     teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
     # Two ranks.
-    yield from latent_attention_of_two_ranks(of)
+    yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
     yield from of(PHI, 4, "PP2", num_microbatches=4)
     yield from of(QWEN, 4, "PP2", {}, recompute("moe"), num_microbatches=4, config=DEALLOCATE)
@@ -454,7 +455,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN_4B, 8, "DP2", {}, {**recompute("layernorm"), **ATTENTION})
     yield from of(QWEN_8B, 4, "CP2", {}, FULL)
     for some in (exchanges_of_heads, rings_of_flash_attn, fusions_of_two_ranks, classic_gpt_of_two_ranks,
-                 heads_of_two_ranks, adapters_of_two_ranks):  # fmt: skip
+                 heads_of_two_ranks, adapters_of_two_ranks, teachers_of_two_ranks):  # fmt: skip
         yield from some(of)
 
 
@@ -483,6 +484,29 @@ def heads_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN_4B, 4, "DP2", state=REFERENCE)
 
 
+LAYERS = {"llama-3.2-1b": 16, "qwen3-4b": 36}
+"""Of teachers, which have all of theirs."""
+KL = {"loss": "logits_kl", "reference_model": "copy"}
+GKD = {"loss": "jsd", "fp32_output": True, "reference_model": "copy"}
+
+
+def teachers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one and of two ranks that distil: a teacher of the student's kind, or another one as a whole."""
+    alone = "one rank"
+    yield from of(LLAMA, 4, alone, {}, FULL, state=KL)
+    yield from of(QWEN, 4, alone, state=KL)
+    yield from of(LLAMA_1B, 4, alone, {}, FULL, num_microbatches=3, state=KL | {"teacher_model": "llama-3.2-1b"})
+    yield from of(QWEN_4B, 4, alone, {}, FULL, state=GKD)
+    yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=GKD | {"teacher_model": "llama-3.2-1b"})
+    yield from of(QWEN, 2, alone, num_microbatches=2, state=GKD | {"teacher_model": "qwen3-4b"})
+
+
+def teachers_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs that distil on two ranks."""
+    yield from of(LLAMA, 4, "TP2", {}, FULL, state=KL)
+    yield from of(QWEN_4B, 4, "DP2", state=GKD)
+
+
 FEW_EXPERTS = {"num_moe_experts": 16}
 EXTRA = {"mtp_num_layers": 1}
 V3_OF_TWO_LAYERS = {"num_moe_experts": 32, "moe_layer_freq": (0, 1)}
@@ -495,6 +519,9 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
                   ATTENTION, config=some_experts)  # fmt: skip
     yield from of(GLM, 3, alone, {}, FULL, config=some_experts | EXTRA)
     yield from of(MIXTRAL, 2, alone, {}, FULL, *map(recompute, ("moe_act", "moe", "core_attn")), EXPERTS, ATTENTION)
+    yield from of(MIXTRAL, 2, alone, recompute("layernorm"), recompute("layernorm", "moe_act"))
+    yield from of(MIXTRAL, 2, alone, num_microbatches=3)
+    yield from of(MIXTRAL, 2, alone, {}, FULL, state=LOW_PRECISION)
     yield from of(MOONLIGHT, 3, alone, config=FEW_EXPERTS | {"mtp_num_layers": 2})
     yield from of(MOONLIGHT, 3, alone, num_microbatches=3, config=FEW_EXPERTS | EXTRA)
     yield from of(QWEN, 2, alone, ATTENTION, recompute("core_attn"), recompute("moe"), config=EXTRA)
@@ -507,7 +534,17 @@ def families_of_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
 
 BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 TENSORWISE = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+DELAYED = {"fp8_format": "hybrid", "fp8_recipe": "delayed"}
+FP8_PARAMETERS = {"fp8_param_gather": True}
 OVERLAP = {"moe_shared_expert_overlap": True}
+
+
+def fp8_parameters(of: Callable[..., Iterator[Job]], layout: str, copies: str, experts: str) -> Iterator[Job]:
+    """Yields jobs whose weights are in FP8, by each recipe of Hopper."""
+    for recipe in (DELAYED, TENSORWISE, BLOCKWISE):
+        yield from of(LLAMA, 4, layout, {}, FULL, state=recipe | FP8_PARAMETERS)
+    yield from of(LLAMA, 4, copies, state=TENSORWISE | FP8_PARAMETERS | {"use_precision_aware_optimizer": True})
+    yield from of(QWEN, 2, experts, {}, FULL, state=TENSORWISE | FP8_PARAMETERS)
 
 
 def further_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -815,9 +852,24 @@ def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
 
 
+OWN_LAYERS = {"transformer_impl": "local"}
+
+
+def own_layers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of GPT with Megatron's own layers in the place of Transformer Engine's."""
+    alone: dict[str, Any] = {"seq_length": 2048}
+    one = GPT, 4, "one rank"
+    yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | OWN_LAYERS, **alone)
+    yield from of(*one, {}, FULL, state=OWN_LAYERS, **alone)
+    yield from of(*one, {}, FULL, state=DROPS | OWN_LAYERS | FUSED_GRADIENTS, **alone)
+    yield from of(*one, state=OWN_LAYERS | UNFUSED_ACTIVATION, num_microbatches=3, **alone)
+    yield from of(*one, state=OWN_LAYERS | WHOLE_OPTIMIZER, **alone)
+
+
 def classic_gpt_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of two ranks: whole sequences, tied embeddings over stages, a whole optimizer on each rank."""
     short: dict[str, Any] = {"seq_length": 2048, "state": DROPS}
+    yield from of(GPT, 4, "PP2", num_microbatches=4, config=DEALLOCATE, seq_length=2048, state=DROPS | OWN_LAYERS)
     yield from of(GPT, 4, "TP2 SP0", {}, FULL, **short)
     yield from of(GPT, 4, "TP2", **short)
     yield from of(LLAMA, 4, "TP2 SP0")

@@ -1,16 +1,21 @@
-"""Forward passes of plain Megatron-Core beside a language model's: of a head, and of a frozen reference model.
+"""Forward passes of plain Megatron-Core beside a language model's: of a head, a frozen reference model, a teacher.
 
-Written after what Megatron-Bridge (models/common/heads.py, 067f987d) and ms-swift (trainers/dpo_trainer.py, 3602360) do
-in a step. Imports nothing of memlab.
+Written after what Megatron-Bridge (models/common/heads.py, 067f987d), ms-swift (trainers/dpo_trainer.py and
+gkd_trainer.py, 3602360) and Model Optimizer (distill/plugins/megatron.py, a2fbac7b) do in a step. Imports nothing of
+memlab.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed.nn
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,9 +43,11 @@ class Head(torch.nn.Linear):
 
 
 def frozen(copy: GPTModel, chunk: Any) -> GPTModel:
-    """Gives a model the weights of a chunk, and takes it out of training."""
+    """Takes a model out of training, and gives it the weights of a chunk if there is one."""
     copy.cuda().requires_grad_(False).eval()
     with torch.no_grad():
+        if chunk is None:
+            return copy
         for own, other in zip(copy.parameters(), chunk.parameters(), strict=True):
             own.copy_(other)
     return copy
@@ -58,6 +65,10 @@ def forward_of(state: dict[str, Any], reference: list[GPTModel], chunks: list[An
         return _of_head
     if state.get("reference_model", "none") == "none":
         return _of_language_model
+    if state.get("loss") == "logits_kl":
+        return partial(_distilled, reference[0])
+    if state.get("loss") == "jsd":
+        return _Distillation(reference[0])
 
     def with_reference(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
         given, labels = _inputs(data)
@@ -85,7 +96,10 @@ def adapters_off(chunks: list[Any]) -> Iterator[None]:
 
 
 def _inputs(data: Iterator[dict[str, torch.Tensor]]) -> tuple[tuple[Any, ...], torch.Tensor]:
-    batch = get_batch_on_this_cp_rank({name: value.cuda() for name, value in next(data).items()})
+    # megatron-core 0.18 and 0.19 must be told that all ranks share each sequence.
+    shared = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+    batch = {name: value.cuda() for name, value in next(data).items()}
+    batch = get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **shared)
     return (batch["tokens"], batch["position_ids"], None), batch["labels"]
 
 
@@ -97,6 +111,99 @@ def _of_language_model(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> t
 def _of_head(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
     given, _ = _inputs(data)
     return chunk(*given), lambda values: mean_loss((values - 1).square())
+
+
+def _distilled(teacher: GPTModel, data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
+    """Takes the output layers' outputs by hooks, as Model Optimizer does; the language model's loss is zeros."""
+    given, labels = _inputs(data)
+    student, outputs = chunk.module.module, []
+    with hooked((teacher, student), outputs):
+        with torch.no_grad():
+            teacher(*given, labels=labels)
+        of_student = chunk(*given, labels=labels)
+
+    def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        of_teacher, own = outputs
+        outputs.clear()
+        return mean_loss(per_token.float().mean() * 0 + logits_kl(own, of_teacher).transpose(0, 1).contiguous())
+
+    return of_student, loss
+
+
+@contextmanager
+def hooked(models: tuple[GPTModel, ...], outputs: list[torch.Tensor]) -> Iterator[None]:
+    """Notes the logits of each model in the block, in which the models' own losses are zeros."""
+    handles = [
+        model.output_layer.register_forward_hook(lambda _, __, output: outputs.append(output[0])) for model in models
+    ]
+    for model in models:
+        model.compute_language_model_loss = lambda labels, logits: torch.zeros_like(labels, dtype=logits.dtype)
+    yield
+    for handle in handles:
+        handle.remove()
+    for model in models:
+        del model.compute_language_model_loss
+
+
+def logits_kl(own: torch.Tensor, of_teacher: torch.Tensor) -> torch.Tensor:
+    """Returns each token's divergence, by the operations of Model Optimizer's ``LogitsKLLoss``."""
+    of_teacher = of_teacher.float() / 1.0
+    own = own.float() / 1.0
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1:
+        for logits in (of_teacher, own):
+            maximum, _ = torch.max(logits.detach(), dim=-1, keepdim=True)
+            torch.distributed.all_reduce(maximum, op=torch.distributed.ReduceOp.MAX, group=group)
+            logits.sub_(maximum)
+        all_of_teacher, total = (
+            torch.distributed.nn.functional.all_reduce(torch.sum(torch.exp(logits), -1, keepdim=True), group=group)
+            for logits in (of_teacher, own)
+        )
+        target, log_probs = of_teacher - torch.log(all_of_teacher), own - torch.log(total)
+    else:
+        log_probs, target = torch.log_softmax(own, -1), torch.log_softmax(of_teacher, -1)
+    return torch.sum(torch.nn.functional.kl_div(log_probs, target, reduction="none", log_target=True), dim=-1)
+
+
+class _Distillation:
+    """ms-swift's GKD: the teacher runs with all micro-batches before the first is trained."""
+
+    def __init__(self, teacher: GPTModel) -> None:
+        self._teacher = teacher
+
+    def begin_step(self, data: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+        """Returns the micro-batches, each with its teacher's logits."""
+        batches = [*data]
+        with torch.no_grad():
+            for batch in batches:
+                given, _ = _inputs(iter([batch]))
+                batch["teacher"] = self._teacher(*given)
+        return iter(batches)
+
+    def __call__(self, data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
+        """Runs one micro-batch, whose logits are copied to fp32."""
+        batch = next(data)
+        teacher = batch.pop("teacher")
+        given, labels = _inputs(iter([batch]))
+        return chunk(*given), lambda logits: mean_loss(gkd_loss(logits, teacher, labels) / labels.numel())
+
+
+def gkd_loss(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the divergence of all tokens together, by the operations of ms-swift's ``gkd_loss`` on one rank."""
+    mask = labels != -100
+    active, of_active = student[mask], teacher[mask]
+    own, others = active / 0.9, of_active / 0.9
+    total = own.new_zeros(())
+    beta = torch.tensor(0.5, dtype=own.dtype, device=own.device)
+    of_teacher, of_own = torch.log(beta), torch.log1p(-beta)
+    for start in range(0, own.size(0), 512):
+        log_probs = torch.log_softmax(own[start : start + 512], -1)
+        target = torch.log_softmax(others[start : start + 512], -1)
+        mixture = torch.logsumexp(torch.stack([log_probs + of_own, target + of_teacher]), dim=0)
+        part = beta * (torch.exp(target) * (target - mixture)).sum(-1)
+        part = part + (1 - beta) * (torch.exp(log_probs) * (log_probs - mixture)).sum(-1)
+        total = total + part.sum()
+    return total
 
 
 def _mean_of_policy(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job
+from benchmarks.megatron_jobs import EMBEDDINGS, LAYERS, MODELS, Job
 from benchmarks.megatron_passes import Forward, Head, forward_of, frozen
 
 NUM_STEPS = 4
@@ -54,10 +54,11 @@ COLLECTIVES_SECONDS = 60
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.uint8}
 _OPTIONS_OF_MODEL = {
     "fp8_format": "fp8",
+    "fp8_param_gather": "fp8_param",
     **{name: name for name in ("fp8_recipe", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")},
     **{name: name for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")},
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
-    "cp_comm_type": "cp_comm_type",
+    **{name: name for name in ("cp_comm_type", "transformer_impl")},
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
     **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing")},
     **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
@@ -114,7 +115,7 @@ def on_device(rank: int) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         torch.ones(1, device="cuda")  # makes CUDA's context
-        with patch.multiple(linears, create=True, **APEX):
+        with patch.multiple(linears, create=True, **APEX), patch.dict(sys.modules, SOFTMAX_OF_APEX):
             yield
         return
     cpu = importlib.import_module("memlab.backends.cpu")
@@ -144,6 +145,25 @@ APEX = {
     ),
 }
 """Stands in for an Apex that is not installed, in ``megatron/core/tensor_parallel/layers.py``."""
+
+
+def softmax(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the probabilities as Apex' kernel does, by Transformer Engine's copy of it."""
+    kernels = importlib.import_module("transformer_engine_torch")
+    return kernels.scaled_upper_triang_masked_softmax_forward(scores, float(scale))
+
+
+def softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of the scores, in the place of that of the probabilities."""
+    kernels = importlib.import_module("transformer_engine_torch")
+    return kernels.scaled_upper_triang_masked_softmax_backward(grad, probabilities, float(scale))
+
+
+SOFTMAX_OF_APEX: dict[str, Any] = {
+    "scaled_upper_triang_masked_softmax_cuda": SimpleNamespace(forward=softmax, backward=softmax_backward),
+    "scaled_masked_softmax_cuda": SimpleNamespace(get_batch_per_block=lambda *_: 4),  # of more than 128 keys
+}
+"""Stands in for Apex' kernels, which ``megatron/core/fusions/fused_softmax.py`` imports."""
 
 
 def join(store: Any, rank: int, world_size: int, job: Job) -> None:
@@ -202,6 +222,7 @@ def transformer_config(job: Job) -> TransformerConfig:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": True,
+        "masked_softmax_fusion": torch.cuda.is_available(),  # Megatron-LM's default, which only its own layers read
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
@@ -236,9 +257,11 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
     adapters = {name: options.pop(name) for name in list(options) if name.startswith("lora_")}
     state = {name: _DTYPES.get(value, value) for name, value in options.items()}
     reduces_in_bf16 = state.pop("grad_reduce_in_bf16", False)
-    state.pop("num_labels", None)
+    for name in ("num_labels", *(name for name in _OF_TEACHER if name != "reference_model")):
+        state.pop(name, None)
     is_frozen, has_reference = state.pop("freeze_moe_router", False), state.pop("reference_model", None) == "copy"
     ddp = {"grad_reduce_in_fp32": not reduces_in_bf16, "use_distributed_optimizer": True}
+    ddp["fp8_param_gather"] = bool(config.fp8_param)
     adam = {"optimizer": "adam", "lr": 0.0, "weight_decay": 0.0, "bf16": True, "params_dtype": torch.bfloat16}
     adam["use_distributed_optimizer"] = True
     # Frameworks give the recipe to both configs: the optimizer keeps other main parameters with it.
@@ -262,7 +285,7 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
             DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model, disable_bucketing=number > 0)
         )
     # ms-swift builds it here (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py, 3602360).
-    reference = [frozen(gpt_model(job, config), chunks[0])] if has_reference else []
+    reference = [frozen_model(job, config, chunks[0])] if has_reference else []
     optimizer = get_megatron_optimizer(OptimizerConfig(**adam), chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     if ddp.get("overlap_grad_reduce"):
@@ -271,12 +294,26 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any, list[GPT
     return chunks, optimizer, reference
 
 
+def frozen_model(job: Job, config: TransformerConfig, chunk: Any) -> GPTModel:
+    """Builds a model that is never trained: a copy of the chunk, or a teacher with weights of its own."""
+    if "loss" not in job.state:
+        return frozen(gpt_model(job, config), chunk)
+    state = {name: value for name, value in job.state.items() if name not in _OF_TEACHER}
+    name = job.state.get("teacher_model")
+    teacher = replace(job, state=state, **({} if name is None else {"model": name, "num_layers": LAYERS[name]}))
+    return frozen(gpt_model(teacher, transformer_config(teacher)), None)
+
+
+_OF_TEACHER = ("loss", "fp32_output", "reference_model", "teacher_model")
+
+
 def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
     """Builds a chunk of this rank's pipeline stage, with the head that a job has in place of the output layer."""
     place = {"vp_stage": number if config.virtual_pipeline_model_parallel_size else None}
     num_labels = job.state.get("num_labels")
+    of_engine = config.transformer_impl == "transformer_engine"
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=True, normalization=config.normalization, **place
+        config, use_transformer_engine=of_engine, normalization=config.normalization, **place
     )
     if job.model == "minimax-m2":
         take_norms_of_all_heads(spec)
@@ -408,9 +445,10 @@ def take_step(job: Job, chunks: list[Any], optimizer: Any, forward: Forward) -> 
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    begin = getattr(forward, "begin_step", iter)
     losses = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=[batches(job) for _ in chunks],
+        data_iterator=[begin(batches(job)) for _ in chunks],
         model=chunks,
         num_microbatches=job.num_microbatches,
         seq_length=job.seq_length,
@@ -563,7 +601,10 @@ def release(chunks: list[Any], optimizer: Any, reference: list[GPTModel]) -> Non
     RotaryEmbedding.forward.cache_clear()
     YarnRotaryEmbedding.forward.cache_clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # megatron-core 0.18 and later
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     parallel_state.get_global_memory_buffer().buffer.clear()

@@ -589,16 +589,26 @@ def predict(file: Path) -> int:
         except ValueError as error:
             print(f"{row['name']}: not predicted: {error}")
             continue
-        off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured[name]}
-        for name, percent in off.items():
-            errors[name].append(percent)
-        words = ", ".join(f"{name} {measured[name] / GIB:.3f} GiB {percent:+.3f} %" for name, percent in off.items())
+        words = compared(predicted, measured, errors)
         print(f"{job.name}: {words or predicted}", flush=True)
+    print_summary(errors)
+    return sum(abs(percent) > 1 for percent in errors["peak"])
+
+
+def compared(predicted: dict[str, int], measured: dict[str, int], errors: dict[str, list[float]]) -> str:
+    """Adds the errors of a prediction in percent, by the names of `errors`, and returns them in words."""
+    off = {name: 100 * (predicted[name] / measured[name] - 1) for name in errors if measured.get(name)}
+    for name, percent in off.items():
+        errors[name].append(percent)
+    return ", ".join(f"{name} {measured[name] / GIB:.3f} GiB {percent:+.3f} %" for name, percent in off.items())
+
+
+def print_summary(errors: dict[str, list[float]]) -> None:
+    """Prints the median and the worst of errors in percent."""
     for name, percents in errors.items():
         if percents:
             median = statistics.median(map(abs, percents))
             print(f"{name}: median {median:.3f} %, worst {max(percents, key=abs):+.3f} % of {len(percents)}")
-    return sum(abs(percent) > 1 for percent in errors["peak"])
 
 
 def main() -> int:

@@ -72,8 +72,10 @@ def diagnose(records: Sequence[Record]) -> list[Finding]:
     leaks_in_program = any(finding.kind == "leak" for finding in growth) and bool(models)
     findings = [*growth, *(() if leaks_in_program else _retention(records)), *_spike(records)]
     if not findings:
-        static = format_bytes(records[-1].static_bytes)
-        findings.append(Finding(kind="steady", evidence=f"every step starts at {static}", advice="No action is needed"))
+        starts = [record.static_bytes for record in records]
+        lowest, highest = (format_bytes(of_starts(starts)) for of_starts in (min, max))
+        at = lowest if lowest == highest else f"{lowest} to {highest}"
+        findings.append(Finding(kind="steady", evidence=f"every step starts at {at}", advice="No action is needed"))
     return findings
 
 
@@ -113,7 +115,8 @@ def _static_growth(records: Sequence[Record]) -> list[Finding]:
     noise = _STATIC_NOISE * starts[0]
     # At least two steps must grow: state that is allocated once grows in one.
     last_growth = growth[min(len(growth) // 2, len(growth) - 2) :]
-    if all(step > 0 for step in last_growth) and sum(last_growth) > noise and len(growth) > 1:
+    grows_in_each = all(step > 0 for step in last_growth) and sum(last_growth) > noise and len(growth) > 1
+    if grows_in_each or _grows_in_some(growth, noise):
         per_step = sum(last_growth) // len(last_growth)
         return [
             Finding(
@@ -124,9 +127,9 @@ def _static_growth(records: Sequence[Record]) -> list[Finding]:
             )
         ]
     total = starts[-1] - starts[0]
-    # One late change is state too, if the start stays after it; two may be a leak in every other step.
+    # One late change is state too, if the start stays after it.
     late = [step for step in recent if abs(step) > noise]
-    if abs(total) > noise and abs(recent[-1]) <= noise and len(late) <= 1:
+    if total > noise and abs(recent[-1]) <= noise and len(late) <= 1:
         last = next(step for step in range(len(starts)) if all(abs(s - starts[-1]) <= noise for s in starts[step:]))
         return [
             Finding(
@@ -137,6 +140,16 @@ def _static_growth(records: Sequence[Record]) -> list[Finding]:
             )
         ]
     return []
+
+
+def _grows_in_some(growth: list[int], noise: float) -> bool:
+    """Whether starts rise again and again, as in every other step, and never fall.
+
+    The first step may allocate state, and one more rise may be that of another state.
+    """
+    later = [step for step in growth[1:] if abs(step) > noise]
+    last_two = growth[-2:]
+    return len(later) > 1 and min(later) > 0 and max(last_two) > noise
 
 
 def _retention(records: Sequence[Record]) -> list[Finding]:

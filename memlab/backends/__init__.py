@@ -41,6 +41,8 @@ class Backend:
     """The context in which FSDP2 shards the tensors that are here."""
     fp8_layer_provider: type | None = None
     """The provider under FP8, if it is another one."""
+    own_layer_provider: type | None = None
+    """The provider of Megatron's own layers (`transformer_impl` local); None if they cannot be built here."""
     fill_workspaces: Callable[[Scenario], None] = lambda scenario: None
     """Allocates, once a model is built, what kernels keep on the device outside tensors."""
     check: Callable[[Scenario], None] = lambda scenario: None
@@ -59,6 +61,9 @@ class Backend:
 
     def provider_for(self, scenario: Scenario) -> type:
         """Returns the layer provider of a scenario."""
+        if scenario.state.transformer_impl == "local":
+            assert self.own_layer_provider is not None, "the backend refuses such a scenario"
+            return self.own_layer_provider
         return (scenario.state.fp8_format and self.fp8_layer_provider) or self.layer_provider
 
 

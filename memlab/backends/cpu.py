@@ -37,6 +37,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fused_router, torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
+from memlab.engines.megatron.layers.own_layers import OwnProvider
 from memlab.engines.megatron.layers.quick_gelu import quick_gelu
 from memlab.engines.megatron.layers.tied_embedding import adding_in_place
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
@@ -55,6 +56,7 @@ def backend(reason: str) -> Backend:
         kind=KINDS["cpu"],
         reason=reason,
         layer_provider=TorchProvider,
+        own_layer_provider=OwnProvider,
         join=join_with_gloo,
         active=cuda_replaced if world_size() == 1 else cuda_replaced_on_ranks,
         meter=plain_meter,

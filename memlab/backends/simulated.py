@@ -30,6 +30,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.layers.own_layers import OwnProvider
 from memlab.engines.megatron.retention.transformer_engine_caches import (
     has_experts,
     hold_fake_workspaces,
@@ -47,6 +48,7 @@ def backend(reason: str) -> Backend:
         reason=reason,
         layer_provider=FakeProvider,
         fp8_layer_provider=fake_fp8.FakeFp8Provider,
+        own_layer_provider=OwnProvider,
         join=join_alone,
         active=on_fake_gpu,
         meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
@@ -88,7 +90,10 @@ def _fill_workspaces(scenario: Scenario) -> None:
         return
     grouped = has_experts(scenario)
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
-    hold_fake_workspaces(cublas=multiplies_with_torch(scenario), grouped=grouped, gates_beside=beside)
+    has_linears = scenario.state.transformer_impl == "transformer_engine"
+    hold_fake_workspaces(
+        cublas=multiplies_with_torch(scenario), linears=has_linears, grouped=grouped, gates_beside=beside
+    )
 
 
 def _fill_workspaces_as_before_0_4(scenario: Scenario) -> None:
@@ -153,6 +158,7 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{experts}.Fp8Unpadding": fake_fp8.Fp8Unpadding,
         f"{utilities}.HAVE_TE_FP8_TENSOR_CLASS": True,
         f"{utilities}.FP8_TENSOR_CLASS": fp8_parameters.Fp8Parameter,
+        "megatron.core.distributed.param_and_grad_buffer.is_mxfp8tensor": fp8_parameters.is_mx,
         f"{utilities}._modify_underlying_storage_impl": fp8_parameters.move_rows,
         f"{utilities}._quantize_param_shard_impl": fp8_parameters.quantize_main_parameters,
         # An installed Transformer Engine would ask the GPU for its recipes, and fail on a machine without one.

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memlab.commands.shared.job_flags import add_job_file_options, add_writing_option, job_of
+from memlab.config.architectures import Architecture
+from memlab.jobs.any_model import of_any_model
+from memlab.jobs.job import Job
 from memlab.jobs.writing import check_engine_of
 from memlab.views.text.job import job_table, lines_for
 
@@ -38,17 +41,22 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If it cannot be understood, or ``--as`` names a framework of another engine.
     """
-    job = job_of(arguments.file, arguments, architecture=arguments.architecture, world_size=arguments.world_size)
+
+    def read(architecture: str | Architecture | None) -> Job:
+        return job_of(arguments.file, arguments, architecture=architecture, world_size=arguments.world_size)
+
+    job = read(arguments.architecture)
     if job.scenario is not None:
         check_engine_of(arguments.as_framework, job.scenario)
 
     def report() -> int:
-        values = job.to_dict()
+        common = of_any_model(job, read)
+        values = job.to_dict() | {"of_any_model": common and common.to_dict()}
         lines = None
         if arguments.as_framework is not None and job.scenario is not None and job.settings is not None:
             lines = lines_for(arguments.as_framework, job.scenario, job.settings)
             values["lines"] = lines.splitlines()
-        print(json.dumps(values, indent=2) if arguments.json else job_table(job))
+        print(json.dumps(values, indent=2) if arguments.json else job_table(job, common))
         if lines is not None and not arguments.json:
             print(f"\n{lines}")
         return 0 if job.scenario is not None else 1

@@ -124,6 +124,13 @@ def check_fp8_settings(settings: MemorySettings, state: TrainingState) -> None:
             "by Transformer Engine, must be 'detach': choose that, or leave checkpoint_input_remedy out",
             *("checkpoint_input_remedy", "fp8_format"),
         )
+    moved = [name for name in ("offload_parameters", "offload_gradients") if getattr(settings, name)]
+    if moved and state.reuse_grad_buf_for_mxfp8_param_ag:
+        raise RuleError(
+            f"{moved[0]} is True with reuse_grad_buf_for_mxfp8_param_ag, which memlab does not predict together, since "
+            "parameters and gradients share a buffer: leave one of the two out",
+            *(moved[0], "reuse_grad_buf_for_mxfp8_param_ag"),
+        )
     weights = [name for name in settings.offload_modules or () if name in _OFFLOADS_A_WEIGHT]
     if weights and not state.fp8_param_gather:
         raise RuleError(

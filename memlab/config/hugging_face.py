@@ -68,6 +68,10 @@ _MODEL_TYPES = {
 }
 
 
+_ROTARY_BASES = {"gpt_oss": 150000.0, "mixtral": 1e6, "minimax_m2": 5e6, "gemma3_text": 1e6}
+"""Of families whose base is another one than 10000 where the file gives none (transformers 5.24)."""
+
+
 def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Reads the fields that decide sizes or meaning. A field that may be left out counts as left out where it is null.
 
@@ -86,8 +90,15 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
+    of_windows = rope.get("sliding_attention") or {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    if name == "gemma3_text" and of_windows.get("rope_theta", 10000.0) != 10000.0:
+        raise ValueError(
+            f"the rotary base of layers with windows is {shortened(of_windows['rope_theta'])}, must be 10000, the only "
+            "one that memlab has for gemma3_text: correct rope_local_base_freq or rope_parameters"
+        )
+    rope = rope.get("full_attention") or rope
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
-    base = ConfigJson(rope).number("rope_theta", default=150000.0 if kind.has_sinks else 10000.0)
+    base = ConfigJson(rope).number("rope_theta", default=_ROTARY_BASES.get(str(name), 10000.0))
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     if "rotary_dim" in config and kind.norms_all_heads:
         share = fields.whole("rotary_dim") / fields.whole("head_dim", default=kind.head_dim)

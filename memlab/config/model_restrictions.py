@@ -50,12 +50,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """
     _check_checkpointing(settings, scenario)
     _check_extra_layers(settings, scenario)
-    if settings.offload_modules and scenario.state.reference_model != "none":
-        raise RuleError(
-            f"offload_modules has {list(settings.offload_modules)} with reference_model "
-            f"{scenario.state.reference_model!r}, which memlab does not predict together: leave one of the two out",
-            *("offload_modules", "reference_model"),
-        )
+    _check_beside_offload(settings, scenario.state)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -114,6 +109,16 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
                 f"{field} has {wrong}, {lacks.format(architecture.name)}: "
                 f"choose from {', '.join(name for name in choices if name not in absent)}",
                 field,
+            )
+
+
+def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> None:
+    for name in ("reference_model", "transformer_impl"):
+        if settings.offload_modules and name in state.changed():
+            raise RuleError(
+                f"offload_modules has {list(settings.offload_modules)} with {name} {getattr(state, name)!r}, which "
+                "memlab does not predict together: leave one of the two out",
+                *("offload_modules", name),
             )
 
 

@@ -18,10 +18,10 @@ from memlab.config.validation import RuleError, check_number, check_whole_number
 
 Rebuilt = Literal["nothing", "optimizer", "model"]
 """The part that a change of the training state builds again; a model is rebuilt with its optimizer."""
-Kind = Literal["switch", "choice", "modules", "whole", "number"]
+Kind = Literal["switch", "choice", "modules", "whole", "number", "name"]
 EngineName = Literal["megatron", "fsdp2"]
 """The training engines: `memlab.engines.megatron` and `memlab.engines.fsdp2`."""
-_KINDS: dict[Any, Kind] = {bool: "switch", int: "whole", float: "number", tuple[str, ...]: "modules"}
+_KINDS: dict[Any, Kind] = {bool: "switch", int: "whole", float: "number", str: "name", tuple[str, ...]: "modules"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +164,8 @@ def check_options(settings: Any, prefix: str = "") -> None:
             check_whole_number(name, value, one.at_least, one.at_most, action=one.advice)
         elif one.kind == "number" and one.at_most is not None:
             check_number(name, value, None, one.at_most, action=one.advice)
+        elif one.kind == "name" and not isinstance(value, str):
+            _refuse(one, name, value, "a name")
         elif one.kind == "choice" and value not in one.choices:
             _refuse(one, name, value, f"one of {', '.join(one.choices)}")
         elif one.kind == "switch" and not isinstance(value, bool):
@@ -190,7 +192,8 @@ def check_engine(settings: Any, engine: EngineName) -> None:
 
 def _refuse(one: Option, name: str, value: object, rule: str) -> NoReturn:
     or_none = ", or None" if one.may_be_none else ""
-    raise RuleError(f"{name} is {shortened(value)}, must be {rule}{or_none}: choose one of them", name)
+    advice = "give one" if one.kind == "name" else "choose one of them"
+    raise RuleError(f"{name} is {shortened(value)}, must be {rule}{or_none}: {advice}", name)
 
 
 def unread(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
@@ -199,6 +202,6 @@ def unread(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
     for name, one in options_of(cls).items():
         value = values.get(one.needs)
         is_read = value == one.needs_value if one.needs_value else value not in (None, False, ())
-        if one.needs and not is_read:
+        if one.needs and (not is_read or one.needs in reasons):
             reasons[name] = f"only {one.needed} reads it"
     return reasons

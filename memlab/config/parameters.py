@@ -98,15 +98,19 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
         return KeptBytes(frozen + shards, shards, bytes_of_state(scenario) * sum(trained_of_rank(scenario)))
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4
-    in_layers = 1 if state.fp8_param_gather else of_parameter
+    # MXFP8 by row and by column; what megatron-core 0.16 keeps twice beside it, newer ones keep once.
+    in_layers = 1 + state.reuse_grad_buf_for_mxfp8_param_ag if state.fp8_param_gather else of_parameter
     on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
     main, moments = bytes_of_optimizer(state, scenario.dtype)
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
     of_adapters = 0 if state.lora is None else sum(trained) * of_parameter
     of_model = (counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter
+    of_frozen = 0
+    if state.reference_model == "copy":
+        of_frozen = of_model if state.teacher_model is None else kept_bytes(scenario.teacher).parameters
     return KeptBytes(
-        parameters=of_model * (2 if state.reference_model == "copy" else 1) + of_adapters,
+        parameters=of_model + of_frozen + of_adapters,
         gradients=sum(trained) * bytes_of_gradient(scenario),
         optimizer=sum(round(of_optimizer * count) for count in sharded),
     )

@@ -41,6 +41,11 @@ _KINDS: dict[str, type] = {
     "allocator": AllocatorSettings,
     "versions": Versions,
 }
+_NOT_BESIDE_OWN_LAYERS = (
+    *("attention_backend", "fp8_format", "mtp_num_layers", "create_attention_mask"),
+    *("reference_model", "num_labels"),
+)
+"""Options of the training state that memlab does not predict beside Megatron's own layers."""
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 """Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
 _MOST_ELEMENTS_OF_AN_ACTIVATION = 2**50
@@ -159,20 +164,56 @@ class Scenario:
         self._check_architecture()
         self._check_capacity()
         self._check_extra_layers()
-        stages = self.layout.pipeline_model_parallel_size
+        self._check_reference_model()
+        self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
+        self._check_experts()
+        self._check_adapters()
+        self._check_attention()
+        self._check_attn_implementation()
+        self._check_mask_in_fp32()
+        self._check_packing()
+        self._check_mask()
+        chunks = self.layout.virtual_pipeline_model_parallel_size
+        if self.state.overlap_param_gather_with_optimizer_step and chunks == 1:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with virtual_pipeline_model_parallel_size 1, must "
+                "have more, since Megatron-Core has no optimizer for no other chunk: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
+            )
+        check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+
+    @property
+    def teacher(self) -> Scenario:
+        """The frozen model that a loss compares with, in the same layout and with the same workload."""
+        name = self.state.teacher_model
+        model = self.architecture if name is None else find_architecture(name)
+        of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
+        state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
+        layers = self.num_layers if name is None else model.num_layers
+        of_experts: dict[str, Any] = {} if model.routes else {"routing": Routing(), "expert_buffers": False}
+        return replace(self, architecture=model, num_layers=layers, state=state, **of_experts)
+
+    def _check_reference_model(self) -> None:
+        stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
         if self.state.reference_model != "none" and stages > 1:
             raise RuleError(
                 f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
                 "memlab does not predict together: choose 1, or none",
                 *("reference_model", "pipeline_model_parallel_size"),
             )
-        self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
-        self._check_experts()
-        self._check_adapters()
-        self._check_attention()
-        self._check_packing()
-        self._check_mask()
-        check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+        if name is None:
+            return
+        try:
+            model = self.teacher.architecture
+        except ValueError as error:
+            raise RuleError(f"teacher_model is {shortened(name)}: {error}", "teacher_model") from error
+        if model.vocab_size != self.architecture.vocab_size:
+            raise RuleError(
+                f"teacher_model is {shortened(name)} with a vocabulary of {model.vocab_size}, must have that of "
+                f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
+                "choose another teacher",
+                *("teacher_model", "loss"),
+            )
 
     def _check_architecture(self) -> None:
         model = self.architecture
@@ -355,13 +396,55 @@ class Scenario:
                 )
 
     @property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps the probability of every pair of tokens for backward."""
+        return self.state.attention_backend == "unfused" or self.state.transformer_impl == "local"
+
+    @property
     def ranks_of_shards(self) -> int:
         """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
         if self.engine != "fsdp2":
             return 1
         return self.layout.data_parallel_size * self.layout.context_parallel_size // self.state.dp_replicate_size
 
+    def _check_own_layers(self) -> None:
+        """Refuses what memlab does not predict of Megatron's own layers, and sizes that their softmax's kernel lacks.
+
+        After ``is_kernel_available`` of ``megatron/core/fusions/fused_softmax.py``, 0.16.1.
+        """
+        if self.state.transformer_impl != "local":
+            return
+        model, state = self.architecture, self.state
+        for name, value, is_refused in (
+            ("num_moe_experts", model.num_moe_experts, model.routes),
+            ("multi_latent_attention", True, model.multi_latent_attention),
+            # Torch's own RMSNorm, which Megatron takes there, keeps other tensors.
+            ("normalization", model.normalization, model.normalization != "LayerNorm"),
+            ("softmax_type", model.softmax_type, model.softmax_type != "vanilla"),
+            ("window_size", model.window_size, model.window_size is not None),
+            ("dtype", self.dtype, self.dtype != "bf16"),
+            ("context_parallel_size", self.layout.context_parallel_size, self.layout.context_parallel_size > 1),
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
+            *((name, getattr(state, name), name in state.changed()) for name in _NOT_BESIDE_OWN_LAYERS),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"transformer_impl is 'local' with {name} {value}, which memlab does not predict together: choose "
+                    "transformer_engine, or leave the other out",
+                    *("transformer_impl", name),
+                )
+        matrices = self.micro_batch_size * model.num_attention_heads // self.layout.tensor_model_parallel_size
+        if not 16 < self.seq_length <= 4096 or self.seq_length % 4 or matrices % 4:
+            raise RuleError(
+                f"seq_length is {self.seq_length} with transformer_impl 'local', must be a multiple of 4 from 20 to "
+                f"4096, with a multiple of 4 matrices of scores, not {matrices}, since Megatron's kernel of the "
+                "softmax takes no others, and memlab has no other: choose such a length, or transformer_engine",
+                *("seq_length", "transformer_impl"),
+            )
+
     def _check_attention(self) -> None:
+        self._check_own_layers()
         if self.architecture.multi_latent_attention:
             self._check_latent_attention()
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
@@ -570,7 +653,7 @@ class Scenario:
                 *("dtype", "attn_implementation", "packed_sequences"),
             )
 
-    def _check_packing(self) -> None:
+    def _check_attn_implementation(self) -> None:
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
@@ -583,7 +666,8 @@ class Scenario:
                 "which memlab does not have with it: leave it out",
                 "attn_implementation",
             )
-        self._check_mask_in_fp32()
+
+    def _check_packing(self) -> None:
         if self.packed_sequences is None:
             return
         chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
@@ -912,12 +996,18 @@ class Scenario:
             alone = (
                 "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
             )
-            names = ("overlap_grad_reduce", "overlap_param_gather")
+            names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
         if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
             reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
+        shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
+        if self.state.attention_dropout and shares_sequences:
+            reasons["attention_dropout"] = (
+                "on the CPU and in predictions, attention drops no probabilities of packed sequences, nor where ranks "
+                "share a sequence: what a kernel keeps for it, the state of its random numbers, is left out"
+            )
         is_inside = 0 < self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1
         if self.state.create_attention_mask_in_dataloader and is_inside:
             reasons["create_attention_mask_in_dataloader"] = "only the first and the last pipeline stage get masks"
@@ -978,7 +1068,7 @@ class Scenario:
         return reasons
 
     def _without_effect_on_fsdp2(self) -> dict[str, str]:
-        reasons = {}
+        reasons = self._without_effect_on_units()
         if self.state.fp32_sharded_params and self.dtype == "fp32":
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
@@ -997,6 +1087,18 @@ class Scenario:
             reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
         elif state.reshard_after_forward_ranks == self.ranks_of_shards:
             reasons["reshard_after_forward_ranks"] = "these are all ranks that have shards"
+        return reasons
+
+    def _without_effect_on_units(self) -> dict[str, str]:
+        state, reasons = self.state, {}
+        if state.fsdp_version == 1:
+            one = "FSDP1 shards layers, and then the model"
+            names = ("separate_embeddings", "reshard_root_after_forward")
+            return {name: one for name in names if name in state.changed()}
+        if state.separate_embeddings != "none" and self.architecture.share_embeddings_and_output_weights:
+            reasons["separate_embeddings"] = "they are tied"
+        if state.reshard_root_after_forward and state.reshard_after_forward == "none":
+            reasons["reshard_root_after_forward"] = "reshard_after_forward is none"
         return reasons
 
     def _without_effect_on_fp32(self) -> dict[str, str]:

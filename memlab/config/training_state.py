@@ -23,10 +23,11 @@ MainParamsDtype = Literal["fp32", "fp16"]
 MomentDtype = Literal["fp32", "fp16", "bf16", "fp8"]
 Loss = Literal[
     "cross_entropy", "logprobs", "logprobs_one_hot", "logprobs_by_sequence", "vocab_parallel_cross_entropy", "softmax",
-    "scaled_softmax", "log_softmax", "topk_logits",
+    "scaled_softmax", "log_softmax", "topk_logits", "logits_kl", "jsd",
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
@@ -34,6 +35,8 @@ TokenDispatcher = Literal["alltoall", "allgather"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
+SeparateEmbeddings = Literal["none", "input", "both"]
+LossOfTransformers = Literal["cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -43,6 +46,8 @@ HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
 """Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
 """Losses that read `logprobs_chunk_size`."""
+COMPARE_WITH_TEACHER = ("logits_kl", "jsd")
+"""Losses that compare the logits with those of the frozen model that `reference_model` names."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _ON_CPU = {"group": "CPU optimizer", "needs": "optimizer_cpu_offload", "rebuilds": "optimizer", "megatron": "optimizer"}
 _OPTIMIZER = {"group": "Optimizer", "rebuilds": "optimizer", "megatron": "optimizer"}
@@ -106,6 +111,16 @@ class TrainingState:
     )
     """Without `overlap_grad_reduce`, each buffer is a single bucket, which is gathered when forward begins.
     (Megatron-Core's DDP allows this; the arguments of Megatron-LM's own scripts do not.)"""
+    overlap_param_gather_with_optimizer_step: bool = option(
+        False,
+        "gather the parameters of the first model chunk while the optimizer updates the others; no buffer has buckets",
+        group="",
+        rebuilds="model",
+        needs="overlap_param_gather",
+        megatron="optimizer",
+    )
+    """DDP's buffers then have one bucket each (``get_model`` in megatron/training/training.py), and each chunk's update
+    is an optimizer of its own. Of interleaved pipelines; Megatron-Bridge gives it to others too."""
     ddp_bucket_size: int | None = option(
         None,
         "elements in a bucket of gradients; used only with `overlap_grad_reduce` (default: Megatron's rule)",
@@ -188,7 +203,8 @@ class TrainingState:
         "cross_entropy: language-model loss, which the model computes (default); the others are computed from the "
         "logits: those of SkyRL (logprobs), NeMo-RL (logprobs_by_sequence or logprobs_one_hot; topk_logits for its "
         "distillation), verl (vocab_parallel_cross_entropy), slime (softmax or scaled_softmax) and ms-swift "
-        "(log_softmax)",
+        "(log_softmax), and, with a `reference_model` as the teacher, those of Model Optimizer's distillation "
+        "(logits_kl) and ms-swift's GKD (jsd)",
         **_LOSS,
     )
     """What each has in memory says `memlab.engines.megatron.losses.LOSSES`."""
@@ -248,18 +264,35 @@ class TrainingState:
     # A copy is built with the model; each micro-batch runs it (memlab/engines/megatron/training_step.py).
     reference_model: ReferenceModel = option(
         "none",
-        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it: a "
-        "second copy of all weights (copy), or the model without its adapters (without_adapters) (default none)",
+        "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it, or "
+        "the logits of a teacher: a second model of all weights (copy), or the model without its adapters "
+        "(without_adapters) (default none)",
         group="",
         rebuilds="model",
     )
     """A copy is on the device wherever the parameters are. It has no part in steps of forward passes alone."""
+    teacher_model: str | None = option(
+        None,
+        "architecture of that frozen model, with all its layers, where it is another one than the trained model's: a "
+        "name, or the path of a config.json (default: the trained model's)",
+        group="",
+        rebuilds="model",
+        needs="reference_model",
+        needs_value="copy",
+    )
 
     # Transformer Engine reads it at each forward from the environment, where a language model writes it when it is
     # built (memlab/engines/megatron/attention_environment.py).
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    transformer_impl: TransformerImplementation = option(
+        "transformer_engine",
+        "whose layers a model has: Transformer Engine's, or Megatron's own (local; default transformer_engine)",
+        group="",
+        rebuilds="model",
+    )
+    """Megatron's further value, ``inference_optimized``, trains nothing."""
     # Transformer Engine's attention is built with it (extensions/transformer_engine.py).
     cp_comm_type: ContextParallelExchange = option(
         "p2p",
@@ -495,6 +528,30 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    separate_embeddings: SeparateEmbeddings = option(
+        "none",
+        "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "
+        "(none) they are sharded together with the last norm",
+        rebuilds="model",
+        **_FSDP2,
+    )
+    """``apply_fsdp2`` of SkyRL (a9564572) has the first, that of verl (0.9.1) and Automodel 0.7.0 have both."""
+    reshard_root_after_forward: bool = option(
+        False,
+        "free the gathered output layer and last norm after forward too, unless `reshard_after_forward` is none",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """As verl and SkyRL do, which give torch's `fully_shard` an explicit True for the whole model."""
+    loss_of_transformers: LossOfTransformers = option(
+        "cross_entropy",
+        "transformers' own loss (cross_entropy, the default); the same, with the model's output released before "
+        "backward (masked_cross_entropy, Automodel 0.7.0); or log-probabilities by flash-attn's kernel, or one token "
+        "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL)",
+        rebuilds="nothing",
+        **_FSDP2,
+    )
+    """`memlab.engines.fsdp2.losses` has them."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
@@ -535,9 +592,27 @@ class TrainingState:
         megatron="model",
     )
     """``mxfp8`` needs Blackwell."""
+    non_tn_fp8_gemm: bool = option(
+        False,
+        "keep no transposed copies of FP8 matrices, as on Blackwell, whose products need none; Hopper's do",
+        group="",
+        rebuilds="model",
+        needs="fp8_format",
+    )
+    """Of the recipes ``delayed`` and ``tensorwise``. The GPU decides it, by ``is_non_tn_fp8_gemm_supported`` of
+    Transformer Engine 2.16.1: from compute capability 10.0 on. No prediction with it was compared with a GPU."""
     fp8_param_gather: bool = option(
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(
+        False,
+        "gather MXFP8 parameters as bf16 in the gradients' buffer, which Megatron needs for them",
+        **_FP8,
+        needs="fp8_param_gather",
+        megatron="ddp optimizer",
+    )
+    """The quantized parameters are then outside DDP's buffers. megatron-core 0.16 keeps all other parameters twice with
+    it, as they are and in a buffer; 0.19 keeps them once."""
 
     lora: LoRA | None = None
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
@@ -591,6 +666,12 @@ class TrainingState:
             self._check_head()
         if self.reference_model != "none":
             self._check_reference_model()
+        elif self.loss in COMPARE_WITH_TEACHER:
+            raise RuleError(
+                f"loss is {self.loss!r}, which compares with a teacher's logits, and reference_model is 'none': choose "
+                "'copy', or 'without_adapters' with lora_rank",
+                *("loss", "reference_model"),
+            )
         if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
             raise RuleError(
                 f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
@@ -646,15 +727,23 @@ class TrainingState:
 
     def _check_reference_model(self) -> None:
         given = f"reference_model is {self.reference_model!r}"
+        compares = self.loss in COMPARE_WITH_TEACHER
         wanted = "without_adapters" if self.lora is not None else "copy"
-        if self.reference_model != wanted:
+        if self.reference_model != wanted and (self.teacher_model is None or self.reference_model != "copy"):
             raise RuleError(
                 f"{given} {'with' if self.lora is not None else 'without'} lora_rank, must be {wanted!r} there, since "
                 "frozen weights need no second copy: choose it, or none",
                 *("reference_model", "lora_rank"),
             )
+        if self.teacher_model is not None and not compares:
+            raise RuleError(
+                f"teacher_model is {shortened(self.teacher_model)}, but loss is {self.loss!r}, and only "
+                f"{' and '.join(COMPARE_WITH_TEACHER)} compare with a teacher: choose one of them, or leave "
+                "teacher_model out",
+                *("teacher_model", "loss"),
+            )
         for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
-            if getattr(self, name) != _default(name):
+            if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
                     "of the two out",
@@ -668,12 +757,25 @@ class TrainingState:
                 "fp8_param_gather out",
                 *("fp8_param_gather", "fp8_format"),
             )
-        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+        if self.reuse_grad_buf_for_mxfp8_param_ag != (self.fp8_param_gather and self.fp8_recipe == "mxfp8"):
+            # ``replace_raw_data`` of Transformer Engine 2.16.1 moves no MXFP8 tensor into DDP's buffer.
+            given = f"fp8_recipe {self.fp8_recipe!r} and fp8_param_gather {self.fp8_param_gather}"
             raise RuleError(
-                "fp8_param_gather is True with fp8_recipe 'mxfp8', which memlab does not predict yet (Megatron "
-                "keeps mxfp8 "
-                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out",
-                *("fp8_param_gather", "fp8_recipe"),
+                f"reuse_grad_buf_for_mxfp8_param_ag is {self.reuse_grad_buf_for_mxfp8_param_ag} with {given}, must be "
+                "True with 'mxfp8' and True, and False otherwise, by a rule of Megatron-Core: change one of the three",
+                *("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp8_recipe"),
+            )
+        if self.reuse_grad_buf_for_mxfp8_param_ag and self.overlap_param_gather_with_optimizer_step:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with reuse_grad_buf_for_mxfp8_param_ag, must be "
+                "False there by a rule of Megatron-Core 0.19: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "reuse_grad_buf_for_mxfp8_param_ag"),
+            )
+        if self.non_tn_fp8_gemm and self.fp8_recipe not in ("delayed", "tensorwise"):
+            raise RuleError(
+                f"non_tn_fp8_gemm is True with fp8_recipe {self.fp8_recipe!r}, must have delayed or tensorwise, whose "
+                "transposed copies it leaves out: choose one of them, or leave non_tn_fp8_gemm out",
+                *("non_tn_fp8_gemm", "fp8_recipe"),
             )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
             raise RuleError(
@@ -812,6 +914,8 @@ class TrainingState:
             ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
+        if self.overlap_param_gather_with_optimizer_step:
+            ignored("ddp_bucket_size", "overlap_param_gather_with_optimizer_step leaves each buffer a single bucket")
         return reasons
 
     @property

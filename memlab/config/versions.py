@@ -120,6 +120,11 @@ class Versions:
                 "the version of Transformer Engine decides what the update needs: Adam of 2.13 and later updates two "
                 f"bf16 moments in place, Adam of 2.12 {copies}"
             )
+        if state.reuse_grad_buf_for_mxfp8_param_ag:
+            lines.append(
+                "the version of megatron-core decides what is kept beside MXFP8 parameters: 0.16 keeps all others "
+                f"twice, 0.19 keeps them once; {installed_core or 'the installed one'} made this prediction"
+            )
         if context_parallel_size > 1 and _numbers(self.transformer_engine) > _LAST_WHOSE_RING_WAS_MEASURED:
             ring = ", and keeps two buffers of keys and values in its ring instead of one a rank"
             lines.append(

@@ -243,8 +243,7 @@ def recomputed_places(scenario: Scenario) -> dict[str, tuple[str, ...]]:
 
     Unfused attention keeps the probabilities of every pair of tokens, which recompute of ``core_attn`` frees.
     """
-    is_unfused = scenario.state.attention_backend == "unfused"
-    return RECOMPUTED | _OF_UNFUSED_ATTENTION if is_unfused else RECOMPUTED
+    return RECOMPUTED | _OF_UNFUSED_ATTENTION if scenario.keeps_scores else RECOMPUTED
 
 
 def recomputed_bytes(settings: MemorySettings, allocated: LayerBytes, scenario: Scenario) -> int:

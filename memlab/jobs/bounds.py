@@ -389,7 +389,6 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "disable_parameter_transpose_cache",
-            "reuse_grad_buf_for_mxfp8_param_ag",
             "use_precision_aware_optimizer_no_fp8_params_transpose",
         ),
         ("parameters",),

@@ -122,6 +122,12 @@ def _fp32_outputs(scenario: Scenario, _: MemorySettings) -> int:
     return 4 * scenario.tokens_of_rank * (2 * model.hidden_size * (scenario.num_layers + 1) + model.vocab_size)
 
 
+def _whole_logits(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns the whole vocabulary's logits in fp32, with what their loss keeps and computes from them."""
+    tokens = scenario.seq_length * scenario.micro_batch_size // scenario.layout.context_parallel_size
+    return 4 * 4 * tokens * scenario.architecture.vocab_size
+
+
 BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "backend.rms_norm": _norms,
     "use_liger_kernel": _liger,
@@ -136,6 +142,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
         _padded,
     ),
     "distributed.dp_size": _whole_model,
+    "dtensor_cfg.tensor_parallel_size": _whole_logits,
     "output_hidden_states": _hidden_states,
     **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.

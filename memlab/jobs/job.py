@@ -125,7 +125,7 @@ class Job:
         variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
         file_format, other = OF_OTHER_MODELS.get(format_name or "", (format_name, None))
         if file_format is not None:
-            framework_named(file_format)
+            framework_named(file_format, OF_OTHER_MODELS)
         name, entries = read_file(path, variables, file_format, arguments)
         framework = other or table_of(name, {key: entry.value for key, entry in entries.by_key.items()} | given)
         environment = {

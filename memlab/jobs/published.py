@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class PublishedJob:
     note: str
     arguments: dict[str, Any]
     """Those of Megatron-LM that decide about memory; empty if they are not published."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The variables of the test that decide about memory, such as the options of torch's allocator."""
     script: str = ""
     """The commands that start a job of another framework."""
     is_of_gpu: bool = False
@@ -57,8 +59,9 @@ class PublishedJob:
             # A list of modules is a text in brackets there.
             is_plain = {flag: isinstance(value, str) and value[0] != "[" for flag, value in self.arguments.items()}
             values = {flag: value if is_plain[flag] else json.dumps(value) for flag, value in self.arguments.items()}
-            lines = (f"  {flag}: {value}" for flag, value in values.items())
-            file.write_text("\n".join(["MODEL_ARGS:", *lines, ""]))
+            lines = ["MODEL_ARGS:", *(f"  {flag}: {value}" for flag, value in values.items())]
+            lines += ["ENV_VARS:", *(f"  {name}: {value}" for name, value in self.environment.items())]
+            file.write_text("\n".join([*lines, ""]))
             return Job.read(file, format_name="megatron-lm", world_size=self.num_ranks)
 
 

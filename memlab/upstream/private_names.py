@@ -693,6 +693,11 @@ _WITHOUT_TE = (
             "HAVE_TE_FP8_TENSOR_CLASS FP8_TENSOR_CLASS _modify_underlying_storage_impl _quantize_param_shard_impl",
             "DDP and the distributed optimizer ask it what a parameter in FP8 is, and move and quantize it with it.",
         ),
+        _replaced(
+            "megatron.core.distributed.param_and_grad_buffer",
+            "is_mxfp8tensor",
+            "DDP asks it which parameters are gathered in the gradients' buffer.",
+        ),
         _replaced("megatron.core.transformer.moe.experts", "HAVE_TE", "Under FP8 grouped experts assert it."),
         _replaced(
             "megatron.core.transformer.moe.experts",
@@ -736,6 +741,11 @@ _WITHOUT_TE = (
             "TESpecProvider",
             "The spec is Transformer Engine's; only the classes in it are the provider's.",
             absent_without_te=True,
+        ),
+        _replaced(
+            "megatron.core.models.gpt.gpt_layer_specs",
+            "LocalSpecProvider",
+            "The spec of Megatron's own layers; the norm and the attention in it are the provider's.",
         ),
     ),
     *_in("backends/cpu_adam.py", _used("torch.optim.adam:Adam", "_init_group", "It allocates the state.")),
@@ -1147,6 +1157,11 @@ _MEGATRON = (
             on_instances=True,
         ),
         _used(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+            "_copy_main_params_to_param_buffer",
+            "Megatron-LM's training loop calls it before forward where parameters are gathered in gradients' buffers.",
+        ),
+        _used(
             _BUCKETS,
             "param_gather_handle grad_reduce_handle per_param_grad_ready_counts",
             "What a failed step leaves of its communication.",
@@ -1251,6 +1266,12 @@ _TRANSFORMER_ENGINE = (
             _ENGINE + ".tensor.storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage",
             "_rowwise_scale_inv _columnwise_data _columnwise_scale_inv",
             "What a parameter in FP8 keeps outside DDP's buffer.",
+            on_instances=True,
+        ),
+        _used(
+            _ENGINE + ".tensor.storage.mxfp8_tensor_storage:MXFP8TensorStorage",
+            "_rowwise_data",
+            "A parameter in MXFP8 is outside DDP's buffer as a whole.",
             on_instances=True,
         ),
     ),

@@ -69,7 +69,7 @@ def read(folder: Path, changes: str = "", **options: Any) -> Job:
 
 
 def test_a_recipe_is_the_step_of_each_of_its_ranks(tmp_path: Path) -> None:
-    job = read(tmp_path)
+    job = read(tmp_path, version="36044ad3")
     assert job.required() == (
         Scenario.of(
             "phi-4",
@@ -132,7 +132,8 @@ def test_rows_and_ranks(
         ("{recipe: FinetuneRecipeForVLM}", "the recipe FinetuneRecipeForVLM"),
         ("{distributed.tp_size: 2, distributed.sequence_parallel: true}",
          "tensor_model_parallel_size beside sequence_parallel under FSDP2"),
-        ("{distributed.cp_size: 2}", "context parallelism of recipes"),
+        ("{distributed.cp_size: 2, distributed.tp_size: 2}",
+         "context_parallel_size beside tensor_model_parallel_size under FSDP2"),
         ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
         ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
         ("{distributed.offload_policy: cpu}", "an offload policy without a _target_"),
@@ -150,8 +151,34 @@ def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: s
     "more", [{}, {"distributed.sequence_parallel": True, "model.pretrained_model_name_or_path": "Qwen/Qwen3-8B"}]
 )
 def test_ranks_that_divide_matrices_are_read(more: dict[str, Any], tmp_path: Path) -> None:
-    layout = read(tmp_path, str({"distributed.tp_size": 2} | more)).required()[0].layout
+    job = read(tmp_path, str({"distributed.tp_size": 2} | more))
+    layout = job.required()[0].layout
     assert (layout.tensor_model_parallel_size, layout.sequence_parallel) == (2, bool(more))
+    own = read(tmp_path, str({"distributed.tp_size": 2, "distributed.tp_plan": "my.module.plan"} | more))
+    assert {one.key for one in own.not_modelled} - {one.key for one in job.not_modelled} == {"distributed.tp_plan"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "embeddings"),
+    [
+        ("{distributed.dp_size: 8}", "both"),
+        ("{peft.dim: 8}", "none"),
+        ("{freeze_config.freeze_embeddings: true}", "none"),
+    ],
+)
+def test_the_release_shards_embeddings_that_it_trains_alone(changes: str, embeddings: str, tmp_path: Path) -> None:
+    job = read(tmp_path, changes, version="0.7.0")
+    state = job.required()[0].state
+    assert (state.separate_embeddings, state.loss_of_transformers) == (embeddings, "masked_cross_entropy")
+    (warning,) = [one for one in read(tmp_path, changes).warnings if one not in job.warnings]
+    assert "--framework-version 0.7.0" in warning
+    assert read(tmp_path, changes, version="36044ad3").warnings == job.warnings
+
+
+def test_ranks_that_share_sequences_are_read(tmp_path: Path) -> None:
+    scenario, _ = read(tmp_path, "{distributed.cp_size: 2, distributed.tp_plan: my.module.plan}").required()
+    layout = scenario.layout
+    assert (layout.context_parallel_size, layout.data_parallel_size, layout.world_size) == (2, 8, 16)
 
 
 def test_replicas_and_shards_on_the_host_are_read(tmp_path: Path) -> None:

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.analysis.kept import kept_by_module
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.scenario import Scenario
+from memlab.engines.megatron.layers.own_layers import OwnAttention
 from memlab.engines.megatron.megatron_config import transformer_config
 from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, offload, recompute
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.versions
 GPT = ARCHITECTURES["gpt-tiny"]
 TOKENS, HIDDEN, HEADS, LAYERS = 64, GPT.hidden_size, GPT.num_attention_heads, 2
 DROPS = TrainingState(hidden_dropout=0.1, attention_dropout=0.1)
+OWN_LAYERS = replace(DROPS, transformer_impl="local")
 FUSED = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
 
 
@@ -86,9 +91,10 @@ def test_settings_change_neither_loss_nor_gradients_under_dropout(backend: str, 
         assert all(map(torch.equal, gradients, others)), settings
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash", "unfused"])
-def test_a_predicted_step_with_dropout_is_the_cpu_s_to_the_byte(backend: str) -> None:
-    state = replace(DROPS, attention_backend=backend)
+@pytest.mark.parametrize(
+    "state", [*(replace(DROPS, attention_backend=kind) for kind in ("auto", "flash")), OWN_LAYERS], ids=str
+)
+def test_a_predicted_step_with_dropout_is_the_cpu_s_to_the_byte(state: TrainingState) -> None:
     steps: list[Any] = []
     for kind in ("cpu", of_the_cpu_backend()):
         with Lab("gpt-tiny", num_layers=LAYERS, seq_length=TOKENS, state=state, backend=kind) as lab:
@@ -96,6 +102,46 @@ def test_a_predicted_step_with_dropout_is_the_cpu_s_to_the_byte(backend: str) ->
     for real, fake in zip(*steps, strict=True):
         assert real.activation_peak_bytes == fake.activation_peak_bytes
         assert real.recomputed_bytes == fake.recomputed_bytes
+
+
+def test_megatron_s_own_attention_computes_what_it_does_without_apex_and_keeps_its_buffer() -> None:
+    """Its softmax is Apex' kernel there; megatron-core's own in torch has the same mask and values."""
+    scenario = Scenario.of("gpt-tiny", seq_length=TOKENS, state=OWN_LAYERS)
+    with Lab(scenario, backend="cpu") as lab:
+        lab.step()
+
+        def both() -> tuple[torch.Tensor, torch.Tensor, int]:
+            config = transformer_config(scenario, MemorySettings())
+            generator = torch.Generator().manual_seed(0)
+            shape = (TOKENS, 2, HEADS, HIDDEN // HEADS)
+            inputs = [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
+            named = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+            kinds = (OwnAttention, DotProductAttention)
+            ours, theirs = (kind(config, **named).eval()(*inputs, None) for kind in kinds)
+            buffers = parallel_state.get_global_memory_buffer().buffer.values()
+            return ours, theirs, sum(buffer.nbytes for buffer in buffers)
+
+        ours, theirs, kept = inside(lab).worker.submit(both).result()
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    assert kept == 2 * 2 * HEADS * TOKENS**2, "the scores of two sequences, bf16"
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "words"),
+    [
+        ("gpt-tiny", {"layout": Layout(context_parallel_size=2)}, "local' with context_parallel_size 2"),
+        ("gpt-tiny", {"dtype": "fp32"}, "local' with dtype fp32"),
+        ("gpt-tiny", {"state": replace(OWN_LAYERS, attention_backend="flash")}, "with attention_backend flash"),
+        ("gpt-tiny", {"seq_length": 8192}, "max_position_embeddings|must be a multiple of 4 from 20 to 4096"),
+        ("gpt-tiny", {"seq_length": 62}, "must be a multiple of 4"),
+        ("phi-4-tiny", {}, "with normalization RMSNorm"),
+        ("qwen3-moe-tiny", {}, "with num_moe_experts"),
+        ("deepseek-tiny", {}, "with num_moe_experts"),
+    ],
+)
+def test_own_layers_that_memlab_does_not_predict_are_refused(model: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scenario.of(model, **{"seq_length": TOKENS, "state": OWN_LAYERS, **change})
 
 
 def _kept(**state: Any) -> int:

@@ -40,6 +40,10 @@ def plain(open_lab: Callable[..., Any]) -> StepRecord:
         ([100, 110, 120, 130, 140, 150], [5] * 6, 0, ["leak"]),
         ([100, 180, 180, 180, 180, 180], [5] * 6, 0, ["growth by phase"]),
         ([100] * 5 + [110] * 3, [5] * 8, 0, ["growth by phase"]),  # late, and then it stays
+        ([100, 100, 110, 110, 120, 120, 130], [5] * 7, 0, ["leak"]),  # in every other step
+        ([100, 180, 180, 190, 190, 200, 200], [5] * 7, 0, ["leak"]),  # beside state that is allocated once
+        ([180, 100, 100, 100, 100, 100], [5] * 6, 0, ["steady"]),  # it falls for good
+        ([100, 120, 100, 120, 100, 120], [5] * 6, 0, ["steady"]),
         ([100] * 6, [5] * 6, 7, ["retention"]),
         ([100] * 6, [300] * 6, 0, ["spike"]),
         ([100] * 6, [200, 600, 250, 900, 300, 220], 0, ["spike"]),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 
@@ -35,6 +36,7 @@ SMALL = {"num_layers": 2, "seq_length": 256, "backend": "simulated"}
 
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+OF_MXFP8 = {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
 
 
 def fp8(recipe: Fp8Recipe = "tensorwise", **others: Any) -> TrainingState:
@@ -111,6 +113,60 @@ def test_weights_stay_allocated_in_fp8_by_row_and_by_column(recipe: Fp8Recipe, s
     expected = sum(2 * rows * width + scale_bytes(rows, width) for rows, width in matrices)
     quantizers = {"tensorwise": 2 * 5 * 512 + 512, "delayed": 10 * 4 + 512}.get(recipe, 0)
     assert before - without == expected + len(matrices) * quantizers
+
+
+@pytest.mark.parametrize(("recipe", "stored"), [("delayed", {}), ("tensorwise", {"fp8_param_gather": True})])
+@pytest.mark.usefixtures("exact_bytes")
+def test_blackwell_keeps_no_transposed_copy_of_a_weight(recipe: Fp8Recipe, stored: dict[str, bool]) -> None:
+    starts, saved = [], []
+    for options in (stored, {**stored, "non_tn_fp8_gemm": True}):
+        with Lab("qwen3-moe-tiny", state=fp8(recipe, **options), **SMALL | {"num_layers": 1}) as lab:
+            starts.append(lab.step(warm_up=False).static_bytes)
+            in_matrices = sum(rows * width for rows, width in _matrices(lab))
+            starts[-1] = lab.step(warm_up=False).static_bytes
+            saved.append(sorted(_saved_bytes(lab, "self_attention.linear_qkv")))
+    assert starts[0] - starts[1] == in_matrices
+    assert saved[0] == saved[1]  # of an input one of the two copies is kept on either GPU
+
+
+def test_only_recipes_with_transposed_copies_can_leave_them_out() -> None:
+    assert "must have delayed or tensorwise" in refusal(lambda: fp8("blockwise", non_tn_fp8_gemm=True))
+
+
+@pytest.mark.usefixtures("exact_bytes")
+def test_mxfp8_parameters_are_outside_ddp_s_buffers_and_core_0_16_keeps_the_others_twice() -> None:
+    model = replace(find_architecture("phi-4-tiny"), hidden_size=512, ffn_hidden_size=1024)
+    starts = []
+    for state in (fp8("mxfp8"), fp8("mxfp8", **OF_MXFP8)):
+        with Lab(model, state=state, **SMALL) as lab:
+            starts.append(lab.step().static_bytes)
+            in_matrices = sum(rows * width for rows, width in _matrices(lab))
+            others = sum(parameter.numel() for parameter in inside(lab).model.engine.live.parameters()) - in_matrices
+    twice = megatron.core.__version__.startswith("0.16")
+    assert starts[0] - starts[1] == 2 * in_matrices - twice * 2 * others
+
+
+def test_mxfp8_parameters_are_gathered_in_forward_too() -> None:
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, **PRECISION_AWARE}
+    copies = Layout(data_parallel_size=2)
+    model = replace(find_architecture("qwen3-moe-tiny"), moe_ffn_hidden_size=64)
+    with Lab(model, layout=copies, state=fp8("mxfp8", **OF_MXFP8, **overlap), **SMALL) as lab:
+        assert lab.step().residual_bytes == lab.step().residual_bytes == 0
+        assert "parameters and gradients share a buffer" in refusal(
+            lambda: lab.step(MemorySettings(offload_parameters=True))
+        )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given"),
+    [
+        ("mxfp8", {"fp8_param_gather": True}),
+        ("blockwise", OF_MXFP8),
+        ("mxfp8", {"reuse_grad_buf_for_mxfp8_param_ag": True}),
+    ],
+)
+def test_mxfp8_parameters_and_no_others_are_gathered_in_the_gradients_buffer(recipe: Fp8Recipe, given: Any) -> None:
+    assert "must be True with 'mxfp8' and True, and False otherwise" in refusal(lambda: fp8(recipe, **given))
 
 
 def _tiles(rows: int, width: int, height_of_tile: int, width_of_tile: int) -> int:
@@ -342,7 +398,8 @@ def test_an_installed_engine_is_not_asked_for_a_gpu(recipe: Fp8Recipe, monkeypat
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.slow), "blockwise", "mxfp8"]
+    "recipe",
+    ["delayed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorwise", "mxfp8")), "blockwise"],
 )
 def test_every_recipe_steps_on_split_layers_and_leaves_nothing(recipe: Fp8Recipe) -> None:
     layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)

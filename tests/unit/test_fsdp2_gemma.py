@@ -14,7 +14,7 @@ from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.architectures import Architecture
-from memlab.config.hugging_face import architecture_fields
+from memlab.config.hugging_face import _MODEL_TYPES, _ROTARY_BASES, architecture_fields
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
@@ -117,3 +117,24 @@ def test_its_windows_are_refused_where_no_kernel_has_them() -> None:
         Scenario(architecture=model, **SIZES, layout=Layout(context_parallel_size=2))
     with pytest.raises(RuleError, match="windows of gemma3_text"):
         Scenario(architecture=model, **SIZES | {"dtype": "fp32"})
+
+
+def test_the_rotary_base_of_layers_with_windows_is_transformers_default_or_refused() -> None:
+    """Another one was dropped in silence; the newer form of a ``config.json`` gives each kind of layer its own."""
+    of_both = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 10000.0}}
+    assert gemma("gemma3_text", rope_local_base_freq=10000).rotary_base == 1e6
+    assert gemma("gemma3_text", rope_parameters=of_both).rotary_base == 5e5
+    of_both["sliding_attention"]["rope_theta"] = 2e4
+    for values in ({"rope_local_base_freq": 20000}, {"rope_parameters": of_both}):
+        with pytest.raises(ValueError, match=r"base of layers with windows is 20000.*, must be 10000"):
+            gemma("gemma3_text", **values)
+
+
+def test_a_rotary_base_that_the_file_does_not_give_is_transformers_own() -> None:
+    """Mixtral's, MiniMax-M2's and Gemma 3's were taken for 10000."""
+    from transformers import AutoConfig
+
+    for name in _MODEL_TYPES.keys() - {"kimi_k2"}:  # which transformers does not have
+        rope = AutoConfig.for_model(name).rope_parameters
+        theirs = rope.get("full_attention", rope)["rope_theta"]
+        assert _ROTARY_BASES.get(name, 10000.0) == theirs, name

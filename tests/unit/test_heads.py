@@ -178,6 +178,31 @@ def test_a_critic_that_megatron_does_not_train_is_not_predicted_as_if_it_did(eng
         Job.read(path, format_name="verl-critic", version="0.9.1").required()
 
 
+@pytest.mark.parametrize(
+    ("estimator", "engine", "reason"),
+    [
+        ("gae", "megatron", "it is the critic's, whose steps --format verl-critic predicts"),
+        ("gae", "fsdp2", "it is the critic's, which memlab notes as a whole"),
+        ("grpo", "megatron", "the job trains no critic"),
+    ],
+)
+def test_the_keys_of_a_critic_are_said_to_be_the_critic_s(
+    estimator: str, engine: str, reason: str, tmp_path: Path
+) -> None:
+    """They had "does not concern the memory of a training step", or that the value has no effect."""
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"python3 -m verl.trainer.main_ppo model_engine={engine} algorithm.adv_estimator={estimator} "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-4B critic.model.path=Qwen/Qwen3-4B trainer.n_gpus_per_node=8 "
+        "critic.megatron.param_offload=true actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    )
+    found = Job.read(path, version="0.9.1").without_effect
+    assert {found["critic.model.path"], found["critic.megatron.param_offload"]} == {reason}
+    if reason.endswith("predicts"):
+        own = Job.read(path, format_name="verl-critic", version="0.9.1").without_effect
+        assert own["algorithm.adv_estimator"] == "it decides only whether there is a critic"
+
+
 _SLIME = (
     "python3 train.py --hf-checkpoint Qwen/Qwen3-4B --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate "
     "--rollout-max-context-len 4096 --global-batch-size 64 --micro-batch-size 1 --tensor-model-parallel-size 2 "
@@ -187,7 +212,7 @@ _SLIME = (
 
 def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
-    path.write_text(_SLIME.format("ppo") + " --rollout-top-p 0.9 --recompute-loss-function")
+    path.write_text(_SLIME.format("ppo") + " --rollout-top-p 0.9 --recompute-loss-function --sglang-cpu-offload-gb 4")
     actor, critic = Job.read(path), Job.read(path, format_name="slime-critic")
     of_actor, of_critic = actor.required()[0], critic.required()[0]
     assert of_actor.state.entropy_loss and of_actor.state.fp32_output
@@ -196,7 +221,9 @@ def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path
     assert actor.rollout is not None and critic.rollout is None
     of_actor_alone = {one.key for one in actor.not_modelled} - {one.key for one in critic.not_modelled}
     of_logits = {"entropy_coef", "rollout_top_p", "recompute_loss_function"}
-    assert of_actor_alone == {"advantage_estimator"} | of_logits
+    assert of_actor_alone == {"advantage_estimator", "sglang_cpu_offload_gb"} | of_logits
+    assert critic.without_effect["sglang_cpu_offload_gb"] == "no engine gets a critic's weights"
+    assert critic.without_effect["entropy_coef"] == "a critic has no logits"
     path.write_text(_SLIME.format("grpo"))
     with pytest.raises(ValueError, match="advantage_estimator is grpo, with which slime trains no critic"):
         Job.read(path, format_name="slime-critic").required()

@@ -508,7 +508,7 @@ def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("offloaded", "reason"), [("true", "in its own pass alone"), ("false", "on the same ranks")])
 def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str, tmp_path: Path) -> None:
-    flags = f"--rlhf_type gkd --teacher_model Qwen/Qwen3-32B --offload_teacher_model {offloaded}"
+    flags = f"--rlhf_type grpo --teacher_model Qwen/Qwen3-32B --offload_teacher_model {offloaded}"
     found = effects(script(tmp_path, SWIFT + flags))["teacher_model"]
     assert (found.effect, found.reason.endswith(reason)) == ("more", True)
     assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect

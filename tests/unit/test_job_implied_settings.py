@@ -27,14 +27,32 @@ def missing(job: Job, key: str) -> NotModelled:
     return found
 
 
-@pytest.mark.parametrize("flags", ["--transformer-impl local", "--attention-backend unfused"])
-def test_attention_that_keeps_scores_is_predicted_as_such(tmp_path: Path, flags: str) -> None:
+_GPT = """--num-layers 12 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 1024
+--seq-length 1024 --micro-batch-size 4 --global-batch-size 32 --vocab-size 50257 --bf16
+""".replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("start", "flags", "backend", "layers", "is_named"),
+    [
+        (SIZES, "--attention-backend unfused", "unfused", "transformer_engine", False),
+        (SIZES, "--transformer-impl local", "unfused", "transformer_engine", True),  # with RMSNorm
+        (_GPT, "--transformer-impl local", "auto", "local", False),
+        (_GPT, "--transformer-impl local --attention-backend unfused", "auto", "local", False),
+        (_GPT, "--transformer-impl local --no-masked-softmax-fusion", "unfused", "transformer_engine", True),
+        (_GPT, "--transformer-impl inference_optimized", "auto", "transformer_engine", True),
+    ],
+)
+def test_attention_that_keeps_scores_is_predicted_as_such(
+    tmp_path: Path, start: str, flags: str, backend: str, layers: str, is_named: bool
+) -> None:
     """The log of NVIDIA/Megatron-LM's issue 965: dropout adds 1,536 MiB per layer for 32 heads and 4,096 tokens."""
-    job = read(tmp_path, f"{flags} --attention-dropout 0.1")
+    job = read(tmp_path, f"{flags} --attention-dropout 0.1", f"torchrun --nproc-per-node 8 pretrain_gpt.py {start}")
     scenario, _ = job.required()
 
-    assert scenario.state.attention_backend == "unfused"
+    assert (scenario.state.attention_backend, scenario.state.transformer_impl) == (backend, layers)
     assert scenario.state.attention_dropout == 0.1
+    assert ("transformer_impl" in {one.key for one in job.not_modelled}) == is_named
 
 
 @pytest.mark.parametrize(
@@ -159,7 +177,7 @@ def test_parts_of_multimodal_models_are_without_effect_on_text_models(tmp_path: 
         ("--mcore_adapter out/checkpoint-10 --tuner_type full --lora_bias all", "tuner_type", "less"),
         ("--tuner_type lora --lora_bias all", "tuner_type", "less"),
         ("--padding_free false", "padding_free", "more"),
-        ("--rlhf_type gkd --teacher_model Qwen/Qwen3-235B-A22B", "teacher_model", "more"),
+        ("--rlhf_type grpo --teacher_model Qwen/Qwen3-235B-A22B", "teacher_model", "more"),
     ],
 )
 def test_what_ms_swift_trains_and_keeps(tmp_path: Path, flags: str, key: str, effect: str) -> None:

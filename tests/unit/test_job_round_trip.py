@@ -19,11 +19,11 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import NEWER_SETTINGS, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.training_state import COMPARE_WITH_TEACHER, READ_CHUNK_SIZE, Loss, TrainingState
 from memlab.config.versions import Versions
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.writing import unsaid, written
+from memlab.jobs.writing import GPU_DECIDES, unsaid, written
 
 PACKING = ("verl", "nemo-rl", "skyrl", "slime")
 """A budget of tokens makes rows of any number of equally long sequences."""
@@ -361,7 +361,8 @@ def test_every_loss_is_written_or_said_to_be_another(name: str, loss: Any, tmp_p
     for fp32_output in (False, True):
         if fp32_output and loss == "cross_entropy":
             continue
-        state = TrainingState(loss=loss, fp32_output=fp32_output)
+        reference = "copy" if loss in COMPARE_WITH_TEACHER else "none"
+        state = TrainingState(loss=loss, fp32_output=fp32_output, reference_model=reference)
         scenario = Scenario.of("phi-4", num_layers=2, seq_length=1024, state=state)
         said = written(name, scenario, MemorySettings())
         if {"loss", "fp32_output"} & said.unsaid.keys():
@@ -500,7 +501,7 @@ def test_every_option_has_a_key_or_an_answer(name: str) -> None:
     kinds = options_of(MemorySettings) | options_of(TrainingState)
     options = {name for name, one in kinds.items() if framework.engine in one.engines}
     answered = {key.field for key in framework.keys} | framework.cannot_write.keys() | framework.fixed.keys()
-    assert options - answered <= framework.without_own_key
+    assert options - answered - GPU_DECIDES.keys() <= framework.without_own_key
     assert not framework.without_own_key & {key.field for key in framework.keys}
 
 

@@ -726,7 +726,7 @@ UNREAD = "the script has words that are known only when the job runs, and memlab
                 "line 1: moe_input_jitter_eps is known only when the job runs, so memlab takes it as not given: give it with --set moe_input_jitter_eps=VALUE",
             ],
         ),
-        ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes it as not given: give it with --set transformer_impl=VALUE"]),
+        ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes the default: give it with --set transformer_impl=VALUE"]),
     ],
 )  # fmt: skip
 def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: list[str], tmp_path: Path) -> None:
@@ -1121,7 +1121,7 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
         ("search --job none.sh --gpu-memory 80GiB", "does not exist"),
         ("search --job none.sh --gpus 8 --gpu-memory 80GiB", "--job cannot be combined with --gpus"),
         ("measure --job none.sh", "does not exist"),
-        ("job none.sh --format nobody", "must be one of megatron-lm"),
+        ("job none.sh --format nobody", "verl-critic, slime-critic: choose one of them"),
         ("job . --format verl", "is a folder without"),
     ],
 )

@@ -98,6 +98,8 @@ def test_shards_and_what_leaves_the_device(
         ({"policy__dtensor_cfg___v2": False}, {f"{DTENSOR}.activation_checkpointing": "either"}),
         ({"policy__dtensor_cfg__automodel_kwargs": {"use_liger_kernel": True}},
          {f"{DTENSOR}.automodel_kwargs.use_liger_kernel": "less"}),
+        ({"policy__dtensor_cfg__context_parallel_size": 2}, {}),
+        ({"policy__dtensor_cfg__tensor_parallel_size": 2}, {f"{DTENSOR}.tensor_parallel_size": "less"}),
     ],
 )  # fmt: skip
 def test_what_is_not_modelled_has_a_bound(changes: dict[str, Any], missing: dict[str, str], tmp_path: Path) -> None:
@@ -109,11 +111,11 @@ def test_what_is_not_modelled_has_a_bound(changes: dict[str, Any], missing: dict
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
-        ({"policy__dtensor_cfg__tensor_parallel_size": 2}, "tensor parallelism of DTensor policies"),
-        ({"policy__dtensor_cfg__context_parallel_size": 2}, "context parallelism of DTensor policies"),
+        ({"policy__dtensor_cfg__tensor_parallel_size": 2, "policy__dtensor_cfg__context_parallel_size": 2},
+         "context_parallel_size beside tensor_model_parallel_size under FSDP2"),
         ({"policy__model_name": "Qwen/Qwen3-30B-A3B"}, "Automodel's own experts"),
     ],
-)
+)  # fmt: skip
 def test_what_the_engine_does_not_have_is_refused_by_name(changes: dict[str, Any], lacks: str, tmp_path: Path) -> None:
     job = read(tmp_path, **changes)
     assert job.scenario is None and job.lacks == (lacks,) and job.at_least
@@ -130,3 +132,14 @@ def test_rows_are_padded_to_a_multiple_unless_they_are_packed(is_packed: bool, t
 
 def test_a_job_that_names_megatron_is_megatron_s(tmp_path: Path) -> None:
     assert read(tmp_path, policy__megatron_cfg={"enabled": True}).framework == "nemo-rl"
+
+
+def test_ranks_that_share_matrices_or_sequences_are_read(tmp_path: Path) -> None:
+    divided = {"policy__dtensor_cfg__tensor_parallel_size": 2, "policy__dtensor_cfg__sequence_parallel": True}
+    layout = read(tmp_path, **divided).required()[0].layout
+    assert (layout.tensor_model_parallel_size, layout.sequence_parallel, layout.data_parallel_size) == (2, True, 4)
+    layout = read(tmp_path, policy__dtensor_cfg__context_parallel_size=4).required()[0].layout
+    assert (layout.context_parallel_size, layout.data_parallel_size) == (4, 2)
+    plan = f"{DTENSOR}.custom_parallel_plan"
+    own = read(tmp_path, **divided, policy__dtensor_cfg__custom_parallel_plan="my.module.plan")
+    assert (plan, "either") in {(one.key, one.effect) for one in own.not_modelled}

@@ -36,8 +36,9 @@ def example(one: Option) -> tuple[list[str], Any]:
         "modules": one.choices[:2] or ("linear_qkv",),
         "whole": ("7",),
         "number": ("0.5",),
+        "name": ("phi-4-tiny",),
     }[one.kind]
-    values = {"choice": texts[0], "modules": list(texts), "whole": 7, "number": 0.5}
+    values = {"choice": texts[0], "modules": list(texts), "whole": 7, "number": 0.5, "name": texts[0]}
     return [flag, ",".join(texts)], values[one.kind]
 
 
@@ -108,6 +109,9 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
         **dict.fromkeys(("master_weights", "store_param_remainders"), "only adam_implementation 'te_fused' reads it"),
         **dict.fromkeys(of_adapters, "only lora_rank reads it"),
         "topk_logits_k": "only loss 'topk_logits' reads it",
+        "reuse_grad_buf_for_mxfp8_param_ag": "only fp8_param_gather reads it",
+        "overlap_param_gather_with_optimizer_step": "only overlap_param_gather reads it",
+        "teacher_model": "only reference_model 'copy' reads it",
     }
 
 

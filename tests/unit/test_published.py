@@ -13,14 +13,16 @@ from memlab.jobs.published import published_jobs
 PAGE = (Path(__file__).parents[2] / "labs" / "PUBLISHED.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset", "pp4_resume_torch_dist_untie"]
-)
+@pytest.mark.parametrize("name", ["gpt/gpt3_mcore_tp1_pp4", "pp4_vp1_resume_torch_decoupled_lr"])
 def test_a_published_peak_is_predicted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both have LayerNorm, GELU, biases, learned positions and dropout; the first keeps the scores of attention."""
+    """Both have LayerNorm, GELU, biases, learned positions and dropout; the first has Megatron's own layers.
+
+    The second has expandable segments of torch's allocator (``ENV_VARS``), without which it is 0.37 % too high.
+    """
     assert main(["published", "--only", name, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert abs(row["error"]) < 0.001
+    assert abs(row["error"]) < 0.00001
+    assert abs(row["between_steps_bytes"] - row["job"]["between_steps_bytes"]) < 2**20
     assert f"| {row['job']['name']} |" in PAGE and f"{row['error']:+.3%}" in PAGE
 
 

@@ -23,7 +23,14 @@ START = (
     "trainer.max_prompt_length=1024 generator.sampling_params.max_generate_length=3072 "
 )
 WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-STATE = {"fp32_sharded_params": True, "reshard_after_forward": "all", "attn_implementation": "flash_attention_2"}
+STATE = {
+    "fp32_sharded_params": True,
+    "reshard_after_forward": "all",
+    "attn_implementation": "flash_attention_2",
+    "separate_embeddings": "input",
+    "reshard_root_after_forward": True,
+    "loss_of_transformers": "logprobs_flash_attn",
+}
 ON_HOST = {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True}
 ON_DEVICE = dict.fromkeys(ON_HOST, False)
 
@@ -48,16 +55,14 @@ def test_a_job_is_read_with_the_defaults_of_skyrl(tmp_path: Path) -> None:
         MemorySettings(**WHOLE_LAYERS, **ON_HOST),  # type: ignore[arg-type]
     )
     assert job.framework == "skyrl-fsdp" and not job.guesses
-    assert [(one.key, one.effect, bool(one.bound_bytes)) for one in job.not_modelled] == [
-        ("trainer.algorithm.policy_loss_type", "less", True)
-    ]
+    assert not job.not_modelled
 
 
 def test_the_section_of_megatron_is_read_with_megatron_only(tmp_path: Path) -> None:
     section = f"{POLICY}.megatron_config"
     keys = [f"{section}.{each}" for each in ("tensor_model_parallel_size=2", "moe_token_dispatcher_type=flex")]
     job = read(tmp_path, " ".join(keys))
-    assert {key.partition("=")[0] for key in keys} <= job.without_effect.keys() and len(job.not_modelled) == 1
+    assert {key.partition("=")[0] for key in keys} <= job.without_effect.keys() and not job.not_modelled
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,11 @@ def test_the_section_of_megatron_is_read_with_megatron_only(tmp_path: Path) -> N
         ("trainer.strategy=fsdp", {}, {}),
         ("trainer.strategy=fsdp2", {}, {}),
         (f"{FSDP}.mixed_precision.reduce_dtype=bf16", {"grad_reduce_in_bf16": True}, {}),
-        (f"{FSDP}.reshard_after_forward=false", {"reshard_after_forward": "none"}, {}),
+        (
+            f"{FSDP}.reshard_after_forward=false",
+            {"reshard_after_forward": "none", "reshard_root_after_forward": False},
+            {},
+        ),
         (f"{FSDP}.reshard_after_forward=4", {"reshard_after_forward_ranks": 4}, {}),
         (f"{FSDP}.fsdp_size=4", {"dp_replicate_size": 2}, {}),
         (f"{FSDP}.cpu_offload=true", {"fsdp_cpu_offload": True}, ON_DEVICE),
@@ -97,7 +106,7 @@ def test_types_shards_and_what_leaves_the_device(
 )
 def test_what_is_not_modelled_has_a_bound(keys: str, missing: dict[str, str], tmp_path: Path) -> None:
     job = read(tmp_path, keys)
-    found = {one.key: one.effect for one in job.not_modelled if not one.key.endswith("policy_loss_type")}
+    found = {one.key: one.effect for one in job.not_modelled}
     assert found == missing and all(one.bound_bytes for one in job.not_modelled)
 
 

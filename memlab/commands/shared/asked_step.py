@@ -153,7 +153,8 @@ def _as_published(layout: Layout, model: Architecture, num_layers: int | None) -
 
 def _packed_sequences(arguments: argparse.Namespace, of_job: Scenario) -> int | None:
     """Returns the job's packed sequences; those of a row of another length are as long as the job's."""
-    if (arguments.micro_batch_size or 1) > 1 or arguments.attention_backend == "unfused":
+    keeps_scores = arguments.attention_backend == "unfused" or arguments.transformer_impl == "local"
+    if (arguments.micro_batch_size or 1) > 1 or keeps_scores:
         return None
     tokens = arguments.seq_length or of_job.seq_length
     packed, ranks = of_job.packed_sequences_in(tokens), arguments.context_parallel_size or 1

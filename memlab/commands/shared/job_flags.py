@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from memlab.config.architectures import known_names
+from memlab.config.architectures import Architecture, known_names
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named
 from memlab.jobs.job import Job
 
@@ -64,7 +64,11 @@ def add_writing_option(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(
-    path: Path, arguments: argparse.Namespace, *, architecture: str | None = None, world_size: int | None = None
+    path: Path,
+    arguments: argparse.Namespace,
+    *,
+    architecture: str | Architecture | None = None,
+    world_size: int | None = None,
 ) -> Job:
     """Reads a job's file as the flags say.
 

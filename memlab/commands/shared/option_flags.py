@@ -25,6 +25,8 @@ def _reads(one: Option) -> dict[str, Any]:
         return {"action": "store_false" if one.default else "store_true"}
     if one.kind == "choice":
         return {"metavar": "{" + ",".join(one.choices) + "}"}
+    if one.kind == "name":
+        return {"metavar": "NAME"}
     if one.kind == "modules":
         return {"type": _names, "metavar": "A,B"}
     return {"type": whole_number, "metavar": "N"} if one.kind == "whole" else {"type": _number, "metavar": "F"}

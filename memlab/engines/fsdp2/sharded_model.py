@@ -37,6 +37,8 @@ class ShardedModel:
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:
         mesh_device = "cuda" if place.on_gpu else "cpu"
         sharded = torch.float32 if scenario.state.fp32_sharded_params else DTYPES[scenario.dtype]
+        self._separate: list[Any] = []
+        """The embedding and the output layer, as far as they are sharded by themselves."""
         torch.manual_seed(scenario.seed)
         self.attention = name_of(scenario, on_gpu=place.on_gpu, has_allocator=place.has_allocator)
         # The whole model has no part in a step, and is made under another default type than the meter expects.
@@ -72,12 +74,17 @@ class ShardedModel:
     def set_gathering(self, state: TrainingState) -> None:
         """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
         which, layers = state.reshard_after_forward, self.layers
-        for number, layer in enumerate(layers):
-            resharded = which == "all" or (which == "all_but_last" and layer is not layers[-1])
-            layer.set_reshard_after_forward(resharded, recurse=False)
-            for group in _groups(layer) if resharded else ():
+        freed = {layer: which == "all" or (which == "all_but_last" and layer is not layers[-1]) for layer in layers}
+        freed |= dict.fromkeys(self._separate[:1], which != "none")
+        freed |= dict.fromkeys((*self._separate[1:], self.module), which != "none" and state.reshard_root_after_forward)
+        for unit, is_freed in freed.items():
+            unit.set_reshard_after_forward(is_freed, recurse=False)
+            for group in _groups(unit) if is_freed else ():
                 group.post_forward_mesh_info = self._meshes_after_forward[group]
-            after, before = state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth
+        if state.reshard_root_after_forward:  # verl's ``apply_fsdp2`` goes from the embedding to the output layer
+            layers = [*self._separate[:1], *layers, *self._separate[1:]]
+        after, before = state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth
+        for number, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + after])
             layer.set_modules_to_backward_prefetch(layers[max(0, number - before) : number][::-1])
 
@@ -156,14 +163,15 @@ class ShardedModel:
             "mp_policy": _policy(scenario),
             "offload_policy": CPUOffloadPolicy() if state.fsdp_cpu_offload else OffloadPolicy(),
         }
-        for layer in self.layers:
-            fully_shard(layer, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
-        fully_shard(self.module, reshard_after_forward=False, **options)
+        if not scenario.architecture.share_embeddings_and_output_weights:
+            number = {"none": 0, "input": 1, "both": 2}[state.separate_embeddings]
+            self._separate = [self.module.model.embed_tokens, self.module.lm_head][:number]
+        units = [*self.layers, *self._separate, self.module]
+        for unit in units:
+            fully_shard(unit, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
         if mesh_device == "cpu":  # gloo has no average
             self.module.set_force_sum_reduction_for_comms(True)
-        self._meshes_after_forward = {
-            group: group.post_forward_mesh_info for layer in self.layers for group in _groups(layer)
-        }
+        self._meshes_after_forward = {group: group.post_forward_mesh_info for unit in units for group in _groups(unit)}
 
     def _to_device(self) -> None:
         """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own."""

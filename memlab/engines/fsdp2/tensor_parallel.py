@@ -65,12 +65,6 @@ class _GatheringNorm(SequenceParallel):
         return SequenceParallel._prepare_output_fn(use_local_output, module, gathered, mesh)
 
 
-def loss_of(module: Any, logits: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns transformers' loss of logits that are divided over the ranks."""
-    whole = logits.float().full_tensor()
-    return module.loss_function(logits=whole, labels=tokens, vocab_size=module.config.vocab_size)
-
-
 def clip(parameters: Iterable[Any], max_norm: float) -> None:
     """Clips gradients, some of which are divided over more ranks than others, which torch's own function refuses."""
     by_mesh = defaultdict(list)

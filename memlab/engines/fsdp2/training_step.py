@@ -11,8 +11,8 @@ import torch
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.context_parallel import own_part, sharded_by_torch
+from memlab.engines.fsdp2.losses import loss_of_logprobs
 from memlab.engines.fsdp2.sharded_model import ShardedModel
-from memlab.engines.fsdp2.tensor_parallel import loss_of
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels, on_host
 
@@ -40,7 +40,7 @@ def train_step(
             with _own_part(live, tokens) as own:
                 output, loss = _forward(live, scenario, own)
                 labels.enter_phase("backward")
-                # The output has the logits, and refers to them until backward has ended, as in NeMo Automodel's loops.
+                # The output has the logits, and refers to them until backward has ended, as in Automodel 36044ad3.
                 torch.autograd.backward(loss / scenario.num_microbatches)
             labels.passes_in_flight -= 1
             losses.append(loss.detach())
@@ -94,14 +94,19 @@ def _own_part(live: ShardedModel, tokens: torch.Tensor) -> AbstractContextManage
 
 
 def _forward(live: ShardedModel, scenario: Scenario, own: dict[str, Any]) -> tuple[Any, torch.Tensor]:
-    """Returns the output with the logits, and the loss."""
-    inputs = own | inputs_of(live.attention, scenario)
-    if scenario.layout.tensor_model_parallel_size == 1:
+    """Returns the output with the logits, unless the loop has released it before backward, and the loss."""
+    inputs, kind = own | inputs_of(live.attention, scenario), scenario.state.loss_of_transformers
+    divided = scenario.layout.tensor_model_parallel_size > 1
+    if kind == "cross_entropy" and not divided:
         output = live.module(**inputs)
         return output, output.loss
-    labels = inputs.pop("labels")
+    tokens = inputs.pop("labels")
     output = live.module(**inputs)
-    return output, loss_of(live.module, output.logits, labels)
+    if kind.startswith("logprobs"):
+        return None, loss_of_logprobs(output.logits, tokens, by_row=kind == "logprobs_by_row")
+    logits = output.logits.float().full_tensor() if divided else output.logits
+    loss = live.module.loss_function(logits=logits, labels=tokens, vocab_size=live.inner.config.vocab_size)
+    return None if kind == "masked_cross_entropy" else output, loss
 
 
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:

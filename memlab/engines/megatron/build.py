@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import COMPARE_WITH_TEACHER
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.adapters import add_adapters
 from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm
@@ -61,7 +62,7 @@ class LiveModel:
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
     reference: list[GPTModel] = field(default_factory=list, repr=False)
-    """The frozen copy of the model, in the training states that have one."""
+    """The frozen copy of the model, or another model that is a teacher, in the training states that have one."""
     loss: LossFromLogits = field(default_factory=LossFromLogits, repr=False)
     """The loss of the training states in which the GPTModel does not compute it."""
     fp32_output: Fp32Output = field(default_factory=Fp32Output, repr=False)
@@ -157,14 +158,17 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 add_adapters(model, scenario, provider, number)
             if scenario.state.freeze_moe_router:
                 _freeze_routers(model)
-            if not scenario.state.use_distributed_optimizer or scenario.state.trains_in_part:
+            state = scenario.state
+            if not state.use_distributed_optimizer or state.trains_in_part or state.reuse_grad_buf_for_mxfp8_param_ag:
                 # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
-                # buffers do, since they take every trained parameter over.
-                model.cuda()
+                # buffers do, since they take every trained parameter over, but not beside those in MXFP8.
+                for router in [layer.mlp.router for layer in _layers_of(model) if layer.is_moe_layer]:
+                    router.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
-            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
+            is_whole = number > 0 or state.overlap_param_gather_with_optimizer_step
+            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=is_whole))
         if scenario.state.reference_model == "copy":
-            reference.append(_frozen_copy(chunks[0].module, scenario, config, provider))
+            reference.append(_frozen_model(chunks[0].module, scenario, config, provider, settings))
         live = LiveModel(scenario, config, chunks, None, get_forward_backward_func(), reference)
         build_optimizer(live)
     except BaseException:
@@ -216,18 +220,27 @@ def release_optimizer(live: LiveModel) -> None:
             vars(parameter).pop(name, None)
 
 
-def _frozen_copy(model: GPTModel, scenario: Scenario, config: TransformerConfig, provider: type) -> GPTModel:
+def _frozen_model(
+    model: GPTModel, scenario: Scenario, config: TransformerConfig, provider: type, settings: MemorySettings
+) -> GPTModel:
     """Returns a model with the weights of another one, as ms-swift keeps it: outside DDP, and never in training mode.
 
-    See ``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py (ms-swift 3602360).
+    A teacher has weights of its own, so that a loss that compares with it has a gradient. See ``prepare_model`` in
+    swift/megatron/trainers/rlhf_mixin.py and ``_load_teacher_model`` in rollout_mixin.py (ms-swift 3602360), and
+    ``_convert_hook`` in models/distillation_provider.py (Megatron-Bridge 067f987d).
     """
-    copy = gpt_model(scenario, config, provider)
+    state, frozen = scenario.state, scenario
+    if state.teacher_model is not None:
+        frozen = scenario.teacher
+        config = transformer_config(frozen, settings)
+    copy = gpt_model(frozen, config, provider)
     _cast_buffers(copy, config)
     config.memlab_routing.add_layers(layer for layer in _layers_of(copy) if layer.is_moe_layer)
     copy.cuda().requires_grad_(False).eval()
-    with torch.no_grad():
-        for own, other in zip(copy.parameters(), model.parameters(), strict=True):
-            own.copy_(other)
+    if state.loss not in COMPARE_WITH_TEACHER:
+        with torch.no_grad():
+            for own, other in zip(copy.parameters(), model.parameters(), strict=True):
+                own.copy_(other)
     return copy
 
 
@@ -292,9 +305,12 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     architecture = scenario.architecture
     # The specs are Transformer Engine's own; only the classes in them are the provider's. Megatron's
     # `get_gpt_decoder_block_spec`, which makes both kinds of layers, cannot be imported without Transformer Engine.
-    with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
+    is_own = scenario.state.transformer_impl == "local"
+    name = "LocalSpecProvider" if is_own else "TESpecProvider"
+    spec_of = getattr(gpt_layer_specs, f"get_gpt_layer_{'local' if is_own else 'with_transformer_engine'}_spec")
+    with patched({f"megatron.core.models.gpt.gpt_layer_specs.{name}": provider}):
         specs = {
-            part: gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            part: spec_of(
                 qk_layernorm=architecture.qk_layernorm,
                 multi_latent_attention=architecture.multi_latent_attention,
                 **part.megatron_spec,
@@ -315,7 +331,7 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         of_last = specs[architecture.parts_of(scenario.num_layers - 1)[-1]]
         layer = get_mtp_layer_spec_for_backend(of_last, provider())
         extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
-    with patched(latent_attention_of(provider)):
+    with patched({} if is_own else latent_attention_of(provider)):
         model = GPTModel(
             config=config,
             transformer_layer_spec=block,

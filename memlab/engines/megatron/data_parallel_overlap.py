@@ -36,6 +36,16 @@ def start_gathering(live: LiveModel) -> None:
     _connect_schedule(live)
 
 
+def fill_buffers(live: LiveModel) -> None:
+    """Copies the main parameters to where DDP gathers them in forward, if that is the buffer of zeroed gradients.
+
+    ``train_step`` in megatron/training/training.py calls it between zeroing and forward.
+    """
+    if live.scenario.state.reuse_grad_buf_for_mxfp8_param_ag and gathers_in_forward(live) and _is_gathering(live):
+        for part in live.optimizers:
+            part._copy_main_params_to_param_buffer()
+
+
 @contextmanager
 def gathered(live: LiveModel) -> Iterator[None]:
     """Runs the block with all parameters gathered before, and none in forward: as Megatron evaluates."""

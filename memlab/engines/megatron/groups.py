@@ -10,6 +10,7 @@ import torch
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.data_parallel_overlap import gather_now
+from memlab.engines.megatron.retention.fp8_caches import tensors_of_parameter
 
 
 class MegatronGroups:
@@ -26,9 +27,13 @@ class MegatronGroups:
         """Returns DDP's buffers of parameters, those of experts included, and the frozen parameters."""
         tensors = [parameter.data for parameter in self._live.parameters() if not parameter.requires_grad]
         for buffer in self._buffers():
-            # Without the distributed optimizer DDP leaves the parameters where they are.
-            outside = [parameter.data for parameter in buffer.params] if buffer.param_data is None else []
-            tensors += outside or [buffer.param_data]
+            # Without the distributed optimizer DDP leaves the parameters where they are, and where it gathers in the
+            # gradients' buffer.
+            reuses = buffer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+            if buffer.param_data is None or reuses:
+                tensors += [tensor for parameter in buffer.params for tensor in tensors_of_parameter(parameter)]
+            if buffer.param_data is not None and not (reuses and buffer.param_dtype == torch.uint8):
+                tensors.append(buffer.param_data)
         return tensors
 
     def gradients(self) -> list[torch.Tensor]:

@@ -34,7 +34,9 @@ def written_by_a_step(live: LiveModel) -> Iterator[tuple[str, str, torch.Tensor]
 
 def _parameters(live: LiveModel) -> Iterator[HeldTensor]:
     for name, buffer in live.buffers():
-        if buffer.param_data is not None:  # without the distributed optimizer DDP leaves parameters where they are
+        # Without the distributed optimizer DDP leaves parameters where they are; MXFP8 ones pass through the gradients.
+        reuses = buffer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag and buffer.param_dtype == torch.uint8
+        if buffer.param_data is not None and not reuses:
             yield HeldTensor("parameters", f"{name}.param_data", buffer.param_data)
     for parameter in live.parameters():
         yield HeldTensor("parameters", "parameters outside DDP's buffers", parameter.data)

@@ -2,8 +2,8 @@
 
 A row of `LOSSES` is a computation, not a framework. Which tensors of the logits' size are made, in which type, and what
 of them is kept for backward, is that of the function which the row names; the values are memlab's own, so that each
-loss but `topk_logits` is the cross entropy. Measured per logit with the frameworks' functions on a GPU:
-``labs/results/h200_loss_bytes.jsonl``.
+loss is the cross entropy, but `topk_logits` and those that compare with a teacher. Measured per logit with the
+frameworks' functions on a GPU: ``labs/results/h200_loss_bytes.jsonl``.
 
 Megatron's ``Float16Module`` returns logits in fp32 unless a caller says ``fp32_output=False``, which only NeMo-RL with
 ``defer_fp32_logits`` does (megatron/core/transformer/module.py, 0.16.1; nemo_rl/models/megatron/train.py, 7ea279ab).
@@ -12,17 +12,20 @@ Megatron's ``Float16Module`` returns logits in fp32 unless a caller says ``fp32_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ReduceOp
+from torch.nn.functional import kl_div
 
 from memlab.config.training_state import TrainingState
 
+_TEMPERATURE_OF_GKD, _CHUNK_OF_GKD, _BETA_OF_GKD = 0.9, 512, 0.5
+"""ms-swift's defaults, and the tokens of which its ``jsd_loss`` computes a part of its loss (3602360)."""
 _ENTROPY_COEFFICIENT = 0.01
 """Of the entropy in a loss: a usual one."""
 
@@ -38,7 +41,12 @@ class LossFromLogits(torch.nn.Module):
     """
 
     def forward(
-        self, logits: torch.Tensor, labels: torch.Tensor, state: TrainingState, lengths: tuple[int, ...] | None = None
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        state: TrainingState,
+        lengths: tuple[int, ...] | None = None,
+        teacher: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns each token's loss, fp32 [sequences, tokens].
 
@@ -47,6 +55,7 @@ class LossFromLogits(torch.nn.Module):
             labels: int64 [sequences, tokens], in the whole vocabulary.
             state: Names the loss, and the tokens that are computed at once.
             lengths: Of the packed sequences of a row on this rank; None where rows are not packed.
+            teacher: The logits that `COMPARE_WITH_TEACHER` compare with, of the same shape.
         """
         group = parallel_state.get_tensor_model_parallel_group()
         if state.num_labels is not None:
@@ -56,6 +65,8 @@ class LossFromLogits(torch.nn.Module):
             compute = WITH_ENTROPY[state.loss]
         elif state.loss == "topk_logits":
             compute = partial(_topk_logits, topk=state.topk_logits_k)
+        elif teacher is not None:
+            compute = partial(compute, teacher=teacher)
         if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
             return compute(logits, labels, group, chunk_size)
         sums: list[torch.Tensor] = []
@@ -75,10 +86,8 @@ class Fp32Output(torch.nn.Module):
         return logits.float()
 
 
-class _Loss(Protocol):
-    def __call__(
-        self, logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None
-    ) -> torch.Tensor: ...
+_Loss = Callable[..., torch.Tensor]
+"""Takes logits, labels, the tensor-parallel group, how many tokens are computed at once and, by name, a teacher."""
 
 
 def _logprobs(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
@@ -155,6 +164,51 @@ def _topk_logits(
     return -torch.log_softmax(picked, dim=-1).mean(-1)
 
 
+def _logits_kl(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, teacher: torch.Tensor
+) -> torch.Tensor:
+    of_teacher, own = teacher.float() / 1.0, logits.float() / 1.0  # a temperature
+    if group.size() == 1:
+        of_student, target = torch.log_softmax(own, dim=-1), torch.log_softmax(of_teacher, dim=-1)
+        return kl_div(of_student, target, reduction="none", log_target=True).sum(-1)
+    of_teacher -= _maximum(of_teacher, group)
+    own -= _maximum(own.detach(), group)
+    of_all = _SumOfRanks.apply(torch.exp(of_teacher).sum(-1, keepdim=True), group, True)
+    total = _SumOfRanks.apply(torch.exp(own).sum(-1, keepdim=True), group, True)
+    target, of_student = of_teacher - of_all.log(), own - total.log()
+    of_rank = kl_div(of_student, target, reduction="none", log_target=True).sum(-1)
+    loss: torch.Tensor = _SumOfRanks.apply(of_rank, group, False)
+    return loss
+
+
+def _jsd(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, teacher: torch.Tensor
+) -> torch.Tensor:
+    every = torch.arange(labels.numel(), device=labels.device)  # the tokens of answers are picked: all of them here
+    active, of_active = (each.flatten(0, 1)[every] for each in (logits, teacher))
+    own, others = ((each / _TEMPERATURE_OF_GKD).unsqueeze(0) for each in (active, of_active))
+    beta = torch.tensor(_BETA_OF_GKD, dtype=own.dtype, device=own.device)
+    of_own, of_teacher = torch.log1p(-beta), torch.log(beta)
+    parts, sums = [], list[torch.Tensor]()
+    for start in range(0, labels.numel(), _CHUNK_OF_GKD):
+        of_chunk = others[:, start : start + _CHUNK_OF_GKD]
+        student = _log_softmax_of_swift(_Slice.apply(own, start, of_chunk.shape[1], sums), group)
+        target = _log_softmax_of_swift(of_chunk, group)
+        mixture = torch.logsumexp(torch.stack([student + of_own, (target + of_teacher).to(own.dtype)]), dim=0)
+        of_rank = beta * (torch.exp(target) * (target - mixture)).sum(-1)
+        of_rank = of_rank + (1 - beta) * (torch.exp(student) * (student - mixture)).sum(-1)
+        parts.append(_SumOfRanks.apply(of_rank, group, False))
+    return torch.cat(parts, dim=1).view_as(labels)
+
+
+def _log_softmax_of_swift(logits: torch.Tensor, group: Any) -> torch.Tensor:
+    if group.size() == 1:
+        return torch.log_softmax(logits, dim=-1)
+    maximum = _maximum(logits.detach(), group)
+    total = _SumOfRanks.apply(torch.exp(logits - maximum).sum(-1, keepdim=True), group, True)
+    return logits - maximum - torch.log(total)
+
+
 LOSSES: dict[str, _Loss] = {
     # SkyRL (skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, 07df484c and a9564572), with verl's entropy
     # as a metric; NeMo-RL's whole rows have the same tensors.
@@ -173,6 +227,11 @@ LOSSES: dict[str, _Loss] = {
     "log_softmax": _kept_log_softmax,
     # NeMo-RL's distillation (``get_distillation_topk_logprobs_from_logits`` in nemo_rl/distributed/model_utils.py).
     "topk_logits": _topk_logits,
+    # Model Optimizer's distillation, which Megatron-Bridge runs (``LogitsKLLoss`` in
+    # modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
+    "logits_kl": _logits_kl,
+    # ms-swift's GKD (``gkd_loss`` in swift/rlhf_trainers/gkd_loss.py, 3602360).
+    "jsd": _jsd,
 }
 """What each loss of `TrainingState` computes, but for Megatron's own, which the model itself computes."""
 WITH_ENTROPY: dict[str, _Loss] = {
@@ -418,6 +477,22 @@ class _CrossEntropyAndEntropy(torch.autograd.Function):
         softmax.mul_(logits).mul_((_ENTROPY_COEFFICIENT * gradient).unsqueeze(-1))
         logits.add_(weighted)
         return softmax.sub_(_gradient(copy.neg_(), gradient, own, elsewhere)), None, None
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """The sum over the ranks, of which each rank's part has the gradients of all ranks, if each uses the sum.
+
+    Where each has the same use of it, as of a loss, its gradient is there already.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of_rank: torch.Tensor, group: Any, differ: bool) -> torch.Tensor:
+        ctx.group, ctx.differ = group, differ
+        return _summed(of_rank.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _summed(gradient.clone(), ctx.group) if ctx.differ else gradient, None, None
 
 
 def _weighted(softmax: torch.Tensor, rows: torch.Tensor, group: Any) -> torch.Tensor:

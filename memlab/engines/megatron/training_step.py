@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
 from memlab.config.scenario import Scenario
+from memlab.config.training_state import COMPARE_WITH_TEACHER
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.adapters import without_adapters
@@ -43,9 +45,14 @@ def train_step(
         chunk.zero_grad_buffer()
     with torch._C.DisableTorchFunction():  # it drops references: a function mode would see each look at a gradient
         live.optimizer.zero_grad()
+    data_parallel_overlap.fill_buffers(live)
     batches = [_batches(live.scenario) for _ in live.chunks]  # they hold the last mask until the step ends
     with _phases(live, labels, microbatches.before_forward):
-        loss = _run_schedule(live, microbatches, batches)
+        teachers: deque[torch.Tensor] = deque()
+        if live.scenario.state.loss == "jsd":
+            labels.enter_phase("forward")
+            teachers = _logits_of_all_microbatches(live)
+        loss = _run_schedule(live, microbatches, batches, teachers)
         load_for_update()
         labels.enter_phase("optimizer")
         if update is None:
@@ -67,7 +74,7 @@ def forward_only_step(
     try:
         phases = _phases(live, labels, microbatches.before_forward)
         with phases, torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
-            loss = _run_schedule(live, microbatches, batches, forward_only=True)
+            loss = _run_schedule(live, microbatches, batches, deque(), forward_only=True)
             zero_auxiliary_losses()
     finally:
         _set_training(live, True)
@@ -86,17 +93,35 @@ class _Batch(NamedTuple):
     """Those that are made with the mask."""
 
 
+def _logits_of_all_microbatches(live: LiveModel) -> deque[torch.Tensor]:
+    """Runs the teacher with all micro-batches, as ms-swift's GKD does before the first is trained.
+
+    Each micro-batch frees its logits (``_compute_teacher_logits_local`` and ``forward_step`` in
+    swift/megatron/trainers/gkd_trainer.py, 3602360).
+    """
+    for model in live.reference:
+        model.config.memlab_routing.begin_step()
+    batches = _batches(live.scenario)
+    return deque(_forward_step(live, None, batches, live.chunk)[0] for _ in range(live.scenario.num_microbatches))
+
+
 def _run_schedule(
-    live: LiveModel, microbatches: Microbatches, batches: list[Iterator[_Batch]], *, forward_only: bool = False
+    live: LiveModel,
+    microbatches: Microbatches,
+    batches: list[Iterator[_Batch]],
+    teachers: deque[torch.Tensor],
+    *,
+    forward_only: bool = False,
 ) -> float | None:
     scenario = live.scenario
-    live.config.memlab_routing.begin_step()
+    for config in (live.config, *(model.config for model in live.reference)):
+        config.memlab_routing.begin_step()
     state = scenario.state
     if state.hidden_dropout or state.attention_dropout or state.moe_router_force_load_balancing:
         seed_megatron(scenario.seed)  # each step draws the same, whatever its settings
     with microbatches.counted():
         losses = live.forward_backward(
-            forward_step_func=partial(_forward_step, live),
+            forward_step_func=partial(_forward_step, live, teachers),
             data_iterator=batches,
             model=live.chunks,
             num_microbatches=scenario.num_microbatches,
@@ -120,7 +145,10 @@ def _over_the_copies(loss: float) -> float:
     return total.item() / group.size()
 
 
-def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    live: LiveModel, teachers: deque[torch.Tensor] | None, batches: Iterator[_Batch], model: Any
+) -> tuple[torch.Tensor, Any]:
+    """Runs a micro-batch, with the logits of its teacher if these are there already; None runs the teacher alone."""
     batch, mask, positions = next(batches)
     scenario = live.scenario
     tokens, lengths, state = batch.cuda(), scenario.sequence_lengths, scenario.state
@@ -137,31 +165,39 @@ def _forward_step(live: LiveModel, batches: Iterator[_Batch], model: Any) -> tup
     own_inputs, own_positions, own_labels = (chunks_of_this_rank(part, lengths) for part in (inputs, positions, labels))
     ranks = parallel_state.get_context_parallel_world_size()
     lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
-    if state.loss == "cross_entropy" and state.num_labels is None:
-        given, named = (own_inputs, own_positions, mask), {"labels": own_labels, **packed}
+    given, teacher = (own_inputs, own_positions, mask), None
+    if teachers is None:
+        return _of_reference(live, *given, **packed), None
+    compares = state.loss in COMPARE_WITH_TEACHER
+    is_own_loss = state.loss == "cross_entropy" or (compares and not torch.is_grad_enabled())
+    if is_own_loss and state.num_labels is None:
+        named = {"labels": own_labels, **packed}
         if state.reference_model == "none" or not torch.is_grad_enabled():
             return model(*given, **named), _mean_loss
-        of_reference = _reference_loss(live, *given, **named)
+        of_reference = _of_reference(live, *given, **named)
         # ms-swift hands both to the schedule as one tensor (``forward_step`` in its trainers/dpo_trainer.py).
         return torch.cat([of_reference, model(*given, **named)]), _mean_of_second_half
+    if compares:
+        # Model Optimizer runs it in each micro-batch (``_forward`` in modelopt/torch/distill/plugins/megatron.py).
+        teacher = teachers.popleft() if teachers else _of_reference(live, *given, **packed)
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank))
+        return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank, teacher))
 
     # Without labels the model returns the logits.
-    logits = model(own_inputs, own_positions, mask, **packed)
+    logits = model(*given, **packed)
     return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
 
 
 @torch.no_grad()
-def _reference_loss(live: LiveModel, *given: Any, **named: Any) -> torch.Tensor:
-    """Returns each token's loss by the frozen copy of the model, or by the model without its adapters."""
+def _of_reference(live: LiveModel, *given: Any, **named: Any) -> torch.Tensor:
+    """Returns each token's loss, or without labels the logits, of the frozen model or the model without adapters."""
     if live.reference:
         of_copy: torch.Tensor = live.reference[0](*given, **named)
         return of_copy
     with without_adapters(live.modules()), live.config.memlab_routing.unnoted():
-        per_token: torch.Tensor = live.chunk.module(*given, **named)
-    return per_token
+        of_model: torch.Tensor = live.chunk.module(*given, **named)
+    return of_model
 
 
 def _mean_of_second_half(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -1,8 +1,9 @@
 """NeMo Automodel's recipes: FSDP2 over models of transformers, or over Automodel's own classes of them.
 
 Names and defaults: ``nemo_automodel/components/distributed/config.py`` and ``parallelizer.py``,
-``recipes/llm/train_ft.py``, ``_transformers/auto_model.py`` and ``model_init.py`` (36044ad3, main of August 2026; the
-same in 0.7.0 but for the output type of `MixedPrecisionPolicy`, which changes no bytes where layers compute in bf16).
+``recipes/llm/train_ft.py``, ``_transformers/auto_model.py`` and ``model_init.py`` (36044ad3, main of August 2026). The
+release 0.7.0 has the same names and defaults but for the output type of `MixedPrecisionPolicy`, which changes no bytes
+where layers compute in bf16; `_take_release` has what it does otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FROZEN,
+    OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     automodel_keys,
     block,
@@ -64,6 +66,7 @@ _OF_RANKS = {
     ),
 }
 """Fields that only ranks read which share a model otherwise than FSDP2 does, each with their number."""
+_RELEASE = "0.7.0"
 _RANKS_OF_A_NODE = 8
 """Of the machines on which Automodel's own tests run its recipes."""
 
@@ -201,6 +204,24 @@ def complete(reading: Reading) -> None:
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
     take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
+    _take_release(reading)
+
+
+def _take_release(reading: Reading) -> None:
+    """Takes what the release does otherwise than main of August.
+
+    It releases the output before backward (``_forward_backward_step`` in recipes/llm/train_ft.py), and shards
+    embeddings that it trains by themselves (``_fully_shard_untied_input_output_embeddings`` in parallelizer.py).
+    """
+    if reading.version is None:
+        reading.warnings.append(
+            "memlab takes Automodel's main of August 2026, which holds the logits until backward has ended and shards "
+            f"both embeddings together: give --framework-version {_RELEASE} for the release"
+        )
+    if reading.version == _RELEASE:
+        frozen = _trains_adapters(reading) or freezes_language(reading, "freeze_config")
+        embeddings = "none" if frozen else "both"
+        reading.values |= {"loss_of_transformers": "masked_cross_entropy", "separate_embeddings": embeddings}
 
 
 def _take_prefetch(reading: Reading) -> None:
@@ -245,7 +266,6 @@ def _refuse(reading: Reading) -> None:
     reading.known.add("distributed.offload_policy.pin_memory")
     rows = {
         "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "context_parallel_size": (1, "context parallelism of recipes"),
         "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
     }
     for field, (usual, what) in rows.items():
@@ -267,6 +287,8 @@ def _drop_keys_of_other_ranks(reading: Reading) -> None:
             reading.without_effect[one.key] = reason
     if values["tensor_model_parallel_size"] not in (None, 1):
         values["sequence_parallel"] = shares_sequence
+        if is_given(reading.get("distributed.tp_plan")):
+            reading.miss("distributed.tp_plan", "either", OWN_PLAN)
 
 
 def _class_of_model(reading: Reading) -> str:
@@ -435,6 +457,7 @@ AUTOMODEL = Framework(
     complete_of_model=complete_of_model,
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+    versions=(_RELEASE, "36044ad3"),
     cannot_write=no_adapters("memlab's writer of Automodel's recipes")
     | {
         "reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null",
@@ -442,7 +465,9 @@ AUTOMODEL = Framework(
         "use_orig_params": _SHARDS,
         "checkpoint_every": "Automodel checkpoints every layer",
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
+        "reshard_root_after_forward": "Automodel keeps them until backward",
     }
+    | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,

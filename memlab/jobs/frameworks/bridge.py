@@ -13,6 +13,7 @@ from typing import Any
 from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.adapters import (
     LORA,
@@ -112,6 +113,8 @@ KEYS = (
     # What mixed_precision sets replaces what the other sections set (update_config_with_precision_overrides).
     *under("mixed_precision", (replace(key, default=ABSENT) for key in (*_FP8, *_BUCKETS[:1]))),
     Key("mixed_precision.fp8_param_gather", "fp8_param_gather", SWITCH),
+    Key("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "reuse_grad_buf_for_mxfp8_param_ag", SWITCH),
+    Key("mixed_precision.reuse_grad_buf_for_mxfp8_param_ag", "reuse_grad_buf_for_mxfp8_param_ag", SWITCH),
     Key("mixed_precision.bf16", "is_bf16", SWITCH),
     Key("mixed_precision", "mixed_precision", TEXT),
     Key("peft._target_", "class_of_adapters", TEXT),
@@ -132,13 +135,21 @@ KEYS = (
 )
 _PRECISIONS = (
     "fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
-    "fp8_amax_history_len", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+    "fp8_amax_history_len", "fp4_param_gather",
 )  # fmt: skip
 _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
-    "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
+    "defer_embedding_wgrad_compute",
 )  # fmt: skip
-_OTHER_MODELS = (Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),)
+_OTHER_MODELS = (
+    Missing(
+        "model.teacher",
+        "more",
+        "a teacher on the same ranks, which the job's program builds: where its pipeline has one stage, --loss "
+        "logits_kl --reference-model copy --teacher-model NAME predict it",
+        is_given,
+    ),
+)
 """Sections whose presence says that another model, or a part of the model, is trained or present."""
 _DATASET = (
     *(
@@ -245,9 +256,12 @@ def complete(reading: Reading) -> None:
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
-    if values.get("fp8_format") and values.get("fp8_recipe") != "mxfp8" and _BLACKWELL.search(recipe or ""):
-        reason = "Transformer Engine transposes no FP8 matrices on the GPU that the recipe names; memlab does"
-        reading.miss("mixed_precision.fp8_recipe", "less", reason)
+    if values.get("fp8_format") and _BLACKWELL.search(recipe or ""):
+        if values.get("fp8_recipe", TrainingState().fp8_recipe) in ("delayed", "tensorwise"):
+            reading.take("recipe", "non_tn_fp8_gemm", True)
+        elif values["fp8_recipe"] == "blockwise":
+            reason = "memlab knows the recipe blockwise on Hopper only, not on the GPU that the job names"
+            reading.miss("mixed_precision.fp8_recipe", "either", reason)
     _note_replaced_by_recipe(reading)
     _complete_rows(reading)
     rows = reading.get("dataset.micro_batch_size")
@@ -405,6 +419,9 @@ def _complete_gradients(reading: Reading) -> None:
     _complete_overlap(reading)
 
 
+_WITH_STEP = next(key for key in OPTIMIZER if key.field == "overlap_param_gather_with_optimizer_step")
+
+
 def _complete_overlap(reading: Reading) -> None:
     """Takes what ``comm_overlap`` sets when the job starts: ``setup`` in training/comm_overlap.py (0.6.2).
 
@@ -416,10 +433,10 @@ def _complete_overlap(reading: Reading) -> None:
     is_set = any(is_given(value) or value is False for value in given.values())
     has_copies = copies(reading) > 1
     own: dict[str, Any] = {"overlap_grad_reduce": has_copies, "overlap_param_gather": has_copies}
-    own["bucket_size"] = 128 * 2**20 if has_copies else None
-    for key in BUCKETS[1:]:
+    own |= {"bucket_size": 128 * 2**20 if has_copies else None, _WITH_STEP.name: False}
+    for section, key in (*(("ddp", key) for key in BUCKETS[1:]), ("optimizer", _WITH_STEP)):
         value = given.get(f"comm_overlap.{key.name}")
-        if is_whole and (not isinstance(value, int) or f"ddp.{key.name}" in reading.entries.by_key):
+        if is_whole and (not isinstance(value, int) or f"{section}.{key.name}" in reading.entries.by_key):
             continue
         if is_whole or (is_set and key.name in own and reading.values.get("use_distributed_optimizer")):
             reading.take(f"comm_overlap.{key.name}", key.field, own[key.name] if value is None else value)
@@ -439,7 +456,12 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "fp8_param_gather": True,
     },
     "bf16_with_fp8_subchannel_scaling_mixed": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"},
-    "bf16_with_mxfp8_mixed": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
+    "bf16_with_mxfp8_mixed": {
+        "fp8_format": "e4m3",
+        "fp8_recipe": "mxfp8",
+        "fp8_param_gather": True,
+        "reuse_grad_buf_for_mxfp8_param_ag": True,
+    },
     "bf16_with_nvfp4_mixed": {"fp8_format": None},
 }
 _RECIPES |= {
@@ -537,7 +559,7 @@ BRIDGE = Framework(
         "offload_gradients": "Megatron-Bridge keeps its gradient buffers between steps",
         "offload_optimizer": "Megatron-Bridge keeps its optimizer state where it is between steps",
         "offload_optimizer_except_update": "Megatron-Bridge keeps its optimizer state where it is between steps",
-        "loss": "Megatron-Bridge trains with the language-model loss",
+        "loss": "Megatron-Bridge trains with the language-model loss, unless a program adds a teacher",
         "fp32_output": "Megatron-Bridge trains with the language-model loss",
         "logprobs_chunk_size": "Megatron-Bridge trains with the language-model loss",
     },

@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
+OWN_PLAN = "a plan of the job's own may divide other matrices"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
 ATTENTION = get_args(AttnImplementation)
@@ -62,7 +63,7 @@ def check_shards(reading: Reading) -> None:
 
 
 def take_attention(reading: Reading, key: str) -> None:
-    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only.
+    """Takes the function of transformers that attends; by default flash-attn, which takes 16 bits only and is named.
 
     The default is that of ``hf_model.yaml`` of verl 0.9.1, ``flash_attn`` of SkyRL, and of NeMo-RL's packed sequences.
 
@@ -71,13 +72,37 @@ def take_attention(reading: Reading, key: str) -> None:
         key: Which names another function; such as memlab does not have are named by it.
     """
     given, has_flash = reading.get(key), reading.values["dtype"] == "bf16"
-    chosen = given or ("flash_attention_2" if has_flash else "sdpa")
+    chosen = given or "flash_attention_2"
     if chosen not in ATTENTION or (chosen == "flash_attention_2" and not has_flash):
-        reading.miss(key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}")
+        reading.miss(
+            key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}{'' if given else ', the default'}"
+        )
         chosen = "sdpa"
     if given is not None:
         reading.take(key, "attn_implementation", chosen)
     reading.values["attn_implementation"] = chosen
+
+
+def take_logprobs(reading: Reading, key: str, without_flash: str) -> None:
+    """Takes log-probabilities that are computed from the logits in their type, by flash-attn's kernel where it is.
+
+    ``logprobs_from_logits`` of verl (``verl/utils/torch_functional.py``, 0.9.1) and of its copy in SkyRL.
+
+    Args:
+        reading: Of the job, after `take_attention`.
+        key: By which it is named that nothing says whether the package flash-attn is installed.
+        without_flash: The loss of the scenario that has as much where it is not.
+    """
+    has_flash = reading.values["attn_implementation"] == "flash_attention_2"
+    reading.values["loss_of_transformers"] = "logprobs_flash_attn" if has_flash else without_flash
+    if not has_flash:
+        reading.miss(key, "less", "where the package flash-attn is installed, log-probabilities need the logits alone")
+
+
+def take_units(reading: Reading, embeddings: str) -> None:
+    """Takes what is sharded by itself beside layers, and freed after forward as they are: ``apply_fsdp2`` of verl."""
+    frees = reading.values["reshard_after_forward"] != "none"
+    reading.values |= {"separate_embeddings": embeddings, "reshard_root_after_forward": frees}
 
 
 def peft_keys(section: str, start: str = "") -> tuple[Key, ...]:

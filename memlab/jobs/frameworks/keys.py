@@ -214,12 +214,14 @@ PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
 DISPATCHER = Conversion(_read_dispatcher, _same)
 CP_COMM_TYPE = Conversion(_read_exchange, _same)
+IMPLEMENTATION = Conversion(lambda value: "local" if value == "local" else "transformer_engine", _same)
+"""Of the layers; another one is named as not modelled."""
 CAPACITY = Conversion(_read_capacity, _same)
 EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""
 BACKEND = Conversion(_read_backend, _same)
 CONVERSIONS: dict[Kind, Conversion] = {
-    "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER,
+    "switch": SWITCH, "choice": TEXT, "modules": WORDS, "whole": WHOLE, "number": NUMBER, "name": TEXT,
 }  # fmt: skip
 """By the kind of an option of memlab."""
 NONE_WORD = Conversion(

@@ -299,7 +299,7 @@ MISSING = (
         "transformer_impl",
         "either",
         "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine", "local"),
+        lambda value: value not in (None, "transformer_engine"),
     ),
     *(
         Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
@@ -343,7 +343,6 @@ MISSING_DDP = (
     ),
     Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
     Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
-    Missing("reuse_grad_buf_for_mxfp8_param_ag", "less", "parameters are gathered in the gradients' buffer"),
     Missing("fsdp_double_buffer", "more", "Megatron-FSDP keeps buffers of two layers, between steps too"),
     Missing("num_buckets", "either", "it decides how large the buckets are", is_given),
     Missing("pad_buckets_for_high_nccl_busbw", "more", "buckets are padded to a multiple of 2**16 elements"),
@@ -364,10 +363,8 @@ MISSING_OPTIMIZER = (
         "main parameters are kept whole: 2 more bytes per parameter, sharded",
         is_false,
     ),
-    Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
     Missing("offload_optimizer_states", "less", "the optimizer's states are on the host between updates"),
-    Missing("reuse_grad_buf_for_mxfp8_param_ag", "less", "parameters are gathered in the gradients' buffer"),
     Missing("use_layer_wise_distributed_optimizer", "either", "each rank updates whole layers"),
     Missing("use_torch_optimizer_for_cpu_offload", "either", "torch's Adam updates what is on the host"),
 )

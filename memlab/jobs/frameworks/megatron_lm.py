@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.keys import (
     BACKEND,
     COUNT,
     DTYPE,
+    IMPLEMENTATION,
     NOT,
     SWITCH,
     TEXT,
@@ -152,6 +153,7 @@ KEYS = (
     Key("pin_cpu_grads", "pin_cpu_grads", SWITCH),
     Key("pin_cpu_params", "pin_cpu_params", SWITCH),
     Key("manual_gc", "manual_gc", SWITCH, False),
+    Key("transformer_impl", "transformer_impl", IMPLEMENTATION, "transformer_engine"),
 )
 
 _NOT_ARGUMENTS = (
@@ -161,10 +163,10 @@ _NOT_ARGUMENTS = (
     "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
     "num_microbatches_with_partial_activation_checkpoints", "offload_optimizer_states",
     "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation", "quant_recipe",
-    "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "use_inference_optimized_layers", "use_kitchen",
-    "use_layer_wise_distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "transformer_impl",
+    "use_inference_optimized_layers", "use_kitchen", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
-"""Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name."""
+"""Fields of Megatron-Core's configs that no argument of Megatron-LM sets under this name, or to the same effect."""
 _OTHER_NAMES = {
     "ddp_num_buckets": "num_buckets",
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
@@ -383,9 +385,18 @@ def _ask_for_the_program(reading: Reading) -> None:
 
 
 def _complete_attention(reading: Reading) -> None:
-    """Takes the attention that the implementation of the layers brings."""
-    if reading.entries.get("transformer_impl") != "local":
+    """Takes Megatron's own layers, or of them the scores of attention only, where memlab does not have the rest."""
+    values = reading.values
+    if reading.entries.get("transformer_impl") == "inference_optimized":
+        reading.miss("transformer_impl", "either", _ROW["transformer_impl"].reason)
+    if values.get("transformer_impl") != "local":
         return
+    is_fused = not reading.get("no_masked_softmax_fusion") and (values.get("seq_length") or 0) <= _LONGEST_FUSED
+    others = [name for name in _NOT_WITH_OWN_LAYERS if values.get(name) not in (None, False, 1)]
+    if is_fused and not others and (values.get("dtype"), values.get("normalization")) == ("bf16", "LayerNorm"):
+        values["attention_backend"] = "auto"  # it is Transformer Engine's
+        return
+    values["transformer_impl"] = "transformer_engine"
     reading.take("transformer_impl", "attention_backend", "unfused")
     reading.miss(
         "transformer_impl",
@@ -395,11 +406,14 @@ def _complete_attention(reading: Reading) -> None:
         "Engine's too",
     )
     key = "attention_softmax_in_fp32"
-    is_fused = not reading.get("no_masked_softmax_fusion") and (reading.values.get("seq_length") or 0) <= _LONGEST_FUSED
     if not is_fused and (reading.get(key) or reading.get("apply_query_key_layer_scaling")):
         reading.miss(key, "more", "Megatron's own softmax keeps 4 bytes for each score instead of 2")
 
 
+_NOT_WITH_OWN_LAYERS = (
+    *("num_moe_experts", "multi_latent_attention", "fp8_format", "context_parallel_size", "mtp_num_layers"),
+    "window_size",
+)
 _LONGEST_FUSED = 4096
 """Keys for which Megatron's own kernel of the softmax is there, which computes as it does without this option
 (``FusedScaleMaskSoftmax.is_kernel_available``, megatron-core 0.16.1)."""
@@ -658,6 +672,7 @@ def _check(reading: Reading) -> None:
 ONLY_OF_MS_SWIFT = {
     "num_labels": "of the training jobs that memlab reads, only ms-swift's have a head",
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
+    "teacher_model": "of the training jobs that memlab reads, only ms-swift's name a teacher that is in the step",
 }
 ONLY_OF_VERL_AND_SLIME = {"entropy_loss": "memlab has this entropy in the losses of verl and slime only"}
 _ONLY_OF_NEMO_RL = {
@@ -665,7 +680,10 @@ _ONLY_OF_NEMO_RL = {
     "topk_logits_k": "only NeMo-RL's distillation compares with a teacher's logits",
 }
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
-OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | NO_MASK_OF_DATA_LOADER
+ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | {
+    "transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"
+}
+OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | ONLY_OF_MEGATRON_LM
 CANNOT_WRITE = (
     ONLY_OF_MS_SWIFT
     | ONLY_OF_VERL_AND_SLIME

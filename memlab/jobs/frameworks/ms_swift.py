@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import Architecture
+from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.from_json import parse_json
 from memlab.config.lora import LINEARS, LoRA
 from memlab.config.scenario import Scenario
@@ -59,7 +59,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     FLAGS_MISSING,
     FLAGS_OF_COMPUTING,
     FLAGS_OF_THE_OPTIMIZER,
-    NO_MASK_OF_DATA_LOADER,
+    ONLY_OF_MEGATRON_LM,
     ONLY_OF_MS_SWIFT,
     check_backend,
     common,
@@ -127,6 +127,7 @@ KEYS = (
     Key("packing_length", "packing_length", WHOLE, None),
     Key("max_completion_length", "max_completion_length", WHOLE, 512),
     Key("rlhf_type", "rlhf_type", TEXT, None),
+    Key("teacher_model", "teacher_model", TEXT, None),
     Key("task_type", "task_type", TEXT, None),
     Key("num_labels", "num_labels", COUNT, None),
     Key("vllm_mode", "vllm_mode", TEXT, None),
@@ -293,10 +294,48 @@ def _complete_adapters(reading: Reading) -> None:
 def _complete_model(reading: Reading, architecture: Architecture) -> None:
     """Drops frozen parts that the model does not have, and takes the linears of latent attention for all linears."""
     drop_frozen_parts(reading, architecture)
+    if reading.get("rlhf_type") == "gkd":
+        _take_teacher(reading, architecture)
     if reading.values.get("lora_target_modules") == LINEARS and architecture.multi_latent_attention:
         names = (weight.name.split(".")[-2] for weight in architecture.parts[0].weights() if weight.is_matrix)
         reading.values["lora_target_modules"] = tuple(dict.fromkeys((*LINEARS, *names)))
         complete_adapters(reading, "tuner_type")
+
+
+def _take_teacher(reading: Reading, student: Architecture) -> None:
+    """Takes GKD's teacher, which runs before the micro-batches of a step are trained, where memlab predicts it.
+
+    The teacher is as it is loaded, or the model without its adapters (`_drop_teacher`).
+    """
+    values, get, key = reading.values, reading.get, "teacher_model"
+    is_student = key in reading.without_effect
+    has_more = any(map(is_given, map(values.get, ("fp8_format", "mtp_num_layers", "offload_modules"))))
+    has_stages = (values.get("pipeline_model_parallel_size") or 1) > 1
+    if not is_given(get(key)) or is_given(get("gkd_logits_topk")) or has_more or has_stages:
+        return
+    try:
+        teacher = student if is_student else find_architecture(str(get(key)))
+    except ValueError:
+        return
+    if teacher.vocab_size != student.vocab_size or (is_student and values.get("lora_rank") is None):
+        return
+    reading.not_modelled = [one for one in reading.not_modelled if one.key not in (key, "rlhf_type")]
+    reading.take("rlhf_type", "loss", "jsd")
+    reading.take("rlhf_type", "reference_model", "without_adapters" if is_student else "copy")
+    if not is_student:
+        is_other = teacher.name != student.name or is_given(get("num_layers"))
+        reading.take(key, key, str(get(key)) if is_other else None)
+    reading.miss(
+        "rlhf_type", "less", "the loss compares the tokens of answers alone, and memlab takes those of prompts too"
+    )
+    if get("offload_teacher_model"):
+        reading.miss("offload_teacher_model", "less", "the teacher leaves the device before the student is trained")
+    if get("beta", 0.5) in (0, 1):
+        reading.miss("beta", "less", "the loss compares with one distribution in place of a mixture of both")
+    if get("sft_alpha"):
+        reading.miss("sft_alpha", "more", "the language model's loss is computed beside it")
+    if (get("steps_per_generation") or 1) > 1 or is_given(get("generation_batch_size")):
+        reading.miss("steps_per_generation", "more", "the teacher's logits of several steps are there together")
 
 
 def _complete_trained(reading: Reading) -> None:
@@ -377,6 +416,8 @@ def complete(reading: Reading) -> None:
         _complete_pairs(reading)
     _complete_task(reading, kind)
     _drop_teacher(reading, kind)
+    del values["teacher_model"]  # `_take_teacher` takes it, where the model is known
+    reading.taken = [one for one in reading.taken if one.field != "teacher_model"]
     has_reference_model = kind == "grpo" and _tuner(reading) == "full"
     _complete_rollout(reading, per_node, kind, is_generating=generates, has_reference_model=has_reference_model)
     rows = values["micro_batch_size"]
@@ -683,9 +724,10 @@ def _complete_extra(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
-    is_likelihood, length = scenario.state.loss == "log_softmax", longest_sequence(scenario)
+    is_likelihood, length = scenario.state.loss in ("log_softmax", "jsd"), longest_sequence(scenario)
     rows = scenario.micro_batch_size if scenario.packed_sequences is None else scenario.packed_sequences
-    is_pairs = scenario.state.reference_model != "none" and scenario.micro_batch_size % 2 == 0
+    has_teacher = scenario.state.loss == "jsd"
+    is_pairs = scenario.state.reference_model != "none" and not has_teacher and scenario.micro_batch_size % 2 == 0
     rows = rows // 2 if is_pairs else rows
     return (
         values
@@ -700,7 +742,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "global_batch_size": rows * scenario.num_microbatches * scenario.layout.data_parallel_size,
             "max_length": length // 2 if is_likelihood else length,
             "max_completion_length": length - length // 2 if is_likelihood else 512,
-            "rlhf_type": "grpo" if is_likelihood else "dpo" if is_pairs else None,
+            "rlhf_type": "gkd" if has_teacher else "grpo" if is_likelihood else "dpo" if is_pairs else None,
+            "teacher_model": scenario.state.teacher_model or named(scenario)["architecture"] if has_teacher else None,
             "task_type": None if scenario.state.num_labels is None else "seq_cls",
             "tuner_type": "full" if scenario.state.lora is None else "lora",
             "bf16": scenario.dtype == "bf16",
@@ -714,18 +757,21 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "ms-swift frees the gradients where it offloads the parameters"
-    if scenario.state.loss != "log_softmax":
+    if scenario.state.loss not in ("log_softmax", "jsd"):
         offloaded = [name for name in ("offload_parameters", "offload_optimizer") if getattr(settings, name)]
         reasons |= dict.fromkeys(offloaded, "ms-swift offloads only around the generation of answers")
-    if scenario.state.reference_model != "none" and scenario.micro_batch_size % 2:
+    if scenario.state.reference_model != "none" and scenario.state.loss != "jsd" and scenario.micro_batch_size % 2:
         reasons["reference_model"] = "ms-swift's DPO takes pairs of sequences, so an even number of them"
     if scenario.state.grad_reduce_in_bf16 != (scenario.state.main_grads_dtype == "bf16"):
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     if scenario.state.lora is not None:
         reasons |= _cannot_write_of_adapters(scenario.state.lora)
-    if (scenario.state.loss, scenario.state.fp32_output) not in (("cross_entropy", False), ("log_softmax", True)):
-        reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax of logits in fp32"
+    if (scenario.state.loss, scenario.state.fp32_output) not in _LOSSES:
+        reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax and jsd of logits in fp32"
     return reasons
+
+
+_LOSSES = (("cross_entropy", False), ("log_softmax", True), ("jsd", True))
 
 
 def _cannot_write_of_adapters(lora: LoRA) -> dict[str, str]:
@@ -746,7 +792,7 @@ def _cannot_write_of_adapters(lora: LoRA) -> dict[str, str]:
 def _packs(scenario: Scenario) -> bool:
     """Whether the sequences of a row are those of a micro-batch, equally long and more than one."""
     lengths = scenario.sequence_lengths or ()
-    return scenario.state.loss == "log_softmax" and len(lengths) > 1 and len(set(lengths)) == 1
+    return scenario.state.loss in ("log_softmax", "jsd") and len(lengths) > 1 and len(set(lengths)) == 1
 
 
 def render(values: dict[str, Any]) -> list[str]:
@@ -789,11 +835,12 @@ MS_SWIFT = Framework(
     complete_of_model=_complete_model,
     compose=compose,
     cannot_write=_NEVER
-    | NO_MASK_OF_DATA_LOADER
+    | ONLY_OF_MEGATRON_LM
     | {
         "offload_optimizer_except_update": "ms-swift loads the optimizer state before the step",
         "logprobs_chunk_size": "ms-swift has no such key",
         "ddp_bucket_size": "ms-swift has no such key",
+        "reuse_grad_buf_for_mxfp8_param_ag": "ms-swift has no such key",
         "lora_exclude_modules": "ms-swift has no such key",
         **of_one_kind("ms-swift"),
         "overlap_cpu_optimizer_d2h_h2d": "ms-swift has no such key",

@@ -53,7 +53,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     SIZES,
 )
 from memlab.jobs.frameworks.megatron_lm import (
-    NO_MASK_OF_DATA_LOADER,
+    ONLY_OF_MEGATRON_LM,
     ONLY_OF_MS_SWIFT,
     ONLY_OF_VERL_AND_SLIME,
     take_sequence_parallel,
@@ -640,7 +640,7 @@ NEMO_RL = Framework(
     cannot_write=OF_BRIDGE
     | ONLY_OF_MS_SWIFT
     | ONLY_OF_VERL_AND_SLIME
-    | NO_MASK_OF_DATA_LOADER
+    | ONLY_OF_MEGATRON_LM
     | of_one_kind("NeMo-RL")
     | {
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",

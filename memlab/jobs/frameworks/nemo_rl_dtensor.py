@@ -14,6 +14,7 @@ from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FROZEN,
+    OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     automodel_keys,
     block,
@@ -100,7 +101,7 @@ def complete(reading: Reading) -> None:
     generates = "grpo" in sections or not sections & WITHOUT_GENERATION
     reading.known.add(f"{_DTENSOR}.enabled")
     complete_ranks(reading)
-    _refuse_ranks(reading)
+    _take_groups(reading)
     # ``from_pretrained`` makes fp32 parameters in both versions.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced="fp32")
     if values["dtype"] != "fp32":
@@ -127,19 +128,21 @@ def complete(reading: Reading) -> None:
         )
 
 
-def _refuse_ranks(reading: Reading) -> None:
+def _take_groups(reading: Reading) -> None:
+    """Takes the ranks that share matrices or sequences, as Automodel's plans have it, which version 1 copies."""
     values = reading.values
-    rows = {
-        "tensor_model_parallel_size": "tensor parallelism of DTensor policies",
-        "context_parallel_size": "context parallelism of DTensor policies",
-        "expert_model_parallel_size": "Automodel's own experts",
-    }
-    for field, what in rows.items():
-        given = [one for one in reading.taken if one.field == field and one.memlab_value not in (None, 1)]
-        if given:
-            block(reading, given[-1].key, what)
-    del values["sequence_parallel"]
+    given = [one for one in reading.taken if one.field == "expert_model_parallel_size"]
+    if given[-1].memlab_value not in (None, 1):
+        block(reading, given[-1].key, "Automodel's own experts")
     values["dp_replicate_size"] = values["dp_replicate_size"] or 1
+    if values["tensor_model_parallel_size"] in (None, 1):
+        del values["sequence_parallel"]
+        return
+    reading.miss(
+        f"{_DTENSOR}.tensor_parallel_size", "less", "NeMo-RL's loss does not gather the logits of the whole vocabulary"
+    )
+    if is_given(reading.get(f"{_DTENSOR}.custom_parallel_plan")):
+        reading.miss(f"{_DTENSOR}.custom_parallel_plan", "either", OWN_PLAN)
 
 
 def _take_optimizer(reading: Reading) -> None:
@@ -175,7 +178,10 @@ def _take_rows(reading: Reading, *, pairs: bool) -> None:
         if values["micro_batch_size"] > 1:
             reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
     if is_packed:
-        values["attn_implementation"] = "flash_attention_2" if values["dtype"] == "bf16" else "sdpa"
+        has_flash = values["dtype"] == "bf16"
+        values["attn_implementation"] = "flash_attention_2" if has_flash else "sdpa"
+        if not has_flash:
+            reading.miss(_PACKING, "either", "memlab predicts torch's attention (sdpa): flash-attn takes 16 bits only")
     elif values.pop("packed_sequences", None):
         reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
 

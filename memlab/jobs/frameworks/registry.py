@@ -91,12 +91,17 @@ def table_of(name: str, values: dict[str, Any]) -> Framework:
     return other if chooses is not None and other is not None and chooses(values) else TABLES[name]
 
 
-def framework_named(name: str) -> Framework:
+def framework_named(name: str, others: Iterable[str] = ()) -> Framework:
     """Returns the framework of a name.
+
+    Args:
+        name: The framework's.
+        others: Names that the caller takes too.
 
     Raises:
         ValueError: If there is none.
     """
     if name not in FRAMEWORKS:
-        raise ValueError(f"the format is {shortened(name)}, must be one of {', '.join(FRAMEWORKS)}: choose one of them")
+        known = ", ".join((*FRAMEWORKS, *others))
+        raise ValueError(f"the format is {shortened(name)}, must be one of {known}: choose one of them")
     return FRAMEWORKS[name]

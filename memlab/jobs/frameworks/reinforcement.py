@@ -118,11 +118,12 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
 
 def pack(reading: Reading, key: str, sequences: int) -> None:
     """Takes that so many sequences share the row of each micro-batch."""
-    # Megatron's own attention, "local", is predicted as "unfused".
-    if reading.values.get("attention_backend") in ("unfused", "local"):
+    # Megatron's own attention, "local", is predicted as "unfused", and neither has packed sequences.
+    values = reading.values
+    if values.get("attention_backend") in ("unfused", "local") or values.get("transformer_impl") == "local":
         reading.miss(key, "either", "the sequences of a row are predicted as one sequence")
     else:
-        reading.values["packed_sequences"] = sequences
+        values["packed_sequences"] = sequences
 
 
 def _units(reading: Reading) -> tuple[int, int]:
@@ -154,7 +155,7 @@ def is_packed(scenario: Scenario) -> bool:
     passes = scenario.num_microbatches
     if scenario.micro_batch_size > 1 or _full_rows(passes, scenario.layout.pipeline_model_parallel_size) != passes:
         return False
-    return scenario.state.attention_backend == "unfused"
+    return scenario.keeps_scores
 
 
 def longest_sequence(scenario: Scenario) -> int:

@@ -19,10 +19,12 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_attention,
     take_checkpointed_layers,
     take_kept,
+    take_logprobs,
     take_peft,
     take_resharding,
     take_shards,
     take_types,
+    take_units,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, NUMBER, SWITCH, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.reinforcement import note_replaced_values, note_segments, take_rows, take_sequences
@@ -102,12 +104,9 @@ def complete(reading: Reading) -> None:
         note_segments(reading, "trainer.use_expandable_segments")
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
-    reading.miss(
-        "trainer.algorithm.policy_loss_type",
-        "less",
-        "SkyRL's log-probabilities read the logits in bf16; memlab's loss has copies of them in fp32",
-    )
     take_attention(reading, f"{_POLICY}.model_config_kwargs.attn_implementation")
+    take_logprobs(reading, "trainer.algorithm.policy_loss_type", "cross_entropy")  # of whole rows of the batch
+    take_units(reading, "input")
     _take_rows(reading)
     reading.warnings.append(
         "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"

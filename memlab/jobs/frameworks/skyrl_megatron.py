@@ -159,6 +159,7 @@ CANNOT_WRITE = (
         "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
         "manual_gc": "SkyRL has no such key",
         "ddp_bucket_size": "SkyRL has no such key",
+        "reuse_grad_buf_for_mxfp8_param_ag": "SkyRL has no such key",
         "loss": "SkyRL computes the loss logprobs",
         "fp32_output": "SkyRL's logits are fp32",
         "dtype": "SkyRL's Megatron jobs are bf16",

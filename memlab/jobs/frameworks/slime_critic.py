@@ -20,7 +20,12 @@ def complete(reading: Reading) -> None:
     """Derives what the actor's arguments mean, for the critic."""
     SLIME.complete(reading)
     reading.rollout = None  # no engine gets a critic's weights
-    reading.not_modelled = [one for one in reading.not_modelled if one.key not in (CRITIC, *_OF_LOGITS)]
+    dropped = dict.fromkeys(_OF_LOGITS, "a critic has no logits")
+    of_engine = [key for key in reading.entries.by_key if key.startswith("sglang_")]
+    dropped |= dict.fromkeys(of_engine, "no engine gets a critic's weights")
+    reading.without_effect |= {key: reason for key, reason in dropped.items() if key in reading.entries.by_key}
+    reading.taken = [one for one in reading.taken if one.key not in dropped]
+    reading.not_modelled = [one for one in reading.not_modelled if one.key not in (CRITIC, *dropped)]
 
 
 def check(reading: Reading) -> None:

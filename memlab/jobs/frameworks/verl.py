@@ -282,6 +282,16 @@ def note_critic(reading: Reading, engine: str) -> None:
         reading.get(f"{engine}.{part}_offload") is True or reading.get(f"{engine}.offload.{part}.target") in AWAY
         for part in ("param", "optimizer")
     ]
+    reason = "the job trains no critic"
+    if is_trained:
+        predicted = engine == "critic.megatron"
+        reason = "it is the critic's, " + (
+            "whose steps --format verl-critic predicts" if predicted else "which memlab notes as a whole"
+        )
+    for name in reading.entries.by_key:
+        if name.startswith("critic."):
+            reading.known.add(name)
+            reading.without_effect[name] = reason
     if not is_trained:
         return
     if engine == "critic.megatron" and any(name.startswith("critic.") for name in reading.entries.by_key):

@@ -65,6 +65,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If it does not.
     """
     key, value = has_critic(reading)
+    reading.without_effect[key] = "it decides only whether there is a critic"
     if not value:
         raise CannotStartError(
             f"{key} is {reading.get(key)}, with which verl trains no critic: leave --format out, which predicts the "

@@ -18,10 +18,12 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_attention,
     take_checkpointed_layers,
     take_kept,
+    take_logprobs,
     take_peft,
     take_resharding,
     take_shards,
     take_types,
+    take_units,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
@@ -149,7 +151,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
         optim: Of the optimizer's.
         model: Of the model's.
         strategy: The key that chooses FSDP1 or FSDP2.
-        loss: By which key the difference of the loss is named.
+        loss: By which key a difference of the loss is named.
     """
     values = reading.values
     note_replaced_values(reading, f"{model}.override_config")
@@ -159,6 +161,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     take_peft(reading, f"{model}.lora_rank")
     _take_version(reading, strategy)
     take_attention(reading, f"{model}.override_config.attn_implementation")
+    take_logprobs(reading, loss, "logprobs_by_row")
     saved = f"{model}.lora_adapter_path"
     if is_given(reading.get(saved)) and values.get("lora_rank"):
         # ``PeftModel.from_pretrained`` in transformer_impl.py (1dda039b), which a rank of 0 does not reach.
@@ -170,9 +173,6 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     values["offload_gradients"] = values["offload_parameters"]
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
-    reading.miss(
-        loss, "less", "verl's log-probabilities read the logits in bf16; memlab's loss has copies of them in fp32"
-    )
 
 
 def _take_strategy(reading: Reading, key: str) -> None:
@@ -200,6 +200,7 @@ def _take_version(reading: Reading, key: str) -> None:
     values = reading.values
     if values.pop("strategy") != "fsdp":
         values["use_orig_params"] = False
+        take_units(reading, "both")
     elif values.get("lora_rank") is not None:
         values["use_orig_params"] = False
         reading.miss(key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone")

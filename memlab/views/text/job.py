@@ -12,6 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
+from memlab.jobs.any_model import OfAnyModel
 from memlab.jobs.bounds import freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled, Taken
 from memlab.jobs.frameworks.registry import TABLES
@@ -25,14 +26,20 @@ _OWN_DEFAULTS: dict[str, Any] = {
 } | {"micro_batch_size": 1, "dtype": "bf16", "recompute_modules": ("core_attn",)}
 
 
-def job_table(job: Job) -> str:
-    """Returns the report that ``memlab job`` prints."""
+def job_table(job: Job, common: OfAnyModel | None = None) -> str:
+    """Returns the report that ``memlab job`` prints.
+
+    Args:
+        job: What memlab understood.
+        common: What holds for any model, of a job that memlab cannot predict.
+    """
     framework = TABLES[job.framework]
     causes = [f"{job.path.name}, {cause}" for cause in job.causes]
     parts = [
         causes,
         [f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"],
         _summary(job),
+        [] if common is None else _of_any_model(common),
     ]
     given = [taken for taken in job.taken if taken.place != "default"]
     defaults = [taken for taken in job.taken if taken.place == "default" and _says_something(taken)]
@@ -81,6 +88,22 @@ def _summary(job: Job) -> list[str]:
     if scenario.allocator != AllocatorSettings():
         lines.append(f"allocator  {scenario.allocator}")
     return lines
+
+
+def _of_any_model(common: OfAnyModel) -> list[str]:
+    if common.cannot_start is not None:
+        return [f"with any model, this job cannot start: {common.cannot_start}"]
+    if not common.values:
+        return [f"memlab cannot read the rest of it either: {question}" for question in common.questions]
+    lines = [f"of any model (the same with {', '.join(common.models)} in place of the job's own)"]
+    for part in ("workload", "layout", "state", "allocator", "settings"):
+        said = {name: v for name, v in common.values[part].items() if v not in (None, _OWN_DEFAULTS.get(name))}
+        words = [name if value is True else f"{name} {_short(value)}" for name, value in said.items()]
+        lines += _wrapped(f"{part:10} {', '.join(words) or 'default'}")
+    if common.depends_on_model:
+        lines += _wrapped(f"depends on the model: {', '.join(common.depends_on_model)}")
+    lines += [f"  not modelled: {_named(one)}: {one.effect}: {one.reason}" for one in common.not_modelled]
+    return lines + [f"  {warning}" for warning in common.warnings]
 
 
 def _at_least(kept: dict[str, int]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.layers.fp8_recipes import BlockRecipe, Quantized, Recipe
+from memlab.engines.megatron.layers.fp8_recipes import BlockRecipe, MxRecipe, Quantized, Recipe
 
 
 class Fp8Parameter(torch.nn.Parameter):
@@ -32,8 +32,9 @@ class Fp8Parameter(torch.nn.Parameter):
         rows, width = parameter.shape
         quantized = recipe.quantize(rows, width, columnwise=True, is_weight=True)
         scale = (quantized.shared or quantized.rowwise[1:])[0]
-        own = scale.view(-1)[:1].view(parameter.dtype)[:1].expand(rows, width)
-        made: Fp8Parameter = torch.Tensor._make_subclass(cls, own, True)
+        own = scale.view(-1)[:2].view(parameter.dtype)[:1].expand(rows, width)
+        kind = MxParameter if type(recipe) is MxRecipe else cls
+        made: Fp8Parameter = torch.Tensor._make_subclass(kind, own, True)
         vars(made).update(vars(parameter))
         made.quantized, made.recipe, made.original = quantized, recipe, original
         return made
@@ -48,10 +49,31 @@ class Fp8Parameter(torch.nn.Parameter):
         self.original = None
 
 
+class MxParameter(Fp8Parameter):
+    """One in MXFP8: DDP leaves it outside its buffers, and writes what it has gathered into it in place."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The parameter without its history."""
+        alias: torch.Tensor = torch.Tensor._make_subclass(MxParameter, super().data)
+        return alias
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Quantizes values in place, in one kernel without temporaries (`MXFP8Quantizer.update_quantized`)."""
+        return self
+
+
+def is_mx(parameter: torch.Tensor) -> bool:
+    """Replaces ``is_mxfp8tensor``."""
+    return isinstance(parameter, MxParameter)
+
+
 def move_rows(parameter: Fp8Parameter, buffer: torch.Tensor) -> None:
     """Replaces ``_modify_underlying_storage_impl``: the row-wise values move into DDP's buffer."""
-    buffer.detach().copy_(parameter.quantized.rowwise[0])
-    parameter.quantized.rowwise[0] = buffer
+    quantized, values = parameter.quantized, parameter.quantized.rowwise[0]
+    buffer.detach().copy_(values)
+    quantized.rowwise[0] = buffer
+    quantized.columnwise = [tensor for tensor in quantized.columnwise if tensor is not values]
 
 
 def quantize_main_parameters(

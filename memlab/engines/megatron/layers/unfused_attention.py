@@ -66,7 +66,7 @@ def _causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
 def _softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns the probabilities [batch, heads, tokens, tokens] (``FusedScaleMaskSoftmax`` in softmax.py)."""
     if has_fused_softmax(scores.dtype, scores.shape[0] * scores.shape[1], scores.shape[-1]):
-        fused: torch.Tensor = _MaskedSoftmax.apply(scores, mask)
+        fused: torch.Tensor = MaskedSoftmax.apply(scores, mask)
         return fused
     exact = scores.float()  # in fp32 these are the scores themselves
     mask = torch.logical_or(mask, _kept_causal_mask(scores.shape[-1], scores.device))
@@ -87,11 +87,14 @@ def has_fused_softmax(dtype: torch.dtype, num_heads: int, tokens: int) -> bool:
     )
 
 
-class _MaskedSoftmax(torch.autograd.Function):
-    """``ScaledMaskedSoftmax``: saves its result, and overwrites the gradient of it (csrc/extensions/softmax.cpp)."""
+class MaskedSoftmax(torch.autograd.Function):
+    """``ScaledMaskedSoftmax``: saves its result, and overwrites the gradient of it (csrc/extensions/softmax.cpp).
+
+    Without a mask it is the kernel that knows which keys come later, ``ScaledUpperTriangMaskedSoftmax``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         probabilities = _softmax_kernel(scores, mask)
         ctx.save_for_backward(probabilities)
         return probabilities
@@ -105,7 +108,9 @@ class _MaskedSoftmax(torch.autograd.Function):
 
 
 @one_kernel()
-def _softmax_kernel(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _softmax_kernel(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return torch.softmax(scores.float().masked_fill(mask, _MASKED), dim=-1).to(scores.dtype)
 
 

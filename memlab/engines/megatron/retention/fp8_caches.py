@@ -35,6 +35,13 @@ def fp8_caches(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from own["quantized"].outside_the_buffer()
 
 
+def tensors_of_parameter(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    """Returns the tensors of a parameter outside DDP's buffer, which in MXFP8 are its values and scales."""
+    own = vars(parameter)
+    of_engine = [own[name] for name in ("_rowwise_data", *_BESIDE_THE_BUFFER) if type(own.get(name)) is torch.Tensor]
+    return own["quantized"].tensors() if "quantized" in own else of_engine or [parameter.data]
+
+
 def _tensors_of(owner: Any) -> Iterator[torch.Tensor]:
     """Yields the plain tensors among the attributes of an object, and in lists there."""
     for value in getattr(owner, "__dict__", {}).values():

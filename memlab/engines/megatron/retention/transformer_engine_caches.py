@@ -109,15 +109,16 @@ def multiplies_with_torch(scenario: Scenario) -> bool:
     """Returns whether a step of this rank calls a matrix product of torch itself, and so allocates cuBLAS's workspaces.
 
     The linears of Transformer Engine have their own workspace. Torch multiplies in the output layer, in routers, in
-    unfused attention, which Transformer Engine also takes for fp32, and in adapters of Megatron-Bridge: those of
-    ms-swift are linears of Transformer Engine. A pipeline stage of dense layers before the last stage does none of it.
+    unfused attention, which Transformer Engine also takes for fp32, in Megatron's own layers, and in adapters of
+    Megatron-Bridge: those of ms-swift are linears of Transformer Engine. A pipeline stage of dense layers before the
+    last stage does none of it.
     """
     layout, state = scenario.layout, scenario.state
     return (
         layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
         or has_experts(scenario)
         or (state.lora is not None and state.lora.library == "megatron_bridge")
-        or state.attention_backend == "unfused"
+        or scenario.keeps_scores
         or scenario.dtype == "fp32"
     )
 

@@ -1,0 +1,130 @@
+"""What a job's file says whatever model it trains, for jobs whose model memlab does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.job import Job
+
+_KINDS = {"llama-3.1-8b": 4, "qwen2.5-14b": 3, "qwen3-235b-a22b": 5, "deepseek-v3": 6}
+"""Models of different kinds and sizes, with the layers that each chunk of the pipeline gets of them: what a job has
+with all of them cannot come from one of them."""
+_NOT_OF_THE_JOB = {
+    *("architecture", "num_layers", "routing", "expert_buffers", "seed", "versions"),
+    *("layout", "state", "allocator"),  # parts of their own
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfAnyModel:
+    """What is the same for models of all kinds that the job can train, and the words that each of them brings."""
+
+    models: tuple[str, ...]
+    """The models that memlab read the job with, in place of its own."""
+    values: dict[str, dict[str, Any]]
+    """Fields of the layout, the workload, the training state, the allocator, the settings and the rollout."""
+    depends_on_model: tuple[str, ...]
+    """The fields that differ between these models."""
+    cannot_start: str | None
+    """A rule that refuses the job with each of these models."""
+    questions: tuple[str, ...]
+    """What memlab has to know before it can read the job with any model."""
+    not_modelled: tuple[NotModelled, ...]
+    """Without bounds, which depend on the model."""
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as JSON-ready values."""
+        return {
+            "models": list(self.models),
+            **self.values,
+            "depends_on_model": list(self.depends_on_model),
+            "cannot_start": self.cannot_start,
+            "questions": list(self.questions),
+            "not_modelled": [{"key": one.key, "effect": one.effect, "reason": one.reason} for one in self.not_modelled],
+            "warnings": list(self.warnings),
+        }
+
+
+def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | None:
+    """Reads a job that memlab cannot predict with models of different kinds in place of its own, and compares them.
+
+    Args:
+        job: Read with its own model.
+        read: Reads it with another one.
+
+    Returns:
+        None where there is nothing to add: memlab can predict the job, or it cannot start, or its model is not what
+        keeps memlab from it.
+    """
+    if job.scenario is not None or job.cannot_start is not None:
+        return None
+    given = {one.field: one.memlab_value for one in job.taken}
+    spreads_experts = (given.get("expert_model_parallel_size") or 1) > 1
+    models = [_in_place(name, layers, given) for name, layers in _KINDS.items()]
+    jobs = [read(model) for model in models if model.routes or not spreads_experts]
+    started = [one for one in jobs if one.scenario is not None]
+    tables = [_values(one) for one in started]
+    names = list(dict.fromkeys((part, name) for table in tables for part, fields in table.items() for name in fields))
+    values: dict[str, dict[str, Any]] = {}
+    depends: list[str] = []
+    for part, name in names:
+        found = [table[part][name] for table in tables if name in table[part]]
+        if all(one == found[0] for one in found):
+            values.setdefault(part, {})[name] = found[0]
+        else:
+            depends.append(name)
+    questions = () if started else tuple(_common([one.questions for one in jobs]))
+    rules = {one.cannot_start for one in jobs}
+    if not started and job.not_supported in questions and rules == {None}:
+        return None
+    compared = started or jobs
+    missing = [[replace(row, bound_bytes=None) for row in one.not_modelled] for one in compared]
+    return OfAnyModel(
+        models=tuple(one.scenario.architecture.name for one in started if one.scenario is not None),
+        values=values,
+        depends_on_model=tuple(dict.fromkeys(depends)),
+        cannot_start=rules.pop() if len(rules) == 1 else None,
+        questions=questions,
+        not_modelled=tuple(_common(missing)),
+        warnings=tuple(_common([one.warnings for one in compared])),
+    )
+
+
+def _in_place(name: str, layers: int, given: dict[str, Any]) -> Architecture:
+    """Returns a published model that is as deep as the job's pipeline needs, and that names no length of its own."""
+    model = ARCHITECTURES[name]
+    chunks = (given.get("pipeline_model_parallel_size") or 1) * (given.get("virtual_pipeline_model_parallel_size") or 1)
+    ends = [given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
+    fixed = [end for end in ends if end is not None]
+    depth = sum(fixed) + max(0, chunks - len(fixed)) * max(layers, given.get("recompute_num_layers") or 0)
+    pattern = model.moe_layer_freq and (0, *[1] * (depth - 1))
+    return replace(model, num_layers=depth, moe_layer_freq=pattern, default_seq_length=1024 * layers)
+
+
+def _values(job: Job) -> dict[str, dict[str, Any]]:
+    """Returns fields by part, without those of what the model, or memlab's engine with this model, does not have."""
+    scenario, settings = job.required()
+    values, state = scenario.to_dict(), scenario.state.options()
+    model = scenario.architecture
+    absent = {"lora_": scenario.state.lora is None, "moe_": not model.routes}
+    absent["moe_shared_expert_"] = not model.moe_shared_expert_intermediate_size
+    without = tuple(start for start, is_absent in absent.items() if is_absent)
+    return {
+        "workload": {name: value for name, value in values.items() if name not in _NOT_OF_THE_JOB},
+        "layout": values["layout"],
+        "state": {name: value for name, value in state.items() if not name.startswith(without)},
+        "allocator": values["allocator"],
+        "settings": settings.to_dict(),
+        "rollout": {} if job.rollout is None else job.rollout.to_dict(),
+    }
+
+
+def _common(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """Returns what is in all of the lists, in the order of the first."""
+    first, *others = [list(one) for one in lists] or [[]]
+    return [one for one in first if all(one in other for other in others)]

@@ -1,0 +1,123 @@
+"""What a job's file says is read beside a model that memlab does not have, where no model can change it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memlab.cli import main
+from memlab.jobs.any_model import OfAnyModel, of_any_model
+from memlab.jobs.job import Job
+
+SWIFT = """
+NPROC_PER_NODE=16 megatron sft --model {model} --tuner_type lora --lora_rank 16 --max_length 2048 \\
+    --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 {more} --sequence_parallel true \\
+    --micro_batch_size 2 --global_batch_size 32 --recompute_granularity full --recompute_method uniform \\
+    --recompute_num_layers 1 --gradient_accumulation_fusion false
+"""
+NEMO_RL = """
+policy:
+  model_name: {model}
+  train_global_batch_size: 64
+  train_micro_batch_size: 2
+  logprob_batch_size: 2
+  max_total_sequence_length: 4096
+  precision: bfloat16
+  sequence_packing: {{enabled: false}}
+  megatron_cfg:
+    enabled: true
+    activation_checkpointing: true
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 3
+    num_layers_in_first_pipeline_stage: 6
+    sequence_parallel: true
+    bias_activation_fusion: false
+    optimizer: {{use_precision_aware_optimizer: true}}
+    distributed_data_parallel_config: {{grad_reduce_in_fp32: false}}
+  generation:
+    backend: vllm
+    vllm_cfg: {{tensor_parallel_size: 4, gpu_memory_utilization: 0.7}}
+    colocated: {{enabled: true}}
+cluster: {{num_nodes: 3, gpus_per_node: 4}}
+grpo: {{num_prompts_per_step: 8, num_generations_per_prompt: 8}}
+"""
+
+
+def _common(path: Path, *, version: str | None = None) -> OfAnyModel | None:
+    return of_any_model(
+        Job.read(path, version=version), lambda model: Job.read(path, architecture=model, version=version)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "dense", "with_experts"),
+    [
+        ("run.sh", SWIFT.replace("{more}", ""), "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"),
+        ("job.yaml", NEMO_RL, "meta-llama/Llama-3.1-70B", "openai/gpt-oss-20b"),
+    ],
+)
+def test_what_holds_for_any_model_holds_for_models_that_were_not_asked(
+    name: str, text: str, dense: str, with_experts: str, tmp_path: Path
+) -> None:
+    (path := tmp_path / name).write_text(text.format(model="someone/New-Model-9B"))
+    common = _common(path)
+    assert common is not None and len(common.models) == 4
+    for model in (dense, with_experts):
+        (path := tmp_path / f"{model.rpartition('/')[2]}-{name}").write_text(text.format(model=model))
+        scenario, settings = (job := Job.read(path)).required()
+        told = scenario.to_dict() | {"workload": scenario.to_dict(), "settings": settings.to_dict()}
+        told |= {"state": scenario.state.options(), "rollout": job.rollout.to_dict() if job.rollout else {}}
+        for part, fields in common.values.items():
+            own = {field: told[part][field] for field in fields if model == with_experts or "moe_" not in field}
+            assert own.items() <= fields.items()
+    assert common.values["layout"]["pipeline_model_parallel_size"] == (3 if name == "job.yaml" else 2)
+    assert common.values["workload"]["num_microbatches"] == (16 if name == "job.yaml" else 4)
+    assert common.values["state"]["grad_reduce_in_bf16"] == (name == "job.yaml")
+
+
+def test_a_field_that_depends_on_the_model_is_named_and_has_no_value(tmp_path: Path) -> None:
+    experts = "--expert_model_parallel_size 4 --moe_shared_expert_overlap true"
+    (path := tmp_path / "run.sh").write_text(SWIFT.format(model="x/New", more=experts))
+    common = _common(path)
+    assert common is not None and common.values["layout"]["expert_model_parallel_size"] == 4
+    assert common.values["state"]["lora_rank"] == 16  # memlab has no adapters of one of the models
+    assert common.values["state"]["moe_shared_expert_overlap"]  # and one has no shared experts
+    path.write_text(path.read_text().replace("--max_length 2048", ""))
+    common = _common(path)
+    assert common is not None and "seq_length" in common.depends_on_model
+    assert "seq_length" not in common.values["workload"]
+
+
+def test_a_layout_that_no_model_can_have_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "run.sh").write_text(
+        SWIFT.format(model="x/New", more="").replace("NPROC_PER_NODE=16", "NPROC_PER_NODE=6")
+    )
+    common = _common(path)
+    assert common is not None and "6 ranks" in (common.cannot_start or "") and not common.values
+
+
+def test_a_version_that_every_model_needs_is_asked_for(tmp_path: Path) -> None:
+    (path := tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=x/New trainer.nnodes=1 "
+        "data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=512 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=8\n"
+    )
+    common = _common(path)
+    assert common is not None and "--framework-version" in common.questions[0] and not common.values
+    common = _common(path, version="0.9.1")
+    assert common is not None and common.values["workload"]["seq_length"] == 1024
+
+
+def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "run.sh").write_text(SWIFT.format(model="x/New", more=""))
+    assert main(["job", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "of any model" in said and "tensor_model_parallel_size 2" in said and "recompute_method uniform" in said
+    assert main(["job", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["of_any_model"]["layout"]["tensor_model_parallel_size"] == 2
+    path.write_text(SWIFT.format(model="Qwen/Qwen3-8B", more=""))
+    assert main(["job", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["of_any_model"] is None
