@@ -103,10 +103,12 @@ def jobs() -> list[Job]:
         of_verl("llama-3.1-8b", "engine.optimizer_offload=true", "engine.param_offload=true"),
         of_auto("qwen3-8b", "distributed.defer_fsdp_grad_sync=false", num_microbatches=2),
         of_verl("qwen3-8b", "engine.strategy=fsdp"),
-        of_auto("llama-3.1-8b", checkpoints, num_ranks=1),
+        replace(auto, options=()),
+        replace(auto, options=(checkpoints,)),
         of_auto("llama-3.1-8b", "distributed.tp_size=2"),
         of_auto("llama-3.1-8b", "distributed.cp_size=2"),
         of_auto("qwen3-8b", "distributed.activation_checkpointing=selective"),
+        replace(auto, model="qwen3-8b", options=()),
         of_auto("llama-3.1-8b", checkpoints, "optimizer.fused=true"),
         of_auto("llama-3.1-8b", checkpoints, "optimizer.foreach=false"),
         of_auto("qwen3-8b", checkpoints, "optimizer._target_=torch.optim.Adam"),
@@ -117,9 +119,6 @@ def jobs() -> list[Job]:
         of_verl("llama-3.1-8b", "engine.reshard_after_forward=false"),
         of_verl("qwen3-8b", "engine.forward_prefetch=true", num_microbatches=2),
         of_verl("llama-3.1-8b", "engine.fsdp_size=4"),
-        replace(auto, options=()),
-        replace(auto, options=(checkpoints,)),
-        replace(auto, model="qwen3-8b", options=()),
     ]
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from memlab.config.from_json import build
-from memlab.config.lora import LoRA
+from memlab.config.lora import OUTPUT_LAYER, LoRA
 from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
@@ -248,6 +248,16 @@ class TrainingState:
         "entropy from the loss, and keep what its gradient needs",
         **_LOSS_OF_FEW,
     )
+    entropy_chunk_size: int | None = option(
+        None,
+        "tokens whose entropy is computed at once (default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="vocab_parallel_cross_entropy",
+        at_most=2**26,
+    )
+    """verl's ``entropy_from_logits_chunk_size``. Where training subtracts the entropy, one chunk has to have all tokens
+    of a row, since backward fails otherwise."""
     # The model is built with it.
     num_labels: int | None = option(
         None,
@@ -297,10 +307,11 @@ class TrainingState:
     cp_comm_type: ContextParallelExchange = option(
         "p2p",
         "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
-        "rank attends over the whole sequence with its share of them (a2a)",
+        "rank attends over the whole sequence with its share of them (a2a; with engine fsdp2 as Ulysses in verl)",
         group="",
         rebuilds="model",
         megatron="model",
+        engines=("megatron", "fsdp2"),
     )
     """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
@@ -718,11 +729,11 @@ class TrainingState:
                     "the two out",
                     *("num_labels", name),
                 )
-        if self.lora is not None:
+        if self.lora is not None and self.lora.adapts(OUTPUT_LAYER):
             raise RuleError(
-                f"{given} with lora_rank {self.lora.rank}, which memlab does not predict together yet: leave one of "
-                "the two out",
-                *("num_labels", "lora_rank"),
+                f"{given} with lora_target_modules that name {OUTPUT_LAYER}, which the head replaces: leave one of the "
+                "two out",
+                *("num_labels", "lora_target_modules"),
             )
 
     def _check_reference_model(self) -> None:
@@ -824,11 +835,13 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        if self.mtp_num_layers is not None and self.lora is not None:
+        lora = self.lora
+        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
             raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
-                "predict together yet: leave one of the two out",
-                *("mtp_num_layers", "lora_rank"),
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
+                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
+                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
+                *("mtp_num_layers", "lora_library", "lora_target_modules"),
             )
 
     @classmethod
@@ -990,7 +1003,7 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "entropy_loss"),  # for which the panel has no control
+    *("topk_logits_k", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")
