@@ -14,7 +14,15 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS, LoRA
+from memlab.config.lora import (
+    EXTRA_LAYER,
+    LINEARS,
+    NAMES_OF_TRANSFORMERS,
+    OF_LATENT_ATTENTION,
+    OUTPUT_LAYER,
+    PARTS,
+    LoRA,
+)
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -991,6 +999,9 @@ class Scenario:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
                     yield from lora.adapted(number, part.weights())
+        for number in range(self.extra_layers_of_rank):
+            for part in self.architecture.parts_of(self.num_layers - 1):
+                yield from lora.adapted(number, part.weights(), EXTRA_LAYER)
         if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
             yield self.architecture.output_weight, OUTPUT_LAYER
 

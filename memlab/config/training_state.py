@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from memlab.config.from_json import build
-from memlab.config.lora import LoRA
+from memlab.config.lora import OUTPUT_LAYER, LoRA
 from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
@@ -729,11 +729,11 @@ class TrainingState:
                     "the two out",
                     *("num_labels", name),
                 )
-        if self.lora is not None:
+        if self.lora is not None and self.lora.adapts(OUTPUT_LAYER):
             raise RuleError(
-                f"{given} with lora_rank {self.lora.rank}, which memlab does not predict together yet: leave one of "
-                "the two out",
-                *("num_labels", "lora_rank"),
+                f"{given} with lora_target_modules that name {OUTPUT_LAYER}, which the head replaces: leave one of the "
+                "two out",
+                *("num_labels", "lora_target_modules"),
             )
 
     def _check_reference_model(self) -> None:
@@ -835,11 +835,13 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        if self.mtp_num_layers is not None and self.lora is not None:
+        lora = self.lora
+        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
             raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
-                "predict together yet: leave one of the two out",
-                *("mtp_num_layers", "lora_rank"),
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
+                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
+                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
+                *("mtp_num_layers", "lora_library", "lora_target_modules"),
             )
 
     @classmethod

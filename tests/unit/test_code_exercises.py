@@ -432,6 +432,10 @@ WRONG_KINDS = {
         KIND_OF.replace("rise = starts[-1]", "rise = max(starts)"),
         "your function says growth, which is wrong",
     ),
+    "a rise or a fall": (
+        KIND_OF.replace("rise >= 0.01", "abs(rise) >= 0.01"),
+        "your function says leak, which is wrong",
+    ),
     "the range of the starts": (
         KIND_OF.replace("rise = starts[-1] - starts[0]", "rise = max(starts) - min(starts)"),
         "your function says growth, which is wrong",

@@ -500,9 +500,11 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         reading.values["num_labels"] = None
     elif reading.values["num_labels"] is None:  # ``get_model_info_meta`` in swift/model/model_meta.py
         raise CannotStartError("task_type is seq_cls without num_labels, which ms-swift refuses: give num_labels")
-    if task == "seq_cls" and _tuner(reading) != "full":
-        reading.values["num_labels"] = None
-        reading.miss("task_type", "either", "a head that is trained beside the adapters replaces the output layer")
+    if reading.values["num_labels"] is not None and reading.values.get("mtp_num_layers"):
+        reading.values["mtp_num_layers"] = None
+        reading.miss(
+            "mtp_num_layers", "more", "layers of multi-token prediction beside a head, which memlab leaves out"
+        )
     if task == "embedding":
         _double_batch(reading, "task_type")
         reading.miss("task_type", "more", "each negative of the data is a sequence of the micro-batch too")
