@@ -605,11 +605,11 @@ class Scenario:
                 f"name {', '.join(LINEARS)}, or choose engine 'fsdp2'",
                 *("lora_target_modules", "engine"),
             )
-        if self.architecture.add_bias_linear:
+        if self.architecture.add_bias_linear and lora.library != "megatron_bridge":
             raise RuleError(
-                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
-                "memlab does not predict adapters yet: leave lora_rank out",
-                "lora_rank",
+                f"lora_library is {lora.library!r}, and the linears of {self.architecture.name} have biases, beside "
+                "which memlab predicts Megatron-Bridge's adapters only: leave lora_library out",
+                *("lora_library", "lora_rank"),
             )
         if not any(self.weights_of_adapters()):
             raise RuleError(
