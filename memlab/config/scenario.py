@@ -323,11 +323,12 @@ class Scenario:
                 "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
                 *("adam_implementation", "fsdp_cpu_offload"),
             )
-        replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
+        replicas = self.state.dp_replicate_size
+        ranks = self.layout.data_parallel_size * self.layout.context_parallel_size
         if ranks % replicas:
             raise RuleError(
-                f"dp_replicate_size is {replicas}, must divide data_parallel_size, {ranks}, so that each group has all "
-                "shards: choose another",
+                f"dp_replicate_size is {replicas}, must divide the {ranks} ranks of data and context parallelism, so "
+                "that each group has all shards: choose another",
                 *("dp_replicate_size", "data_parallel_size"),
             )
         of_layers = self.state.reshard_after_forward_ranks or 1
@@ -604,11 +605,11 @@ class Scenario:
                 f"name {', '.join(LINEARS)}, or choose engine 'fsdp2'",
                 *("lora_target_modules", "engine"),
             )
-        if self.architecture.add_bias_linear:
+        if self.architecture.add_bias_linear and lora.library != "megatron_bridge":
             raise RuleError(
-                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
-                "memlab does not predict adapters yet: leave lora_rank out",
-                "lora_rank",
+                f"lora_library is {lora.library!r}, and the linears of {self.architecture.name} have biases, beside "
+                "which memlab predicts Megatron-Bridge's adapters only: leave lora_library out",
+                *("lora_library", "lora_rank"),
             )
         if not any(self.weights_of_adapters()):
             raise RuleError(

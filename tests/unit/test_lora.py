@@ -282,10 +282,10 @@ def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
     params=[
         ("qwen3-moe-tiny", OF_PARTS),
         pytest.param(("qwen3-moe-tiny", OF_EACH_EXPERT), marks=pytest.mark.slow),
-        ("qwen3-moe-tiny", GROUPED),
+        ("gpt-oss-tiny", GROUPED),
         ("phi-4-tiny", replace(DROPPED, mtp_num_layers=1)),
     ],
-    ids=["shared", "of each expert", "grouped", "dense, with a layer that predicts tokens further on"],
+    ids=["shared", "of each expert", "grouped, with biases", "dense, with a layer that predicts tokens further on"],
 )
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on the CPU and predicted, and how many weights the device's optimizer updates."""
