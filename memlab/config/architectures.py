@@ -526,6 +526,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen2.5-14b", 48, 5120, 13824, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-32b", 64, 5120, 27648, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
+        # https://huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B/blob/main/config.json: as Qwen2.5-Math-1.5B,
+        # but untied
+        _row("deepseek-r1-distill-qwen-1.5b", 28, 1536, 8960, 12, **(_SMALL_QWEN2_5 | {"rotary_base": 10000.0})),
         _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
         # https://huggingface.co/XiaomiMiMo/MiMo-7B-RL/blob/main/config.json, whose layers are Qwen2's; a job says
         # whether it trains the model's layer of multi-token prediction
@@ -613,6 +616,7 @@ HUGGING_FACE_NAMES = {
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
     "deepseek-llm-7b": "deepseek-ai/deepseek-llm-7b-base",
     "mimo-7b": "XiaomiMiMo/MiMo-7B-Base",
+    "deepseek-r1-distill-qwen-1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},

@@ -326,11 +326,12 @@ class Scenario:
                 "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
                 *("adam_implementation", "fsdp_cpu_offload"),
             )
-        replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
+        replicas = self.state.dp_replicate_size
+        ranks = self.layout.data_parallel_size * self.layout.context_parallel_size
         if ranks % replicas:
             raise RuleError(
-                f"dp_replicate_size is {replicas}, must divide data_parallel_size, {ranks}, so that each group has all "
-                "shards: choose another",
+                f"dp_replicate_size is {replicas}, must divide the {ranks} ranks of data and context parallelism, so "
+                "that each group has all shards: choose another",
                 *("dp_replicate_size", "data_parallel_size"),
             )
         of_layers = self.state.reshard_after_forward_ranks or 1
