@@ -92,7 +92,6 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
         own = {"defer_fsdp_grad_sync", "grad_reduce_in_bf16", "fsdp_cpu_offload", "dp_replicate_size"}
         own |= {"lora_rank", "lora_target_modules", "master_weights", "store_param_remainders"}
         own |= {"attn_implementation", "fsdp_version", "use_orig_params"}
-        own |= {"separate_embeddings", "loss_of_transformers", "reshard_root_after_forward"}
         own |= {"fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"}
         own |= {"reshard_after_forward_ranks", *(field.name for field in fields(AllocatorSettings))}
         assert set(shown.training_state.by_name) == {*values, *own}
