@@ -68,6 +68,7 @@ _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
+_LOOP_OF_FSDP2: dict[str, Any] = _FSDP2 | {"group": ""}  # see `_LOSS_OF_FEW`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -544,14 +545,14 @@ class TrainingState:
         "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "
         "(none) they are sharded together with the last norm",
         rebuilds="model",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """``apply_fsdp2`` of SkyRL (a9564572) has the first, that of verl (0.9.1) and Automodel 0.7.0 have both."""
     reshard_root_after_forward: bool = option(
         False,
         "free the gathered output layer and last norm after forward too, unless `reshard_after_forward` is none",
         rebuilds="nothing",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """As verl and SkyRL do, which give torch's `fully_shard` an explicit True for the whole model."""
     loss_of_transformers: LossOfTransformers = option(
@@ -560,7 +561,7 @@ class TrainingState:
         "backward (masked_cross_entropy, Automodel 0.7.0); or log-probabilities by flash-attn's kernel, or one token "
         "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL)",
         rebuilds="nothing",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.losses` has them."""
     attn_implementation: AttnImplementation = option(
@@ -618,7 +619,7 @@ class TrainingState:
     reuse_grad_buf_for_mxfp8_param_ag: bool = option(
         False,
         "gather MXFP8 parameters as bf16 in the gradients' buffer, which Megatron needs for them",
-        **_FP8,
+        **(_FP8 | {"group": ""}),
         needs="fp8_param_gather",
         megatron="ddp optimizer",
     )

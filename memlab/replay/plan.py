@@ -55,13 +55,13 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     # FP8 keeps state between passes, and between updates.
     must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
-    # What a remedy frees, and when, is not known to repeat.
-    has_remedy = is_moe and settings.checkpoint_input_remedy is not None
+    recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
+    # What a remedy frees, and when, is not known to repeat. Without such checkpoints, it is not applied.
+    has_remedy = recomputes_moe and settings.checkpoint_input_remedy is not None
     repeats = not (has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
     are_equal = repeats and not step.forward_only
     # Then each layer has a pass without gradients before the one that is trained.
     has_two_passes = scenario.state.reference_model == "without_adapters"
-    recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     has_stages = layout.pipeline_model_parallel_size > 1
     passes = are_equal and not has_two_passes
     if is_moe:
