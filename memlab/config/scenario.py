@@ -501,8 +501,8 @@ class Scenario:
         if not has_softmax_kernel(self.seq_length, matrices):
             raise RuleError(
                 f"seq_length is {self.seq_length} with transformer_impl 'local', must be a multiple of 4 from 20 to "
-                f"{LONGEST_OF_SOFTMAX_KERNEL}, with a multiple of 4 matrices of scores, not {matrices}, since the kernel "
-                "of Megatron's softmax takes no others, and memlab has no other: choose such a length, or "
+                f"{LONGEST_OF_SOFTMAX_KERNEL}, with a multiple of 4 matrices of scores, not {matrices}, since the "
+                "kernel of Megatron's softmax takes no others, and memlab has no other: choose such a length, or "
                 "transformer_engine",
                 *("seq_length", "transformer_impl"),
             )
