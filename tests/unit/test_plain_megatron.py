@@ -232,6 +232,29 @@ def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("file", "words", "rank"),
+    [
+        ("h200", "llama-3.1-8b 4 layers one rank x1 fp8_format=e4m3 fp8_recipe=blockwise", 0),
+        ("h200x2", "llama-3.1-8b 4 layers TP2 x1 fp8_format=hybrid fp8_recipe=delayed", 1),
+        ("h200x2", "llama-3.1-8b 4 layers DP2 x1 fp8_format=hybrid fp8_recipe=tensorwise", 0),
+        pytest.param("h200", "qwen3-30b-a3b 2 layers one rank x1 fp8_format", 0, marks=pytest.mark.slow),
+        pytest.param("h200x2", "qwen3-30b-a3b 2 layers EP2 DP2", 1, marks=pytest.mark.slow),
+    ],
+)
+@MEASURED_WITH_OLD_CORE
+def test_a_predicted_step_has_the_fp8_parameters_of_the_measured_one(file: str, words: str, rank: int) -> None:
+    """The largest errors of 21 ranks are 0.007 % of the peak and 0.012 % of the start.
+
+    The other 4 are tensor parallel and blockwise, where torch keeps gathers.
+    """
+    rows = map(json.loads, (RESULTS / f"{file}_plain_megatron_fp8.jsonl").read_text().splitlines())
+    job = next(row for row in rows if row["name"].startswith(words))
+    measured, predicted = job["ranks"][rank]["steps"][-1], predict_rank(job, rank)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.5e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"
 BLOCKWISE = "fp8_format=e4m3 fp8_recipe=blockwise"
 MEASURED = {
