@@ -320,7 +320,7 @@ def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
     reading.miss(
         (keys or ["attention_backend"])[-1],
         "either",
-        "Transformer Engine has no flash-attn 2 for latent attention, and memlab predicts cuDNN in place of flash-attn 3",
+        "Transformer Engine has no flash-attn 2 for latent attention, and memlab predicts cuDNN, not flash-attn 3",
     )
     values["attention_backend"] = "auto"
 
