@@ -280,6 +280,15 @@ class Architecture:
         return {name for modules in absent for name in modules}
 
     @property
+    def has_kernel_of_flash_attn_2(self) -> bool:
+        """Whether Transformer Engine gives its attention to flash-attn 2, whose keys and values have equal sizes.
+
+        ``get_attention_backend`` in ``attention/dot_product_attention/utils.py`` (2.12.0 and 2.16.1) calls other sizes
+        MLA and disables flash-attn 2 for them.
+        """
+        return not self.multi_latent_attention or self.qk_head_dim + self.qk_pos_emb_head_dim == self.v_head_dim
+
+    @property
     def without_effect(self) -> dict[str, str]:
         """What does nothing in any of its layers: ``field:module`` to the reason."""
         ignored = [part.without_effect for part in self.feed_forwards]

@@ -519,13 +519,6 @@ class Scenario:
                 "choose auto, fused or flash, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
-        if ranks > 1 and backend == "flash" and self.architecture.multi_latent_attention:
-            raise RuleError(
-                f"attention_backend is 'flash' with context_parallel_size {ranks} for {self.architecture.name}, whose "
-                "keys and values have other sizes, which Transformer Engine gives to flash-attn 3 only and memlab does "
-                "not predict: choose auto or fused, or context_parallel_size 1",
-                *("attention_backend", "context_parallel_size"),
-            )
         if ranks > 1 and self.state.cp_comm_type == "a2a" and self.engine == "megatron":
             self._check_exchange_of_heads()
         if self.dtype == "fp32" and backend in ("flash", "fused"):
@@ -542,8 +535,6 @@ class Scenario:
         groups = max(1, model.num_query_groups // layout.tensor_model_parallel_size)  # more ranks share a head of keys
         for name, value, is_refused in (
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
-            ("attention_backend", self.state.attention_backend, self.state.attention_backend == "flash"),
-            ("multi_latent_attention", model.name, model.multi_latent_attention),
             ("dtype", self.dtype, self.dtype == "fp32"),
         ):
             if is_refused:
@@ -588,6 +579,14 @@ class Scenario:
 
     def _check_latent_attention(self) -> None:
         model = self.architecture
+        if self.state.attention_backend == "flash" and not model.has_kernel_of_flash_attn_2:
+            raise RuleError(
+                f"attention_backend is 'flash', must be another one for {model.name}, whose heads of keys have "
+                f"{model.qk_head_dim + model.qk_pos_emb_head_dim} channels and those of values {model.v_head_dim}: "
+                "Transformer Engine refuses flash-attn 2 there, and memlab does not predict flash-attn 3: choose auto "
+                "or fused",
+                "attention_backend",
+            )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
                 f"apply_rope_fusion is True, must be False for the multi-latent attention of {model.name}, by a "
