@@ -11,6 +11,7 @@ import megatron.core
 import pytest
 import torch
 
+from memlab.backends import cuda
 from memlab.backends.simulated import of_labs_before_0_4, of_the_cpu_backend
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
@@ -131,6 +132,22 @@ def test_blackwell_keeps_no_transposed_copy_of_a_weight(recipe: Fp8Recipe, store
 
 def test_only_recipes_with_transposed_copies_can_leave_them_out() -> None:
     assert "must have delayed or tensorwise" in refusal(lambda: fp8("blockwise", non_tn_fp8_gemm=True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "needs_none"), [((9, 0), False), ((10, 3), True), ((11, 0), True), ((12, 0), False), ((13, 0), True)]
+)
+def test_the_gpu_decides_whether_copies_are_left_out(
+    capability: tuple[int, int], needs_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``is_non_tn_fp8_gemm_supported`` of Transformer Engine 2.16.1, by which 12.0, as of an RTX 5090, has copies."""
+    engine = SimpleNamespace(is_fp8_available=lambda return_reason: (True, ""))
+    monkeypatch.setattr(cuda, "import_module", lambda name: engine)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    cuda.check_fp8_support(fp8("delayed", non_tn_fp8_gemm=needs_none))
+    assert f"must be {needs_none}" in refusal(
+        lambda: cuda.check_fp8_support(fp8("delayed", non_tn_fp8_gemm=not needs_none))
+    )
 
 
 @pytest.mark.usefixtures("exact_bytes")
