@@ -31,7 +31,8 @@ OLDER_FILES = {"transformer_engine": "2.12"}
 """What memlab predicted before a scenario had versions."""
 _FIRST_WITH_BF16_UPDATES, _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS = (2, 13), (2, 19)
 _FIRST_THAT_FREES_GATHERS = (2, 14)
-_LAST_WHOSE_RING_WAS_MEASURED = (2, 16)
+_LAST_WITH_A_BUFFER_FOR_EACH_RANK = (2, 16)
+_RANKS_WITH_TWO_BUFFERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +126,11 @@ class Versions:
                 "the version of megatron-core decides what is kept beside MXFP8 parameters: 0.16 keeps all others "
                 f"twice, 0.19 keeps them once; {installed_core or 'the installed one'} made this prediction"
             )
-        if context_parallel_size > 1 and _numbers(self.transformer_engine) > _LAST_WHOSE_RING_WAS_MEASURED:
-            ring = ", and keeps two buffers of keys and values in its ring instead of one a rank"
+        has_long_ring = context_parallel_size > _RANKS_WITH_TWO_BUFFERS and state.cp_comm_type == "p2p"
+        if has_long_ring and _numbers(self.transformer_engine) > _LAST_WITH_A_BUFFER_FOR_EACH_RANK:
             lines.append(
-                f"context parallelism is predicted as Transformer Engine 2.16 has it: {self.transformer_engine} was "
-                f"measured on one rank only{ring if state.cp_comm_type == 'p2p' else ''}"
+                "the ring of context parallelism is predicted as Transformer Engine 2.16 has it, with a buffer of keys "
+                f"and values for each rank: {self.transformer_engine} keeps two, and was measured on two ranks only"
             )
         for name, title in TITLES.items():
             if getattr(self, name) in READ[name] and name != "torch":
