@@ -173,6 +173,13 @@ class Scenario:
         self._check_mask_in_fp32()
         self._check_packing()
         self._check_mask()
+        chunks = self.layout.virtual_pipeline_model_parallel_size
+        if self.state.overlap_param_gather_with_optimizer_step and chunks == 1:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with virtual_pipeline_model_parallel_size 1, must "
+                "have more, since Megatron-Core has no optimizer for no other chunk: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
+            )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     @property
@@ -183,7 +190,8 @@ class Scenario:
         of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
         state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
         layers = self.num_layers if name is None else model.num_layers
-        return replace(self, architecture=model, num_layers=layers, state=state)
+        of_experts: dict[str, Any] = {} if model.routes else {"routing": Routing(), "expert_buffers": False}
+        return replace(self, architecture=model, num_layers=layers, state=state, **of_experts)
 
     def _check_reference_model(self) -> None:
         stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
@@ -988,7 +996,7 @@ class Scenario:
             alone = (
                 "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
             )
-            names = ("overlap_grad_reduce", "overlap_param_gather")
+            names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
             reasons |= {name: alone for name in names if getattr(self.state, name)}
         if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"

@@ -111,6 +111,16 @@ class TrainingState:
     )
     """Without `overlap_grad_reduce`, each buffer is a single bucket, which is gathered when forward begins.
     (Megatron-Core's DDP allows this; the arguments of Megatron-LM's own scripts do not.)"""
+    overlap_param_gather_with_optimizer_step: bool = option(
+        False,
+        "gather the parameters of the first model chunk while the optimizer updates the others; no buffer has buckets",
+        group="",
+        rebuilds="model",
+        needs="overlap_param_gather",
+        megatron="optimizer",
+    )
+    """DDP's buffers then have one bucket each (``get_model`` in megatron/training/training.py), and each chunk's update
+    is an optimizer of its own. Of interleaved pipelines; Megatron-Bridge gives it to others too."""
     ddp_bucket_size: int | None = option(
         None,
         "elements in a bucket of gradients; used only with `overlap_grad_reduce` (default: Megatron's rule)",
@@ -582,6 +592,15 @@ class TrainingState:
         megatron="model",
     )
     """``mxfp8`` needs Blackwell."""
+    non_tn_fp8_gemm: bool = option(
+        False,
+        "keep no transposed copies of FP8 matrices, as on Blackwell, whose products need none; Hopper's do",
+        group="",
+        rebuilds="model",
+        needs="fp8_format",
+    )
+    """Of the recipes ``delayed`` and ``tensorwise``. The GPU decides it, by ``is_non_tn_fp8_gemm_supported`` of
+    Transformer Engine 2.16.1: from compute capability 10.0 on. No prediction with it was compared with a GPU."""
     fp8_param_gather: bool = option(
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )
@@ -746,6 +765,18 @@ class TrainingState:
                 "True with 'mxfp8' and True, and False otherwise, by a rule of Megatron-Core: change one of the three",
                 *("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp8_recipe"),
             )
+        if self.reuse_grad_buf_for_mxfp8_param_ag and self.overlap_param_gather_with_optimizer_step:
+            raise RuleError(
+                "overlap_param_gather_with_optimizer_step is True with reuse_grad_buf_for_mxfp8_param_ag, must be "
+                "False there by a rule of Megatron-Core 0.19: leave it out",
+                *("overlap_param_gather_with_optimizer_step", "reuse_grad_buf_for_mxfp8_param_ag"),
+            )
+        if self.non_tn_fp8_gemm and self.fp8_recipe not in ("delayed", "tensorwise"):
+            raise RuleError(
+                f"non_tn_fp8_gemm is True with fp8_recipe {self.fp8_recipe!r}, must have delayed or tensorwise, whose "
+                "transposed copies it leaves out: choose one of them, or leave non_tn_fp8_gemm out",
+                *("non_tn_fp8_gemm", "fp8_recipe"),
+            )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
             raise RuleError(
                 "fp8_param_gather is True without the distributed optimizer, which alone writes FP8 parameters: set "
@@ -883,6 +914,8 @@ class TrainingState:
             ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
+        if self.overlap_param_gather_with_optimizer_step:
+            ignored("ddp_bucket_size", "overlap_param_gather_with_optimizer_step leaves each buffer a single bucket")
         return reasons
 
     @property

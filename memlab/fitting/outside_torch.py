@@ -100,7 +100,10 @@ def estimate_outside_torch(
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
     has_head = state is not None and state.num_labels is not None
-    rings = _groups_that_reduce(layout, has_experts=has_experts, has_logits=is_last_stage and not has_head)
+    # ms-swift's GKD reduces over tensor parallel ranks only where there are several (gkd_loss.py, 3602360).
+    is_alone = state is not None and state.loss == "jsd" and layout.tensor_model_parallel_size == 1
+    has_logits = is_last_stage and not has_head and not is_alone
+    rings = _groups_that_reduce(layout, has_experts=has_experts, has_logits=has_logits)
     is_tied = bool(model and model.share_embeddings_and_output_weights) and not has_head
     has_copies = is_tied or bool(state and state.mtp_num_layers)
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0

@@ -28,6 +28,10 @@ class Written:
     """Fields of memlab that the framework cannot express, each with the reason."""
 
 
+GPU_DECIDES = {"non_tn_fp8_gemm": "the GPU that a job runs on decides it"}
+"""Options that no framework has a key for, each with the reason."""
+
+
 def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *, source: Job | None = None) -> Written:
     """Writes a job for a framework.
 
@@ -177,7 +181,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     changed = _changed(framework, scenario, settings)
     no_key = changed - {key.field for key in framework.keys} - framework.without_own_key
     reasons = dict.fromkeys(sorted(no_key), f"{framework.title} has no key for it")
-    reasons |= {name: reason for name, reason in framework.cannot_write.items() if name in changed}
+    reasons |= {name: reason for name, reason in (GPU_DECIDES | framework.cannot_write).items() if name in changed}
     reasons |= framework.cannot_write_of(scenario, settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
         reasons["packed_sequences"] = f"{framework.title} has no key for this number of sequences in a row"

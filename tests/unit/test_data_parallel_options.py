@@ -215,6 +215,20 @@ def test_buckets_have_megatron_s_size_unless_one_is_given() -> None:
     assert sizes(TrainingState(ddp_bucket_size=20_000), data_parallel_size=2) is None
 
 
+def test_the_first_chunk_is_gathered_while_the_optimizer_updates_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(data_parallel_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    state = replace(OVERLAP, overlap_param_gather_with_optimizer_step=True)
+    with lab_of("phi-4-tiny", num_layers=4, num_microbatches=2, backend="simulated", layout=layout, state=state) as lab:
+        lab.step()
+        with communication(lab, monkeypatch) as seen:
+            assert lab.step().status == "ok"
+        chunks = inside(lab).model.engine.live.chunks
+        assert [len(buffer.buckets) for chunk in chunks for buffer in chunk.buffers] == [1, 1]
+        assert seen["gather"].count("optimizer") == len(chunks[0].bucket_groups)
+    with pytest.raises(ValueError, match="must have more, since Megatron-Core has no optimizer for no other chunk"):
+        lab_of(layout=TWO_COPIES, state=state)
+
+
 @pytest.mark.parametrize(
     ("options", "is_dropped"),
     [({"packed_sequences": 2}, True), ({"layout": Layout(context_parallel_size=2)}, True), ({}, False)],

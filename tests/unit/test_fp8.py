@@ -115,6 +115,24 @@ def test_weights_stay_allocated_in_fp8_by_row_and_by_column(recipe: Fp8Recipe, s
     assert before - without == expected + len(matrices) * quantizers
 
 
+@pytest.mark.parametrize(("recipe", "stored"), [("delayed", {}), ("tensorwise", {"fp8_param_gather": True})])
+@pytest.mark.usefixtures("exact_bytes")
+def test_blackwell_keeps_no_transposed_copy_of_a_weight(recipe: Fp8Recipe, stored: dict[str, bool]) -> None:
+    starts, saved = [], []
+    for options in (stored, {**stored, "non_tn_fp8_gemm": True}):
+        with Lab("qwen3-moe-tiny", state=fp8(recipe, **options), **SMALL | {"num_layers": 1}) as lab:
+            starts.append(lab.step(warm_up=False).static_bytes)
+            in_matrices = sum(rows * width for rows, width in _matrices(lab))
+            starts[-1] = lab.step(warm_up=False).static_bytes
+            saved.append(sorted(_saved_bytes(lab, "self_attention.linear_qkv")))
+    assert starts[0] - starts[1] == in_matrices
+    assert saved[0] == saved[1]  # of an input one of the two copies is kept on either GPU
+
+
+def test_only_recipes_with_transposed_copies_can_leave_them_out() -> None:
+    assert "must have delayed or tensorwise" in refusal(lambda: fp8("blockwise", non_tn_fp8_gemm=True))
+
+
 @pytest.mark.usefixtures("exact_bytes")
 def test_mxfp8_parameters_are_outside_ddp_s_buffers_and_core_0_16_keeps_the_others_twice() -> None:
     model = replace(find_architecture("phi-4-tiny"), hidden_size=512, ffn_hidden_size=1024)

@@ -36,6 +36,10 @@ CAUSES = {
         ),
         "line 1: the sourced file m.sh does not exist",
     ),
+    "a placeholder": (
+        f"export PYTHONPATH=$PYTHONPATH:<path_of_megatron>\n{SWIFT} --max_length 8192\n",
+        "line 1: bash ends the script here with a syntax error, since '>' has no file behind it, as in a placeholder",
+    ),
     "values that are not given": (
         f"TP=$1; LEN=$2\n{SWIFT} --sequence_parallel true --tensor_model_parallel_size $TP --max_length $LEN\n",
         (

@@ -53,12 +53,12 @@ def test_the_routes_of_a_layer_are_those_of_all_its_experts() -> None:
 
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
-DENSE, ADAPTERS, PASSES = (
+DENSE, ADAPTERS, PASSES, TEACHERS = (
     {
         row["name"]: row
         for row in map(json.loads, (RESULTS / f"h200_plain_megatron_{of}.jsonl").read_text().splitlines())
     }
-    for of in ("dense", "lora", "passes")
+    for of in ("dense", "lora", "passes", "teachers")
 )
 
 
@@ -108,6 +108,26 @@ def test_a_head_needs_no_group_for_the_loss() -> None:
         stated = estimate_outside_torch(Layout(), state=state)
         assert stated.total_bytes <= held <= stated.most_bytes
     assert outside[1] - outside[0] > 388 * 2**20
+
+
+def test_all_jobs_that_distil_were_measured() -> None:
+    assert [*TEACHERS] == [job.name for job in jobs() if "loss" in job.state and job.num_ranks == 1]
+
+
+@pytest.mark.parametrize("words", ["x3 recompute_granularity=full", pytest.param("qwen3-4b 4", marks=pytest.mark.slow)])
+def test_a_predicted_step_has_the_teacher_of_the_measured_one(words: str) -> None:
+    """The largest errors of all 9 rows are 0.027 % of the peak and 0.0005 % of the start; half are below 0.0005 %."""
+    name = next(name for name in TEACHERS if words in name)
+    measured, predicted = TEACHERS[name]["ranks"][0]["steps"][-1], predict_rank(TEACHERS[name], 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=5e-6)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=3e-4)
+
+
+def test_gkd_on_one_rank_needs_no_group_for_the_loss() -> None:
+    for row in TEACHERS.values():
+        if row["state"]["loss"] == "jsd":
+            stated = estimate_outside_torch(Layout(), state=TrainingState.of_options(row["state"]))
+            assert stated.total_bytes <= row["ranks"][0]["steps"][-1]["outside_torch_bytes"] <= stated.most_bytes
 
 
 ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()]

@@ -37,6 +37,61 @@ def test_a_random_script_starts_what_bash_starts_or_is_said_to_be_undecided(seed
     assert found.count("equal") >= 10
 
 
+REFUSED = [
+    *(
+        "x=<V>\nls",
+        "a <b>",
+        "ls >",
+        "cat <",
+        "ls 2>",
+        "if ls; then ls",
+        "for i in 1; do ls",
+        "while ls; do ls; fi",
+        "fi",
+    ),
+    *("f() { ls", "(ls", "ls)", "}", "do", "done", "esac", "case x in a) ls;;", "f ( a b )", "if ls\nfi", "ls ;; ls"),
+    *("ls &&", "&& ls", "ls | | ls", "ls & & ls", "ls |"),
+]
+ACCEPTED = [
+    *(
+        "echo fi done }",
+        "ls 2>&1 >&2 <<<x",
+        "cat <<E\nx <b>\nE",
+        "exec 3<>f",
+        "echo a >& f",
+        "[[ a < b ]]",
+        "! true | false",
+    ),
+    *(
+        "[[ a =~ (b|c) ]] && ls",
+        "case x in (a|b) ls;; *) ls;; esac",
+        "time ls",
+        "f() (ls)",
+        "function f { ls; }",
+        "ls &",
+    ),
+    *(
+        "if ((1>0)); then ls; fi",
+        "((1<2)) && ls",
+        "x=$((1<2))",
+        "diff <(ls) >(cat)",
+        "cat < <(ls)",
+        "ls > $(echo b)",
+        "{ ls; }",
+    ),
+    *("for ((i=0;i<3;i++)); do ls; done", "select x in a; do break; done", "coproc ls", "ls &&\n\n# c\nls", "a=(1\n2)"),
+]
+
+
+@pytest.mark.parametrize("text", [*REFUSED, *ACCEPTED])
+def test_a_script_that_bash_refuses_is_said_to_end_there(text: str, tmp_path: Path) -> None:
+    bash = subprocess.run(["bash", "-n", "-c", text], check=False, capture_output=True)  # noqa: S607
+    is_refused = bash.returncode != 0
+    assert is_refused == (text in REFUSED)
+    causes = read_script(f"{text}\n", tmp_path / "run.sh").causes
+    assert any("bash ends the script here with a syntax error" in cause for cause in causes) == is_refused
+
+
 CERTAIN = {
     "a reference to a variable of the caller": (
         'add() { local -n out=$1; shift; out+=("$@"); }\nARGS=(--tp 1)\nadd ARGS --tp 4 --sequence-parallel\ntorchrun "${ARGS[@]}"'

@@ -13,6 +13,7 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.config.lora import LoRA
 from memlab.config.parameters import kept_bytes
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
@@ -22,7 +23,7 @@ from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
 from tests.unit.ranks import on_ranks
-from tests.unit.test_loss_bytes import VOCABULARY, bytes_of_logit
+from tests.unit.test_loss_bytes import ROWS, VOCABULARY, bytes_of_logit
 
 pytestmark = pytest.mark.versions
 
@@ -77,7 +78,8 @@ def test_a_loss_needs_what_the_framework_s_own_function_does(
 
     Of Model Optimizer's ``LogitsKLLoss`` (a2fbac7b) and of ms-swift's ``gkd_loss`` (3602360), which keeps all parts of
     512 tokens for backward. The teacher's logits were there before. Functions, cases and the way of measurement are
-    those of benchmarks/losses_of_frameworks.py.
+    those of benchmarks/losses_of_frameworks.py; of other sizes, an H200 had the same as these, and memlab's losses the
+    same as the functions (``labs/results/h200_loss_bytes.jsonl``).
     """
     shape = (1, 1024, VOCABULARY)
     labels = torch.zeros(shape[:2], dtype=torch.int64)
@@ -137,6 +139,21 @@ def test_gkd_holds_the_teacher_s_logits_of_all_micro_batches_and_model_optimizer
             with Lab("phi-4", state=state, num_microbatches=batches, **options) as lab:  # type: ignore[arg-type]
                 peaks.append(lab.step().activation_peak_bytes)
         assert peaks[1] - peaks[0] == pytest.approx(more * logits, abs=0.01 * logits)
+
+
+def test_the_frameworks_own_losses_needed_on_an_h200_what_memlab_s_do() -> None:
+    """On one rank; each case has two sizes, and one way of several ranks, which one process measures for theirs."""
+    rows = [row for row in ROWS if row["state"]["loss"] in COMPARE_WITH_TEACHER]
+    assert len(rows) == 8
+    for row in rows:
+        assert row["several_ranks"] == (row["memlab"] is None)
+        assert row["memlab"] in (None, row["framework"])
+
+
+def test_a_dense_teacher_reads_no_routing_of_its_student_s_experts() -> None:
+    state = TrainingState(**KL.changed(), teacher_model="qwen3-dense-tiny")
+    scenario = Scenario.of("qwen3-moe-tiny", state=state, routing=Routing(kind="random"), expert_buffers=True)
+    assert scenario.teacher.routing == Routing()
 
 
 def test_the_teacher_s_parameters_are_counted_with_all_its_layers() -> None:

@@ -165,7 +165,8 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 for router in [layer.mlp.router for layer in _layers_of(model) if layer.is_moe_layer]:
                     router.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
-            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
+            is_whole = number > 0 or state.overlap_param_gather_with_optimizer_step
+            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=is_whole))
         if scenario.state.reference_model == "copy":
             reference.append(_frozen_model(chunks[0].module, scenario, config, provider, settings))
         live = LiveModel(scenario, config, chunks, None, get_forward_backward_func(), reference)

@@ -75,7 +75,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         **{name: value for name, value in of_parts.items() if name in kind.__dataclass_fields__},
         **settings_fields(settings),
     )
-    # What memlab's own dispatcher reads, which gets nothing but the config.
+    # What memlab's own dispatcher and FP8 layers read, which get nothing but the config.
+    config.memlab_non_tn_fp8_gemm = scenario.state.non_tn_fp8_gemm
     config.memlab_routing = RoutingDraws(scenario.routing)
     return config
 

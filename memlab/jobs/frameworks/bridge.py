@@ -13,6 +13,7 @@ from typing import Any
 from memlab.config.architectures import Architecture, published_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.adapters import (
     LORA,
@@ -138,7 +139,7 @@ _PRECISIONS = (
 )  # fmt: skip
 _OVERLAPS = (
     "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
-    "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
+    "defer_embedding_wgrad_compute",
 )  # fmt: skip
 _OTHER_MODELS = (
     Missing(
@@ -255,9 +256,12 @@ def complete(reading: Reading) -> None:
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
-    if values.get("fp8_format") and values.get("fp8_recipe") != "mxfp8" and _BLACKWELL.search(recipe or ""):
-        reason = "Transformer Engine transposes no FP8 matrices on the GPU that the recipe names; memlab does"
-        reading.miss("mixed_precision.fp8_recipe", "less", reason)
+    if values.get("fp8_format") and _BLACKWELL.search(recipe or ""):
+        if values.get("fp8_recipe", TrainingState().fp8_recipe) in ("delayed", "tensorwise"):
+            reading.take("recipe", "non_tn_fp8_gemm", True)
+        elif values["fp8_recipe"] == "blockwise":
+            reason = "memlab knows the recipe blockwise on Hopper only, not on the GPU that the job names"
+            reading.miss("mixed_precision.fp8_recipe", "either", reason)
     _note_replaced_by_recipe(reading)
     _complete_rows(reading)
     rows = reading.get("dataset.micro_batch_size")
@@ -415,6 +419,9 @@ def _complete_gradients(reading: Reading) -> None:
     _complete_overlap(reading)
 
 
+_WITH_STEP = next(key for key in OPTIMIZER if key.field == "overlap_param_gather_with_optimizer_step")
+
+
 def _complete_overlap(reading: Reading) -> None:
     """Takes what ``comm_overlap`` sets when the job starts: ``setup`` in training/comm_overlap.py (0.6.2).
 
@@ -426,10 +433,10 @@ def _complete_overlap(reading: Reading) -> None:
     is_set = any(is_given(value) or value is False for value in given.values())
     has_copies = copies(reading) > 1
     own: dict[str, Any] = {"overlap_grad_reduce": has_copies, "overlap_param_gather": has_copies}
-    own["bucket_size"] = 128 * 2**20 if has_copies else None
-    for key in BUCKETS[1:]:
+    own |= {"bucket_size": 128 * 2**20 if has_copies else None, _WITH_STEP.name: False}
+    for section, key in (*(("ddp", key) for key in BUCKETS[1:]), ("optimizer", _WITH_STEP)):
         value = given.get(f"comm_overlap.{key.name}")
-        if is_whole and (not isinstance(value, int) or f"ddp.{key.name}" in reading.entries.by_key):
+        if is_whole and (not isinstance(value, int) or f"{section}.{key.name}" in reading.entries.by_key):
             continue
         if is_whole or (is_set and key.name in own and reading.values.get("use_distributed_optimizer")):
             reading.take(f"comm_overlap.{key.name}", key.field, own[key.name] if value is None else value)

@@ -363,7 +363,6 @@ MISSING_OPTIMIZER = (
         "main parameters are kept whole: 2 more bytes per parameter, sharded",
         is_false,
     ),
-    Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
     Missing("offload_optimizer_states", "less", "the optimizer's states are on the host between updates"),
     Missing("use_layer_wise_distributed_optimizer", "either", "each rank updates whole layers"),

@@ -62,6 +62,12 @@ class Faults:
             f"{before}"
         ] = None
 
+    def refused(self, line: int, what: str) -> None:
+        """Names the first place where bash itself refuses the script: it runs nothing from there on."""
+        said = ": bash ends the script here with a syntax error, "
+        if not any(said in cause for cause in self.causes):
+            self.causes[f"line {line}{said}since {what}: correct it"] = None
+
     def lacks_program(self, line: int, name: str) -> None:
         """Names the variable that should hold the command, where arguments alone are left because nothing sets it."""
         self.causes[

@@ -163,7 +163,7 @@ class _Reader(Builtins):
     def follow(self, text: str) -> None:
         self.lines = text.splitlines()
         with suppress(_LeaveError):
-            self._run(syntax.parse(text, self.path.name))
+            self._run(syntax.parse(text, self.path.name, note=self.faults.refused))
         if self.at_exit:
             self._apart(lambda: self._eval([self.at_exit]))
         if not self.commands:

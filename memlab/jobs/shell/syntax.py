@@ -1,18 +1,21 @@
 """Parses the words and operators of a shell script into the tree of its commands.
 
-The parser is lenient: what the shell would refuse, such as a ``fi`` without an ``if``, is passed over, because a launch
-script that a person gives to memlab has run before. It is memlab's own because tree-sitter-bash 0.25.1 reads
-``[ -n "$A" -o -z "$B" ]`` as ``-n ("$A" -o ...)`` without an error, loses the script after ``[[ $M = *"A B"* ]]`` (its
-issue 321), and takes memory without bound for an unfinished pipe (killed on 60,000 times ``a |``).
+The parser is lenient: what the shell would refuse, such as a ``fi`` without an ``if``, is noted and passed over:
+most launch scripts that a person gives to memlab have run before. It is memlab's own because tree-sitter-bash 0.25.1
+reads ``[ -n "$A" -o -z "$B" ]`` as ``-n ("$A" -o ...)`` without an error, loses the script after
+``[[ $M = *"A B"* ]]`` (its issue 321), and takes memory without bound for an unfinished pipe (killed on 60,000 times
+``a |``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memlab.jobs.shell.words import NAME_ONLY, Operator, Piece, Redirection, Token, Word, tokens
 
 _DEEPEST_BLOCK = 50
+_NEED_A_FILE = {"<", ">", ">>", ">|", "<>", "&>", "&>>"}
 _CLOSING = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
 
 
@@ -112,18 +115,24 @@ class Function:
 Node = Simple | Redirected | Sequence | Chain | Not | Apart | If | Case | For | While | Function
 
 
-def parse(text: str, name: str, line: int = 1) -> Node:
+def parse(text: str, name: str, line: int = 1, note: Callable[[int, str], None] = lambda line, what: None) -> Node:
     """Returns the tree of a script.
+
+    Args:
+        text: Of the script.
+        name: Of its file.
+        line: Of its first character.
+        note: Is told what the shell refuses, with the line.
 
     Raises:
         ValueError: If a quote, an expansion or an array is not closed, or more blocks are open than in real scripts.
     """
-    return _Parser(tokens(text, name, line), name).sequence()
+    return _Parser(tokens(text, name, line), name, note).sequence()
 
 
 class _Parser:
-    def __init__(self, parts: list[Token], name: str) -> None:
-        self.parts, self.name = parts, name
+    def __init__(self, parts: list[Token], name: str, note: Callable[[int, str], None]) -> None:
+        self.parts, self.name, self.note = parts, name, note
         self.position = 0
         self.depth = 0
 
@@ -177,7 +186,9 @@ class _Parser:
             if text in closing:
                 break
             if text in _CLOSING or (self._operator() and text != "("):
-                self.position += 1  # an end of a line, or something that closes nothing
+                if text != ";":  # which also ends a line
+                    self.note(self.parts[self.position].line, f"{text!r} has nothing before it that it belongs to")
+                self.position += 1
                 continue
             part = self._chain()
             if self._take("&"):
@@ -190,7 +201,7 @@ class _Parser:
         first, rest = self._pipeline(), []
         while joiner := self._take("&&", "||"):
             self._skip_ends()
-            rest.append((joiner, self._pipeline()))
+            rest.append((joiner, self._behind(joiner, self._pipeline())))
         return Chain(first, rest) if rest else first
 
     def _pipeline(self) -> Node:
@@ -198,19 +209,29 @@ class _Parser:
         while keyword := self._take("!", "time"):
             is_negated ^= keyword == "!"
         parts = [self._command()]
-        while self._take("|", "|&"):
+        while joiner := self._take("|", "|&"):
             self._skip_ends()
-            parts.append(self._command())
+            parts.append(self._behind(joiner, self._command()))
         part = Apart(parts) if len(parts) > 1 else parts[0]
         return Not(part) if is_negated else part
+
+    def _behind(self, joiner: str, part: Node) -> Node:
+        if isinstance(part, Simple) and not part.words and not part.redirections:
+            self.note(self.parts[self.position - 1].line, f"{joiner!r} has no command behind it")
+        return part
 
     def _command(self) -> Node:
         part = self._block()
         redirections = []
         while isinstance(redirection := self._next(), Redirection):
-            redirections.append(redirection)
-            self.position += 1
+            redirections.append(self._redirection(redirection))
         return Redirected(part, redirections) if redirections else part
+
+    def _redirection(self, part: Redirection) -> Redirection:
+        self.position += 1
+        if part.target is None and part.operator in _NEED_A_FILE:
+            self.note(part.line, f"{part.operator!r} has no file behind it, as in a placeholder <VALUE>")
+        return part
 
     def _block(self) -> Node:
         opening = self._take("(", "{", "if", "case", "for", "select", "while", "until", "function")
@@ -236,18 +257,25 @@ class _Parser:
         return part
 
     def _closed(self, closing: str) -> Node:
+        opened = self.parts[self.position - 1].line
         part = self.sequence(closing)
-        self._take(closing)
+        if not self._take(closing):
+            self._not_closed(opened, closing)
         return part
 
+    def _not_closed(self, opened: int, closing: str) -> None:
+        self.note(opened, f"the block that begins here has no {closing!r}")
+
     def _if(self) -> Node:
-        found = If([])
+        found, opened = If([]), self.parts[self.position - 1].line
         while True:
             condition = self._closed("then")
             found.branches.append((condition, self.sequence("elif", "else", "fi")))
             keyword = self._take("elif", "else", "fi")
             if keyword == "else":
                 found.otherwise = self._closed("fi")
+            if not keyword:
+                self._not_closed(opened, "fi")
             if keyword != "elif":
                 return found
 
@@ -259,7 +287,10 @@ class _Parser:
         while True:
             start = self.position
             self._skip_ends()
-            if self.position >= len(self.parts) or self._take("esac"):
+            if self._take("esac"):
+                return found
+            if self.position >= len(self.parts):
+                self._not_closed(line, "esac")
                 return found
             self._take("(")
             patterns = []
@@ -308,11 +339,11 @@ class _Parser:
                 words.append(part)
                 self.position += 1
             elif isinstance(part, Redirection):
-                redirections.append(part)
-                self.position += 1
+                redirections.append(self._redirection(part))
             elif self._operator() == "(" and len(words) == 1:
                 return self._function(words[0].raw)
             elif self._operator() == "(" and words:
-                self.position += 1  # not the shell's syntax
+                self.note(words[-1].line, f"'(' stands behind {words[-1].raw!r}")
+                self.position += 1
             else:
                 return Simple(words[0].line if words else 0, words, redirections)

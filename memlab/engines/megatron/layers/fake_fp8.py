@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.fp8_parameters import Fp8Parameter
-from memlab.engines.megatron.layers.fp8_recipes import RECIPES, Quantized, Recipe, Splits
+from memlab.engines.megatron.layers.fp8_recipes import OF_BLACKWELL, RECIPES, Quantized, Recipe, Splits
 from memlab.engines.megatron.layers.tensor_parallel import Split
 from memlab.engines.megatron.layers.torch_layers import (
     TorchColumnLinear,
@@ -71,7 +71,8 @@ class _Fp8Module(torch.nn.Module):
     def keep_fp8(self, config: TransformerConfig, num_matrix_products: int = 1) -> None:
         """Starts with FP8 parameters, or without anything in FP8 until the first forward pass."""
         global _latest_recipe  # noqa: PLW0603  # as in TE (`FP8GlobalStateManager`), which pads experts' rows by it
-        self.recipe = _latest_recipe = RECIPES[config.fp8_recipe]
+        recipes = OF_BLACKWELL if config.memlab_non_tn_fp8_gemm else RECIPES
+        self.recipe = _latest_recipe = recipes[config.fp8_recipe]
         self.is_first_microbatch = True
         """Set by Megatron at the start of a step (``MegatronModule.set_is_first_microbatch``)."""
         self.num_matrix_products = num_matrix_products
@@ -106,7 +107,7 @@ class _Fp8Module(torch.nn.Module):
         if kept is None:
             with keeping("workspace"):
                 self._fp8_workspaces["weight"] = self._quantized(columnwise=columnwise)
-            self._updates_columnwise = columnwise
+            self._updates_columnwise = bool(self._fp8_workspaces["weight"].columnwise)
         elif self.is_first_microbatch and not self._updates_columnwise:
             kept.columnwise = []  # an update leaves what the tensor was made with
         self.is_first_microbatch = False

@@ -70,8 +70,10 @@ def is_mx(parameter: torch.Tensor) -> bool:
 
 def move_rows(parameter: Fp8Parameter, buffer: torch.Tensor) -> None:
     """Replaces ``_modify_underlying_storage_impl``: the row-wise values move into DDP's buffer."""
-    buffer.detach().copy_(parameter.quantized.rowwise[0])
-    parameter.quantized.rowwise[0] = buffer
+    quantized, values = parameter.quantized, parameter.quantized.rowwise[0]
+    buffer.detach().copy_(values)
+    quantized.rowwise[0] = buffer
+    quantized.columnwise = [tensor for tensor in quantized.columnwise if tensor is not values]
 
 
 def quantize_main_parameters(

@@ -103,6 +103,8 @@ class TensorRecipe(Recipe):
     """One scale per tensor, of this tensor (``tensorwise``: `Float8CurrentScalingQuantizer`)."""
 
     gathers_rows_only = True
+    transposes: ClassVar[bool] = True
+    """Whether products need a transposed copy where they read a matrix by column (`non_tn_fp8_gemm`)."""
 
     def quantize(
         self, rows: int, width: int, *, rowwise: bool = True, columnwise: bool, is_weight: bool = False
@@ -115,20 +117,20 @@ class TensorRecipe(Recipe):
     def quantize_weights(
         self, count: int, rows: int, width: int, *, rowwise: bool = True, columnwise: bool
     ) -> Quantized:
-        return self._with_scales([rows] * count, width, rowwise=rowwise, columnwise=columnwise)
+        return self._with_scales([rows] * count, width, rowwise=rowwise, columnwise=columnwise or not self.transposes)
 
     def state(self, num_matrix_products: int) -> list[torch.Tensor]:
         # Each quantizer has a scale and an amax, tensors of one element.
         return [_scalars(2 * 5 * num_matrix_products)]
 
-    @staticmethod
-    def _with_scales(splits: list[int] | Splits, width: int, *, rowwise: bool, columnwise: bool) -> Quantized:
+    def _with_scales(self, splits: list[int] | Splits, width: int, *, rowwise: bool, columnwise: bool) -> Quantized:
         made = Quantized()
         for rows in splits:
             if rowwise:
                 made.rowwise.append(_values(rows, width))
             if columnwise:
-                made.columnwise.append(_values(width, rows))
+                is_copy = self.transposes or not rowwise
+                made.columnwise.append(_values(width, rows) if is_copy else made.rowwise[-1])
         made.shared.append(_scalars(len(splits)))
         return made
 
@@ -143,6 +145,18 @@ class DelayedRecipe(TensorRecipe):
         # Scales and amaxes of all quantizers, in forward and in backward; a history of one amax is Megatron's default
         # (``DelayedScalingRecipeState``, quantization.py; ``fp8_amax_history_len``, transformer_config.py).
         return [_scales(count * num_matrix_products) for count in (3, 3, 2, 2)]
+
+
+class TensorRecipeOfBlackwell(TensorRecipe):
+    """As `TensorRecipe` on a GPU that multiplies FP8 matrices in any layout: both products read the same values."""
+
+    transposes = False
+
+
+class DelayedRecipeOfBlackwell(DelayedRecipe):
+    """As `DelayedRecipe` there."""
+
+    transposes = False
 
 
 class BlockRecipe(Recipe):
@@ -236,6 +250,8 @@ RECIPES: dict[str, Recipe] = {
     "blockwise": BlockRecipe(),
     "mxfp8": MxRecipe(),
 }
+OF_BLACKWELL: dict[str, Recipe] = {"delayed": DelayedRecipeOfBlackwell(), "tensorwise": TensorRecipeOfBlackwell()}
+"""Where `non_tn_fp8_gemm` is on."""
 
 
 def _joined(parts: list[Quantized]) -> Quantized:
