@@ -17,6 +17,7 @@ import argparse
 import gc
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -103,10 +104,12 @@ def jobs() -> list[Job]:
         of_verl("llama-3.1-8b", "engine.optimizer_offload=true", "engine.param_offload=true"),
         of_auto("qwen3-8b", "distributed.defer_fsdp_grad_sync=false", num_microbatches=2),
         of_verl("qwen3-8b", "engine.strategy=fsdp"),
-        of_auto("llama-3.1-8b", checkpoints, num_ranks=1),
+        replace(auto, options=()),
+        replace(auto, options=(checkpoints,)),
         of_auto("llama-3.1-8b", "distributed.tp_size=2"),
         of_auto("llama-3.1-8b", "distributed.cp_size=2"),
         of_auto("qwen3-8b", "distributed.activation_checkpointing=selective"),
+        replace(auto, model="qwen3-8b", options=()),
         of_auto("llama-3.1-8b", checkpoints, "optimizer.fused=true"),
         of_auto("llama-3.1-8b", checkpoints, "optimizer.foreach=false"),
         of_auto("qwen3-8b", checkpoints, "optimizer._target_=torch.optim.Adam"),
@@ -117,9 +120,6 @@ def jobs() -> list[Job]:
         of_verl("llama-3.1-8b", "engine.reshard_after_forward=false"),
         of_verl("qwen3-8b", "engine.forward_prefetch=true", num_microbatches=2),
         of_verl("llama-3.1-8b", "engine.fsdp_size=4"),
-        replace(auto, options=()),
-        replace(auto, options=(checkpoints,)),
-        replace(auto, model="qwen3-8b", options=()),
     ]
 
 
@@ -301,12 +301,13 @@ class _Meter:
 
         return measured
 
-    def where(self) -> dict[str, str]:
-        """Returns the GPU and the versions."""
+    def where(self) -> dict[str, Any]:
+        """Returns the GPU and the versions, and whether the package flash-attn (or its loss) is there."""
         import torch
         import transformers
 
         found = {"torch": torch.__version__, "transformers": transformers.__version__}
+        found["flash_attn"] = importlib.util.find_spec("flash_attn") is not None
         return found | {"gpu": torch.cuda.get_device_name()} if self.on_gpu else found
 
 
@@ -533,7 +534,8 @@ def predict(file: Path) -> int:
     from benchmarks.plain_fsdp2 import compared, print_summary
 
     errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
-    rows = {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}  # the last try of each
+    tries = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = {(row["name"], row.get("flash_attn")): row for row in tries}  # the last try of each
     not_predicted = 0
     for row in rows.values():
         if "error" in row:
@@ -541,7 +543,7 @@ def predict(file: Path) -> int:
             continue
         job = Job(**row["job"] | {key: tuple(row["job"][key]) for key in ("sequences", "options")})
         try:
-            predicted = predicted_of(job, write_job(job, file.parent / "predicted"))
+            predicted = predicted_of(job, write_job(job, file.parent / "predicted"), has_flash_attn=row["flash_attn"])
         except ValueError as error:
             not_predicted += 1
             print(f"{row['name']}: not predicted: {error}")
@@ -552,13 +554,21 @@ def predict(file: Path) -> int:
     return not_predicted + sum(abs(percent) > 1 for percent in errors["peak"])
 
 
-def predicted_of(job: Job, path: Path) -> dict[str, int]:
-    """Returns what memlab predicts of a job file: bytes at the start of its second step, at its peak, and reserved."""
+def predicted_of(job: Job, path: Path, *, has_flash_attn: bool) -> dict[str, int]:
+    """Returns what memlab predicts of a job file: bytes at the start of its second step, at its peak, and reserved.
+
+    Args:
+        job: Which was measured.
+        path: Its file.
+        has_flash_attn: Whether verl had flash-attn's loss, of which its job file says nothing.
+    """
     from memlab import Lab
     from memlab.jobs.job import Job as JobFile
 
     version = {"automodel": "0.7.0"}.get(job.framework)
     scenario, settings = JobFile.read(path, world_size=job.num_ranks, version=version).required()
+    if has_flash_attn and job.framework == "verl":
+        scenario = replace(scenario, state=replace(scenario.state, loss_of_transformers="logprobs_flash_attn"))
     with Lab(scenario, backend="simulated") as lab:
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)

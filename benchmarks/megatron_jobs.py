@@ -262,6 +262,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_topk": 8,
         "moe_ffn_hidden_size": 1536,
     },
+    "olmoe-1b-7b": {
+        **_MOE,
+        "moe_router_pre_softmax": True,
+        "moe_aux_loss_coeff": 1e-2,
+        "layernorm_epsilon": 1e-5,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "num_moe_experts": 64,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 1024,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -293,6 +306,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "glm-4.5-air": {"vocab_size": 151552, "rotary_base": 1000000, "rotary_percent": 0.5},
     "gpt-oss-20b": {"vocab_size": 201088, "rotary_base": 150000},
     "minimax-m2": {"vocab_size": 200064, "rotary_base": 5000000, "rotary_percent": 0.5},
+    "olmoe-1b-7b": {"vocab_size": 50304, "rotary_base": 10000},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -355,7 +369,7 @@ class Job:
 
 
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
-MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX = _OF_EXPERTS
+MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE = _OF_EXPERTS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -545,6 +559,7 @@ def fp8_parameters(of: Callable[..., Iterator[Job]], layout: str, copies: str, e
         yield from of(LLAMA, 4, layout, {}, FULL, state=recipe | FP8_PARAMETERS)
     yield from of(LLAMA, 4, copies, state=TENSORWISE | FP8_PARAMETERS | {"use_precision_aware_optimizer": True})
     yield from of(QWEN, 2, experts, {}, FULL, state=TENSORWISE | FP8_PARAMETERS)
+    yield from of(OLMOE, 4, experts, {}, FULL, recompute("core_attn"))
 
 
 def further_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

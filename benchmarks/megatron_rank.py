@@ -317,6 +317,8 @@ def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
     )
     if job.model == "minimax-m2":
         take_norms_of_all_heads(spec)
+    if job.model == "olmoe-1b-7b":
+        take_attention_of_olmoe(spec)
     embeddings = {"position_embedding_type": "rope", **EMBEDDINGS[job.model], "vocab_size": job.vocab_size}
     if num_labels:
         embeddings["share_embeddings_and_output_weights"] = False
@@ -344,6 +346,15 @@ def take_norms_of_all_heads(spec: Any) -> None:
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = provider.FullDimQNorm, provider.FullDimKNorm
+
+
+def take_attention_of_olmoe(spec: Any) -> None:
+    """Replaces the attention by Megatron-Bridge's, of which only ``models/olmoe/olmoe_provider.py`` has to be there."""
+    unread = SimpleNamespace(GPTModelProvider=object, default_layer_spec=None)
+    sys.modules.setdefault("megatron.bridge.models.gpt_provider", unread)  # type: ignore[arg-type]
+    provider = importlib.import_module("megatron.bridge.models.olmoe.olmoe_provider")
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = provider.OLMoESelfAttention
 
 
 def mtp_spec(config: TransformerConfig, spec: Any, place: dict[str, Any]) -> Any:

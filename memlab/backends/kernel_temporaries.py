@@ -61,6 +61,8 @@ def summing_for_bias(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -
     def followed_by_sum(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_input, *others = backward(ctx, gradient)
         assert of_input is not None
+        if not ctx.needs_input_grad[1]:  # a frozen bias
+            return of_input, *others
         outputs = of_input.shape[-1]
         num_bytes = bytes_of_sum(outputs, of_input.numel() // outputs)
         torch.empty(num_bytes, dtype=torch.uint8, device=of_input.device)

@@ -30,7 +30,7 @@ from memlab.config.validation import (
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
-    "minimax_m2", "gemma2", "gemma3_text",
+    "minimax_m2", "olmoe", "gemma2", "gemma3_text",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -48,6 +48,7 @@ _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
     *("gated_linear_unit", "add_bias_linear", "quick_geglu", "norms_all_heads"),
+    "norms_all_heads_fused",
 )
 _CHOICES = {
     "normalization": get_args(Normalization),
@@ -76,6 +77,8 @@ class Architecture:
     qk_layernorm: bool = False
     norms_all_heads: bool = False
     """Whether queries, and keys, are normalised over the channels of all heads together instead of each head's."""
+    norms_all_heads_fused: bool = False
+    """Whether one kernel does this, as in OLMoE, whose tensor parallel ranks cannot share the heads."""
     add_qkv_bias: bool = False
     """Whether queries, keys and values have biases, if other matrices have none."""
     normalization: Normalization = "RMSNorm"
@@ -185,6 +188,8 @@ class Architecture:
                 f"{self.name}: norms_all_heads is True, must be False without qk_layernorm or with multi-latent "
                 "attention: correct one of them"
             )
+        if self.norms_all_heads_fused and not self.norms_all_heads:
+            raise ValueError(f"{self.name}: norms_all_heads_fused is True, must be False without norms_all_heads")
         rows, name = self.max_position_embeddings, f"{self.name}: max_position_embeddings"
         if self.position_embedding_type == "learned_absolute":
             check_whole_number(name, rows, at_most=MOST_TOKENS_OF_A_SEQUENCE, action="correct it")
@@ -397,6 +402,11 @@ _MINIMAX: dict[str, Any] = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 8,
     "moe_aux_loss_coeff": 1e-3,
 }  # fmt: skip
+_OLMOE: dict[str, Any] = {
+    "family": "olmoe", "num_query_groups": 16, "kv_channels": 128, "vocab_size": 50304, "rotary_base": 10000.0,
+    "layernorm_epsilon": 1e-5, "qk_layernorm": True, "norms_all_heads": True, "norms_all_heads_fused": True,
+    "moe_router_topk": 8, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 1e-2,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128, "kv_channels": 128, "qk_layernorm": True, "moe_aux_loss_coeff": 1e-3,
@@ -481,6 +491,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("qwen2.5-14b", 48, 5120, 13824, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-32b", 64, 5120, 27648, 40, **(_QWEN2_5 | {"layernorm_epsilon": 1e-5})),
         _row("qwen2.5-72b", 80, 8192, 29568, 64, **_QWEN2_5),
+        # https://huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B/blob/main/config.json: as Qwen2.5-Math-1.5B,
+        # but untied
+        _row("deepseek-r1-distill-qwen-1.5b", 28, 1536, 8960, 12, **(_SMALL_QWEN2_5 | {"rotary_base": 10000.0})),
         _row("qwen2.5-tiny", 4, 128, 448, 4, **(_QWEN2_5 | _TINY)),
         # https://huggingface.co/XiaomiMiMo/MiMo-7B-RL/blob/main/config.json, whose layers are Qwen2's; a job says
         # whether it trains the model's layer of multi-token prediction
@@ -519,6 +532,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("minimax-m2", 62, 3072, 1536, 48, num_moe_experts=256, moe_ffn_hidden_size=1536, **_MINIMAX),
         _row("minimax-tiny", 4, 128, 64, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
              **(_MINIMAX | _TINY | {"moe_router_topk": 2})),
+        # https://huggingface.co/allenai/OLMoE-1B-7B-0125/blob/main/config.json
+        _row("olmoe-1b-7b", 16, 2048, 1024, 16, num_moe_experts=64, moe_ffn_hidden_size=1024, **_OLMOE),
+        _row("olmoe-tiny", 4, 128, 64, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
+             **(_OLMOE | _TINY | {"num_query_groups": 4, "moe_router_topk": 2})),
         # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json, and likewise. (How the angles of
         # these models are scaled changes no tensor's size: Megatron's own factors are applied here.)
         _row("deepseek-v2-lite", 27, 2048, 10944, 16, num_query_groups=16, num_moe_experts=64, moe_ffn_hidden_size=1408,
@@ -564,11 +581,13 @@ HUGGING_FACE_NAMES = {
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
     "deepseek-llm-7b": "deepseek-ai/deepseek-llm-7b-base",
     "mimo-7b": "XiaomiMiMo/MiMo-7B-Base",
+    "deepseek-r1-distill-qwen-1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
     "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
     **{f"gpt-oss-{size}b": f"openai/gpt-oss-{size}b" for size in (20, 120)},
     "minimax-m2": "MiniMaxAI/MiniMax-M2",
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0125",
     "glm-4.5": "zai-org/GLM-4.5",
     "glm-4.5-air": "zai-org/GLM-4.5-Air",
     "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
@@ -590,6 +609,7 @@ HUGGING_FACE_NAMES = {
 # Megatron-Bridge's provider replaces by the same number for both.
 SAME_SIZES = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    **dict.fromkeys(("olmoe-1b-7b-0125", "olmoe-1b-7b-0924"), "olmoe-1b-7b"),
     **dict.fromkeys(("deepseek-r1", "deepseek-v3-0324", "deepseek-v3.1", "deepseek-r1-0528"), "deepseek-v3"),
     **dict.fromkeys(("mixtral-8x7b-v0.1", "mixtral-8x7b-instruct-v0.1"), "mixtral-8x7b"),
     "mixtral-8x22b-v0.1": "mixtral-8x22b",

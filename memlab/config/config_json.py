@@ -35,6 +35,9 @@ class ModelType:
     has_sinks: bool = False
     """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
     norms_all_heads: bool = False
+    norms_all_heads_fused: bool = False
+    normalizes_topk: bool = True
+    """Whether the probabilities of experts as wide as the MLP add up to 1, where ``norm_topk_prob`` is left out."""
     window_pattern: int = 0
     """Whether it is of Gemma's kind, with windows in all but one of so many layers, norms on both sides, GELU gates
     and tied embeddings; 0 is another kind."""

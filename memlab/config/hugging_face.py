@@ -47,6 +47,13 @@ _MODEL_TYPES = {
         expert_bias=True,
         scoring_func="sigmoid",
     ),
+    "olmoe": ModelType(
+        qk_layernorm=True,
+        norms_all_heads=True,
+        norms_all_heads_fused=True,
+        experts="width of the MLP",
+        normalizes_topk=False,
+    ),
     "gemma2": ModelType(num_key_value_heads=4, head_dim=256, window_pattern=2, soft_caps=(50.0, 30.0)),
     "gemma3_text": ModelType(num_key_value_heads=4, head_dim=256, qk_layernorm=True, window_pattern=6),
     "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
@@ -126,6 +133,8 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     config = fields.values
     zero = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
     modelled: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)} | dict.fromkeys(zero, (0, None))
+    if kind.norms_all_heads_fused:
+        modelled["clip_qkv"] = (None,)
     if kind.window_pattern:
         modelled |= dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh", None))
         for name, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), kind.soft_caps, strict=True):

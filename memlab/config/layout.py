@@ -365,6 +365,12 @@ class Layout:
                 return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
             return f"must divide the {rows} rows of query, key and value" if rows % size else None
 
+        if architecture.norms_all_heads_fused and self.tensor_model_parallel_size > 1:
+            raise RuleError(
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, must be 1 for {architecture.name}, "
+                "whose norms of all heads Megatron-Bridge does not divide: choose 1",
+                "tensor_model_parallel_size",
+            )
         most = groups if architecture.norms_all_heads else heads
         if architecture.norms_all_heads and self.tensor_model_parallel_size > groups:
             raise RuleError(

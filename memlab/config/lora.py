@@ -28,6 +28,8 @@ OF_LATENT_ATTENTION = (
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 )  # fmt: skip
 """Those of latent attention, which has no ``linear_qkv``."""
+EXTRA_LAYER = "mtp.layers.{}.transformer_layer"
+"""A layer of multi-token prediction; megatron-core 0.17 has renamed the transformer layer in it."""
 OUTPUT_LAYER = "output_layer"
 PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
 """The parts of fused linears: each has an adapter in the canonical form (``CanonicalLoRA`` of Megatron-Bridge)."""
@@ -248,15 +250,26 @@ class LoRA:
             found[linear] = (*found.get(linear, ()), *([] if part is None else [part]))
         return found
 
-    def adapted(self, number: int, weights: Iterable[Weight]) -> Iterator[tuple[Weight, str]]:
+    @property
+    def adapts_extra_layers(self) -> bool:
+        """Whether memlab knows which linears of layers of multi-token prediction have adapters.
+
+        Of all linears, the matrix that joins hidden states and embeddings would have one too.
+        """
+        return self.library == "megatron_bridge" and bool(self.target_modules)
+
+    def adapted(
+        self, number: int, weights: Iterable[Weight], place: str = "decoder.layers.{}"
+    ) -> Iterator[tuple[Weight, str]]:
         """Yields the weights of those linears of a layer that have adapters, and the linears' names in the model chunk.
 
         Args:
             number: Of the layer in its model chunk.
             weights: Of the layer.
+            place: Where the layer is in the chunk, `EXTRA_LAYER` for one of multi-token prediction.
         """
         for weight in weights:
-            name = f"decoder.layers.{number}.{weight.name.removesuffix('.weight')}"
+            name = f"{place.format(number)}.{weight.name.removesuffix('.weight')}"
             if weight.is_matrix and self.adapts(name, is_grouped=bool(weight.num_experts)):
                 yield weight, name
 

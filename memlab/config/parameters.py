@@ -53,7 +53,7 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:
-    """Counts the rank's parameters that are trained: those of adapters alone, where there are adapters."""
+    """Counts the rank's parameters that are trained: those of adapters and a head, where there are adapters."""
     layout = scenario.layout
     if scenario.state.lora is None:
         counts = parameters_of_rank(scenario)
@@ -72,7 +72,9 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
         sum(layout.elements_of(weight) for weight in weights if bool(weight.num_experts) is is_expert)
         for is_expert in (True, False)
     )
-    return Parameters(outside, 0, inside)
+    has_output = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
+    head = has_output * (scenario.state.num_labels or 0) * scenario.architecture.hidden_size
+    return Parameters(outside, head, inside)
 
 
 class KeptBytes(NamedTuple):
@@ -104,7 +106,7 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     main, moments = bytes_of_optimizer(state, scenario.dtype)
     of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     sharded = (-(-count // (copies if state.use_distributed_optimizer else 1)) for count, copies in copied(scenario))
-    of_adapters = 0 if state.lora is None else sum(trained) * of_parameter
+    of_adapters = 0 if state.lora is None else (sum(trained) - trained.vocabulary) * of_parameter
     of_model = (counts.layers + counts.experts) * in_layers + counts.vocabulary * of_parameter
     of_frozen = 0
     if state.reference_model == "copy":

@@ -14,7 +14,15 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
-from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS, LoRA
+from memlab.config.lora import (
+    EXTRA_LAYER,
+    LINEARS,
+    NAMES_OF_TRANSFORMERS,
+    OF_LATENT_ATTENTION,
+    OUTPUT_LAYER,
+    PARTS,
+    LoRA,
+)
 from memlab.config.option import EngineName, check_engine, check_options, option
 from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
@@ -165,6 +173,7 @@ class Scenario:
         self._check_capacity()
         self._check_extra_layers()
         self._check_reference_model()
+        self._check_entropy()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_adapters()
@@ -213,6 +222,20 @@ class Scenario:
                 f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
                 "choose another teacher",
                 *("teacher_model", "loss"),
+            )
+
+    def _check_entropy(self) -> None:
+        """Checks that an entropy with a gradient has one chunk: each part's backward writes into the logits of all.
+
+        torch then refuses the next one: *modified by an inplace operation* (``_VocabParallelEntropy`` in
+        verl/utils/megatron/tensor_parallel.py, 0.9.1 and 1dda039b).
+        """
+        size, tokens = self.state.entropy_chunk_size, self.seq_length // self.layout.context_parallel_size
+        if self.state.entropy_loss and size is not None and size < tokens:
+            raise RuleError(
+                f"entropy_chunk_size is {size} with entropy_loss, must be at least the {tokens} tokens of a row, since "
+                "verl's backward of several chunks fails: give a larger one, or leave one of the two out",
+                *("entropy_chunk_size", "entropy_loss"),
             )
 
     def _check_architecture(self) -> None:
@@ -300,11 +323,12 @@ class Scenario:
                 "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
                 *("adam_implementation", "fsdp_cpu_offload"),
             )
-        replicas, ranks = self.state.dp_replicate_size, self.layout.data_parallel_size
+        replicas = self.state.dp_replicate_size
+        ranks = self.layout.data_parallel_size * self.layout.context_parallel_size
         if ranks % replicas:
             raise RuleError(
-                f"dp_replicate_size is {replicas}, must divide data_parallel_size, {ranks}, so that each group has all "
-                "shards: choose another",
+                f"dp_replicate_size is {replicas}, must divide the {ranks} ranks of data and context parallelism, so "
+                "that each group has all shards: choose another",
                 *("dp_replicate_size", "data_parallel_size"),
             )
         of_layers = self.state.reshard_after_forward_ranks or 1
@@ -333,11 +357,17 @@ class Scenario:
             )
         others = {
             "tensor_model_parallel_size": self.layout.tensor_model_parallel_size > 1,
-            "fsdp_version": state.fsdp_version == 1,
-            "packed_sequences": self.packed_sequences is not None,
-            "attn_implementation": state.attn_implementation != "sdpa",
             "dtype": self.dtype != "bf16",
         }
+        if ranks > 1 and state.cp_comm_type == "a2a":
+            self._check_ulysses()
+        else:
+            others |= {
+                "fsdp_version": state.fsdp_version == 1,
+                "packed_sequences": self.packed_sequences is not None,
+                "attn_implementation": state.attn_implementation != "sdpa",
+                "loss_of_transformers": state.loss_of_transformers.startswith("logprobs"),
+            }
         for name, is_on in others.items():
             if ranks > 1 and is_on:
                 raise RuleError(
@@ -345,6 +375,35 @@ class Scenario:
                     f"predict together: choose 1, or leave {name} out",
                     *("context_parallel_size", name),
                 )
+
+    def _check_ulysses(self) -> None:
+        """Checks the rules of ``verl/utils/ulysses.py`` and ``_ulysses_flash_attention_forward`` (0.9.1)."""
+        state, model, ranks = self.state, self.architecture, self.layout.context_parallel_size
+        given = f"cp_comm_type is 'a2a' with engine {self.engine!r}"
+        if state.attn_implementation != "flash_attention_2":
+            raise RuleError(
+                f"{given} and attn_implementation {state.attn_implementation!r}, must be 'flash_attention_2', around "
+                "which verl exchanges heads: choose it, or cp_comm_type p2p",
+                *("cp_comm_type", "attn_implementation"),
+            )
+        if not state.loss_of_transformers.startswith("logprobs"):
+            raise RuleError(
+                f"{given} and loss_of_transformers {state.loss_of_transformers!r}, must be logprobs_flash_attn or "
+                "logprobs_by_row, since transformers' loss shifts the tokens of a whole row: choose one of them",
+                *("cp_comm_type", "loss_of_transformers"),
+            )
+        if model.num_attention_heads % ranks or self.seq_length % ranks:
+            raise RuleError(
+                f"{given}, and context_parallel_size {ranks} must divide the {model.num_attention_heads} heads of "
+                f"{model.name} (a rule of verl) and the {self.seq_length} tokens of a row: choose a divisor",
+                *("context_parallel_size", "cp_comm_type"),
+            )
+        if self.micro_batch_size > 1:
+            raise RuleError(
+                f"{given} and micro_batch_size {self.micro_batch_size}, must be 1, since verl exchanges the heads of "
+                "rows without padding: give packed_sequences",
+                *("micro_batch_size", "cp_comm_type"),
+            )
 
     def _check_version_1(self) -> None:
         state, layout = self.state, self.layout
@@ -462,7 +521,7 @@ class Scenario:
                 "not predict: choose auto or fused, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
-        if ranks > 1 and self.state.cp_comm_type == "a2a":
+        if ranks > 1 and self.state.cp_comm_type == "a2a" and self.engine == "megatron":
             self._check_exchange_of_heads()
         if self.dtype == "fp32" and backend in ("flash", "fused"):
             raise RuleError(
@@ -546,11 +605,11 @@ class Scenario:
                 f"name {', '.join(LINEARS)}, or choose engine 'fsdp2'",
                 *("lora_target_modules", "engine"),
             )
-        if self.architecture.add_bias_linear:
+        if self.architecture.add_bias_linear and lora.library != "megatron_bridge":
             raise RuleError(
-                f"lora_rank is {lora.rank}, and the linears of {self.architecture.name} have biases, beside which "
-                "memlab does not predict adapters yet: leave lora_rank out",
-                "lora_rank",
+                f"lora_library is {lora.library!r}, and the linears of {self.architecture.name} have biases, beside "
+                "which memlab predicts Megatron-Bridge's adapters only: leave lora_library out",
+                *("lora_library", "lora_rank"),
             )
         if not any(self.weights_of_adapters()):
             raise RuleError(
@@ -940,6 +999,9 @@ class Scenario:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
                     yield from lora.adapted(number, part.weights())
+        for number in range(self.extra_layers_of_rank):
+            for part in self.architecture.parts_of(self.num_layers - 1):
+                yield from lora.adapted(number, part.weights(), EXTRA_LAYER)
         if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
             yield self.architecture.output_weight, OUTPUT_LAYER
 

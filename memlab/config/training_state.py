@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from memlab.config.from_json import build
-from memlab.config.lora import LoRA
+from memlab.config.lora import OUTPUT_LAYER, LoRA
 from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
@@ -68,6 +68,7 @@ _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
+_LOOP_OF_FSDP2: dict[str, Any] = _FSDP2 | {"group": ""}  # see `_LOSS_OF_FEW`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +249,16 @@ class TrainingState:
         "entropy from the loss, and keep what its gradient needs",
         **_LOSS_OF_FEW,
     )
+    entropy_chunk_size: int | None = option(
+        None,
+        "tokens whose entropy is computed at once (default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="vocab_parallel_cross_entropy",
+        at_most=2**26,
+    )
+    """verl's ``entropy_from_logits_chunk_size``. Where training subtracts the entropy, one chunk has to have all tokens
+    of a row, since backward fails otherwise."""
     # The model is built with it.
     num_labels: int | None = option(
         None,
@@ -297,10 +308,11 @@ class TrainingState:
     cp_comm_type: ContextParallelExchange = option(
         "p2p",
         "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
-        "rank attends over the whole sequence with its share of them (a2a)",
+        "rank attends over the whole sequence with its share of them (a2a; with engine fsdp2 as Ulysses in verl)",
         group="",
         rebuilds="model",
         megatron="model",
+        engines=("megatron", "fsdp2"),
     )
     """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
@@ -533,14 +545,14 @@ class TrainingState:
         "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "
         "(none) they are sharded together with the last norm",
         rebuilds="model",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """``apply_fsdp2`` of SkyRL (a9564572) has the first, that of verl (0.9.1) and Automodel 0.7.0 have both."""
     reshard_root_after_forward: bool = option(
         False,
         "free the gathered output layer and last norm after forward too, unless `reshard_after_forward` is none",
         rebuilds="nothing",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """As verl and SkyRL do, which give torch's `fully_shard` an explicit True for the whole model."""
     loss_of_transformers: LossOfTransformers = option(
@@ -549,7 +561,7 @@ class TrainingState:
         "backward (masked_cross_entropy, Automodel 0.7.0); or log-probabilities by flash-attn's kernel, or one token "
         "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL)",
         rebuilds="nothing",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.losses` has them."""
     attn_implementation: AttnImplementation = option(
@@ -607,7 +619,7 @@ class TrainingState:
     reuse_grad_buf_for_mxfp8_param_ag: bool = option(
         False,
         "gather MXFP8 parameters as bf16 in the gradients' buffer, which Megatron needs for them",
-        **_FP8,
+        **(_FP8 | {"group": ""}),
         needs="fp8_param_gather",
         megatron="ddp optimizer",
     )
@@ -718,11 +730,11 @@ class TrainingState:
                     "the two out",
                     *("num_labels", name),
                 )
-        if self.lora is not None:
+        if self.lora is not None and self.lora.adapts(OUTPUT_LAYER):
             raise RuleError(
-                f"{given} with lora_rank {self.lora.rank}, which memlab does not predict together yet: leave one of "
-                "the two out",
-                *("num_labels", "lora_rank"),
+                f"{given} with lora_target_modules that name {OUTPUT_LAYER}, which the head replaces: leave one of the "
+                "two out",
+                *("num_labels", "lora_target_modules"),
             )
 
     def _check_reference_model(self) -> None:
@@ -824,11 +836,13 @@ class TrainingState:
             )
 
     def _check_extra_layers(self) -> None:
-        if self.mtp_num_layers is not None and self.lora is not None:
+        lora = self.lora
+        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
             raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_rank {self.lora.rank}, which memlab does not "
-                "predict together yet: leave one of the two out",
-                *("mtp_num_layers", "lora_rank"),
+                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
+                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
+                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
+                *("mtp_num_layers", "lora_library", "lora_target_modules"),
             )
 
     @classmethod
@@ -990,7 +1004,7 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "entropy_loss"),  # for which the panel has no control
+    *("topk_logits_k", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")

@@ -1,19 +1,23 @@
-"""Slides from the cells of a lab: one per section, with its first paragraphs, tables, figures and what to look at."""
+"""Slides from the cells of a lab: a section's first paragraphs, its tables, figures, questions and what to look at."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
+from collections.abc import Mapping
 
 import nbformat
 from nbconvert import SlidesExporter
 
 from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, RECORD_TAG, has_tag
+from memlab.regression.suite.parameters import read_parameters
 
 PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
+_LOOK = "**Look at**"
 _FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 
 
@@ -21,15 +25,24 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
     """Returns reveal.js slides as one HTML page; opened, it loads reveal.js from the network, and `PLOTLY_FILE`.
 
     Args:
-        executed: A lab with its outputs; without outputs, slides have text only. It is not changed.
+        executed: A lab with its outputs; without outputs, slides have text only, and leave out what to look at in an
+            output. It is not changed.
     """
     notebook = copy.deepcopy(executed)
+    values = {name: parameter.default for name, parameter in read_parameters(executed).items()}
+    notebook.cells = [each for cell in notebook.cells for each in _asked(cell, values)]
     num_figures = make_readable(notebook, as_report=True)
     kept: list[nbformat.NotebookNode] = []
+    has_output = False
     for cell in notebook.cells:
+        if "slideshow" in cell.metadata:
+            kept.append(cell)
+            continue
         if cell.cell_type == "markdown":
-            kept += _slides_of_text(cell)
-        elif cell.get("outputs") and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
+            kept += _slides_of_text(cell, has_output)
+            continue
+        has_output = bool(cell.get("outputs"))
+        if has_output and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
             cell.metadata["slideshow"] = {"slide_type": "subslide"}
             kept.append(cell)
     notebook.cells = kept
@@ -39,17 +52,51 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
     return str(page).replace("</head>", f"{script}</head>", 1)
 
 
-def _slides_of_text(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Returns a slide for each section that begins in a text, one for what to look at before it, one for each table."""
+def _asked(cell: nbformat.NotebookNode, values: Mapping[str, object]) -> list[nbformat.NotebookNode]:
+    """Returns a slide with what a cell asks by `memlab.guess` or `memlab.quiz`; a cell that asks nothing as it is."""
+    if cell.cell_type != "code" or not re.search(r"\b(guess|quiz)\(", cell.source):  # others may have magics
+        return [cell]
+    body = ast.parse(cell.source)
+    constants = [node for node in body.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    known = dict(values) | {ast.unparse(node.targets[0]): ast.literal_eval(node.value) for node in constants}
+    lines: list[str] = []
+    for call in ast.walk(body):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("guess", "quiz"):
+            question, *others = call.args
+            lines.append(f"1. {_text(question, known)}")
+            for each in others:
+                if isinstance(each, ast.Dict):  # the choices of a quiz
+                    lines += [f"   - {_text(choice, known)}" for choice in each.keys if choice]
+                else:
+                    lines[-1] += f" ({_text(each, known)})"
+    slide = nbformat.v4.new_markdown_cell("\n".join(lines))
+    slide.metadata["slideshow"] = {"slide_type": "subslide"}
+    return [slide] if lines else [cell]
+
+
+def _text(node: ast.expr, values: Mapping[str, object]) -> str:
+    """Returns a text of a cell, with the values of the names in it."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
+    return "".join(f"{each.value if isinstance(each, ast.Constant) else values[ast.unparse(each)]}" for each in names)
+
+
+def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbformat.NotebookNode]:
+    """Returns a slide for each section that begins in a text, one for what to look at before it, one for each table.
+
+    Args:
+        cell: The text.
+        has_output: Whether a slide before it shows what it says to look at.
+    """
     slides = []
     text = _FOLDED.sub("", cell.source).strip()
     for section in re.split(r"(?m)^(?=#{1,2} )", text):
-        # A list belongs to the paragraph that announces it.
-        every = [each for each in re.split(r"\n\n+(?!- |\d+\. )", section) if each.strip()]
+        # A list or a formula belongs to the paragraph that announces it.
+        every = [each for each in re.split(r"\n\n+(?!- |\d+\. |    )", section) if each.strip()]
         tables = [each for each in every if each.startswith("|")]
-        paragraphs = [each for each in every if each not in tables]
+        paragraphs = [each for each in every if each not in tables and (has_output or not each.startswith(_LOOK))]
         is_heading = section.startswith("#")
-        shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith("**Look at**")]
+        shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith(_LOOK)]
         texts = ["\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading])] if shown else []
         for number, shown_text in enumerate(texts + tables):
             slide = nbformat.v4.new_markdown_cell(shown_text)

@@ -12,12 +12,13 @@ from memlab.exercises.code import CodeCheck
 from memlab.exercises.formulas import FormulaCheck
 from memlab.exercises.goals import listed
 from memlab.exercises.records import Attempt, Check, RefusedCheck
+from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 
 
 @overload
-def check(measured: StepRecord) -> Check: ...
+def check(measured: StepRecord | OffloadAudit) -> Check: ...
 @overload
 def check(measured: Attempt) -> Check | RefusedCheck: ...
 @overload
@@ -30,8 +31,9 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        measured: What `Lab.step` or `Lab.audit_residency` returned, an `Attempt` with a record, the numbers that a
-            formula gave (one, or one per case, also as an array or a tensor), or a function of the reader's, or two.
+        measured: What `Lab.step`, `Lab.audit_offload` (its step with offload) or `Lab.audit_residency` returned, an
+            `Attempt` with a record, the numbers that a formula gave (one, or one per case, also as an array or a
+            tensor), or a function of the reader's, or two.
 
     Returns:
         A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
@@ -43,6 +45,8 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
         if measured.refusal:
             return RefusedCheck(measured.refusal)
         measured = measured.record
+    if isinstance(measured, OffloadAudit):
+        measured = measured.offloaded
     if isinstance(measured, StepRecord):
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
@@ -52,19 +56,20 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
         return CodeCheck(functions)
     numbers = _plain(measured)
     if numbers and all(isinstance(number, Real) and not isinstance(number, bool) for number in numbers):
-        return FormulaCheck([number if isinstance(number, int) else float(number) for number in numbers])
+        return FormulaCheck([number if isinstance(number, int) else float(number) for number in numbers], measured)
     if isinstance(measured, Iterable) and not isinstance(measured, (str, bytes)):
         values = measured if isinstance(measured, Collection) else numbers  # an iterator is empty now
         kinds = listed(sorted({type(each).__name__ for each in values})) or "nothing"
         raise ValueError(
-            f"check got a {type(measured).__name__} of {kinds}, must be a list of numbers: give one for each case"
+            f"check got an answer of the type {type(measured).__name__} with {kinds}, must be a list of numbers: give "
+            "one for each case"
         )
-    action = "pass what lab.step(...) returned, or a number"
+    action = "give what the marked line gave before you changed it, such as what lab.step(...) returned"
     if measured is None:
         action = "run the cell of the answer first, and look for a typo in its marked line"
     raise ValueError(
-        f"check got a {type(measured).__name__}, must be a record (or an audit, the bytes that a formula gives, or a "
-        f"function): {action}"
+        f"check got an answer of the type {type(measured).__name__}, must be a record (or an audit, the bytes that a "
+        f"formula gives, or a function): {action}"
     )
 
 

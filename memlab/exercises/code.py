@@ -17,9 +17,6 @@ KINDS = ("leak", "retention", "growth", "spike")
 _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("without", False, 1.0))
 """The cases of a weight sync. Seconds that are read off the line of the first case are wrong in the second."""
 
-_STAND_IN_HINT = "grad_data.zero_() fills it with zeros; all else needs only its storage(), with size() and resize_()"
-"""For a call that the stand-ins of a buffer's tensor and of its storage do not have."""
-
 
 class CodeCheck(Goals):
     """Goals for one function of the reader's, or for two that belong together."""
@@ -51,10 +48,7 @@ class CodeCheck(Goals):
         with lab.own_gradient_moves(release, load):
             for what, call, hint in calls:
                 if error := _result(call, "gradients")[1]:
-                    is_unknown_call = "StandIn" in error
-                    return self.goal(
-                        False, f"{what} ends with an error: {error}", _STAND_IN_HINT if is_unknown_call else hint
-                    )
+                    return self.goal(False, f"{what} ends with an error: {error}", hint)
                 if complaints := lab.audit_residency().complaints:
                     return self.goal(False, f"after {what}, the audit finds: {complaints[0]}", hint)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")

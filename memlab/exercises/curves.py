@@ -22,8 +22,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
     Their shapes differ from those of lab 06 in what a careless rule looks at: peaks vary under a leak, a leak begins
     late or rises by less than 1 % in each step, a spike comes in the first or in the last step, state is allocated in
     the third step, late or in two steps, or takes little more than 1 %, a retention lies under peaks that vary, one
-    step alone has a residual, growth comes with a retention, a start rises and falls back, and caches for new lengths
-    lift the start of a spike by less than 1 %, or that of growth in the last step.
+    step alone has a residual, growth comes with a retention, a start rises and falls back, or falls, and caches for new
+    lengths lift the start of a spike by less than 1 %, or that of growth in the last step.
     """
     flat = [60.0] * 8
     varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
@@ -43,6 +43,7 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("growth", _steps([10.0, 10.0] + [20.0] * 6, varying, [0.5] * 8)),
         ("leak", _steps([50 + 0.15 * step for step in range(12)], [80.0] * 12)),
         ("spike", _steps([20.0, 20.0, 26.0, 26.0, *[20.0] * 4], [40.0] * 8)),
+        ("spike", _steps([26.0, 26.0, *[20.0] * 6], varying)),
         ("growth", _steps([40.0] * 5 + [44.0] * 3, flat)),
         ("growth", _steps([40.0] + [40.6] * 7, flat)),
     ]

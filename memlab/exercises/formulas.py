@@ -14,9 +14,16 @@ class FormulaCheck(Goals):
 
     subject = "numbers"
 
-    def __init__(self, numbers: Sequence[float]) -> None:
+    def __init__(self, numbers: Sequence[float], given: object = None) -> None:
+        """Begins the goals.
+
+        Args:
+            numbers: What the formula gave.
+            given: The reader's answer itself, to notice the numbers that the goal compares with.
+        """
         super().__init__()
         self._numbers = list(numbers)
+        self._given = given
 
     def is_exactly(
         self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
@@ -30,7 +37,7 @@ class FormulaCheck(Goals):
             hint: What to look at, in the words of the exercise.
         """
         counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
-        if self._has_other_count(len(counted)):
+        if self._is_no_formula(counted):
             return self
         for place, (mine, needed) in enumerate(zip(self._numbers, counted, strict=True), start=1):
             which = f" for case {place}" if len(counted) > 1 else ""
@@ -50,21 +57,24 @@ class FormulaCheck(Goals):
             hint: What to look at, in the words of the exercise.
             within: The share by which a result may differ.
         """
-        if self._has_other_count(len(values)):
+        if self._is_no_formula(values):
             return self
         for place, (mine, needed) in enumerate(zip(self._numbers, values, strict=True), start=1):
             if not math.isclose(mine, needed, rel_tol=within):
-                off = f"too {'few' if needed > mine else 'many'}" if math.isfinite(mine) else "must be finite"
-                return self.goal(False, f"case {place} has {_number(mine)} {unit}, {off}", hint)
+                off = f"too {'small' if needed > mine else 'large'}" if math.isfinite(mine) else "must be finite"
+                return self.goal(False, f"the formula gives {_number(mine)} {unit} for case {place}, {off}", hint)
         given = " and ".join(_number(mine) for mine in self._numbers)
         return self.goal(True, f"{given} {unit}: right to within {within:.0%}")
 
-    def _has_other_count(self, needed: int) -> bool:
-        """Whether there is not one result per case; then the line says so."""
-        if len(self._numbers) == needed:
+    def _is_no_formula(self, needed: Sequence[float]) -> bool:
+        """Whether the answer is the very list of the right numbers, or not one result per case; the line says so."""
+        if self._given is needed:
+            self.goal(False, "these are the numbers with which the check compares, must be a formula in letters")
+            return True
+        if len(self._numbers) == len(needed):
             return False
         given = "1 result" if len(self._numbers) == 1 else f"{len(self._numbers)} results"
-        what = f"the formula gives {given}, must give {needed}, one per case"
+        what = f"the formula gives {given}, must give {len(needed)}, one per case"
         self.goal(False, what, "replace only the 0 in the marked line")
         return True
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.validation import MOST_LAYERS
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 
@@ -78,9 +79,10 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
             values.setdefault(part, {})[name] = found[0]
         else:
             depends.append(name)
-    questions = () if started else tuple(_common([one.questions for one in jobs]))
+    questions = [] if started else [one for one in _common(one.questions for one in jobs) if one != job.not_supported]
     rules = {one.cannot_start for one in jobs}
-    if not started and job.not_supported in questions and rules == {None}:
+    cannot_start = rules.pop() if len(rules) == 1 else None
+    if not (started or questions or cannot_start):
         return None
     compared = started or jobs
     missing = [[replace(row, bound_bytes=None) for row in one.not_modelled] for one in compared]
@@ -88,10 +90,10 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
         models=tuple(one.scenario.architecture.name for one in started if one.scenario is not None),
         values=values,
         depends_on_model=tuple(dict.fromkeys(depends)),
-        cannot_start=rules.pop() if len(rules) == 1 else None,
-        questions=questions,
+        cannot_start=cannot_start,
+        questions=tuple(questions),
         not_modelled=tuple(_common(missing)),
-        warnings=tuple(_common([one.warnings for one in compared])),
+        warnings=tuple(_common(one.warnings for one in compared)),
     )
 
 
@@ -102,6 +104,7 @@ def _in_place(name: str, layers: int, given: dict[str, Any]) -> Architecture:
     ends = [given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
     fixed = [end for end in ends if end is not None]
     depth = sum(fixed) + max(0, chunks - len(fixed)) * max(layers, given.get("recompute_num_layers") or 0)
+    depth = min(max(depth, 1), MOST_LAYERS)
     pattern = model.moe_layer_freq and (0, *[1] * (depth - 1))
     return replace(model, num_layers=depth, moe_layer_freq=pattern, default_seq_length=1024 * layers)
 

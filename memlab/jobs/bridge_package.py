@@ -113,6 +113,10 @@ class BridgePackage:
         if not isinstance(made, Section):
             raise NotFollowedError(f"{recipe.name} of {recipe.module} returns no configuration that memlab can follow")
         entries = Entries()
+        model = made.get("model")
+        published = _PUBLISHED.get(model.of.rpartition(".")[2]) if isinstance(model, Section) else None
+        if published is not None:
+            entries.add("model.hf_model_id", published, None)
         for key, value, line in _flat(made, ""):
             entries.add(key, value, _short(line, recipe))
         ranks = _RANKS.search(recipe.name)
@@ -163,6 +167,8 @@ def _package(root: Path) -> BridgePackage:
 
 
 _MODEL = "Model"
+_PUBLISHED = {"OlMoEModelProvider": "allenai/OLMoE-1B-7B-0125"}
+"""Classes of a single model, whose defaults are its sizes (``models/`` of main of August 2026)."""
 
 
 def _auto_bridge(_cls: Any, name: Any, *_: Any, **__: Any) -> Section:

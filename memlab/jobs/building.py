@@ -271,7 +271,8 @@ def _drop_extra_layers(reading: Reading) -> None:
             and values.get("fp8_recipe", TrainingState().fp8_recipe) == "delayed"
             and values.get("recompute_granularity") == "full"
         ),
-        "adapters": values.get("lora_rank") is not None,
+        "these adapters": values.get("lora_rank") is not None
+        and (values.get("lora_library") == "mcore_bridge" or values.get("lora_target_modules") in ((), [])),
         "a pipeline layout that has them on another stage than the loss": bool(re.search("m.*[|]", text or "")),
     }
     found = next((what for what, is_there in beside.items() if is_there), "")
@@ -291,21 +292,23 @@ def _drop_extra_layers(reading: Reading) -> None:
 
 
 def _drop_beside_biases(reading: Reading) -> None:
-    """Names adapters and FP8 of a model whose matrices have biases, and predicts the model without them."""
+    """Names ms-swift's adapters and FP8 of a model whose matrices have biases, and predicts the model without them."""
+    values = reading.values
     what: dict[str, tuple[Effect, str]] = {
-        "lora_rank": ("less", f"{LORA} (memlab has none beside biases)"),
         "fp8_format": ("either", "memlab does not predict matrices with biases in FP8, and takes bf16"),
     }
-    if reading.values.get("reference_model") == "without_adapters" and reading.values.get("lora_rank") is not None:
-        what["reference_model"] = ("more", PASS_WITHOUT_ADAPTERS)
+    if values.get("lora_library") == "mcore_bridge":
+        what["lora_rank"] = ("less", f"{LORA} (memlab has none of ms-swift's beside biases)")
+        if values.get("reference_model") == "without_adapters" and values.get("lora_rank") is not None:
+            what["reference_model"] = ("more", PASS_WITHOUT_ADAPTERS)
     for field, (effect, reason) in what.items():
-        if reading.values.get(field) is None:
+        if values.get(field) is None:
             continue
         # Megatron-Bridge's and NeMo-RL's section of adapters is their key, and has a default rank.
         keys = [one.key.removesuffix(".dim") for one in reading.taken if one.field == field]
         reading.taken = [one for one in reading.taken if one.field != field]
         reading.miss(keys[0] if keys else "peft", effect, reason)
-        reading.values[field] = None
+        values[field] = None
 
 
 def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:

@@ -34,6 +34,7 @@ from megatron.core import tensor_parallel
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.labels import Labels
 from memlab.meter.repeater import Repeater
+from memlab.replay.communication import Communication
 from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.forward_only import ForwardOnlyPasses
 from memlab.replay.knowledge import Knowledge
@@ -62,8 +63,9 @@ class LayerReplay:
         self.retention = Retention(labels, meter, self._units, self.step)
         self.dispatchers = Dispatchers(self._units, meter, self.step)
         self._knowledge = Knowledge(self.step, self.retention)
-        parts = labels, meter, self.step, self._calls, self.retention, self.dispatchers, self._knowledge
-        self._recorder, self._replayer = Recorder(*parts), Replayer(*parts)
+        self._communication = Communication(live, meter)
+        knows = self.step, self._calls, self.retention, self.dispatchers, self._knowledge, self._communication
+        self._recorder, self._replayer = Recorder(labels, meter, *knows), Replayer(labels, meter, *knows)
         self._forward_only = ForwardOnlyPasses(labels, meter, self._units, self.dispatchers)
         self._replays_forward_only = False
         self._in_checkpoint = False
@@ -83,9 +85,7 @@ class LayerReplay:
                 would free. The block is then needed only if an earlier step has replayed passes.
         """
         self.step.begin(self._live, plan)
-        # The layers of an opened checkpoint have forward passes that do not know their micro-batch.
-        opens = plan.passes and not (plan.offloads or plan.communicates or self.step.is_moe)
-        self._units.divide(self._live, opens=opens)
+        self._units.divide(self._live, opens=plan.passes and not plan.offloads and not self.step.is_moe)
         self._knowledge.begin_step()
         self._in_checkpoint, self._replayer.num_replayed = False, 0
         self._replays_forward_only = plan.forward_only_passes
@@ -101,7 +101,8 @@ class LayerReplay:
                 layer.forward = self._layer_forward(layer, forward)
             num_passes = len(originals) + self._units.num_recomputed
             noting = self._calls.noting(num_passes) if plan.offloads else nullcontext()
-            with patched({"megatron.core.tensor_parallel.checkpoint": checkpoint}), noting:
+            following = self._communication.followed() if plan.passes else nullcontext()
+            with patched({"megatron.core.tensor_parallel.checkpoint": checkpoint}), noting, following:
                 yield
             for unit in self._units:
                 self.retention.take_result(unit)
@@ -120,6 +121,7 @@ class LayerReplay:
         self.forget()
         self.step.in_flight.clear()
         self._units.release()
+        self._communication.release()
         del self._live
 
     def abandon(self) -> None:

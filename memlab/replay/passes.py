@@ -215,8 +215,6 @@ class PassesOfStep:
         """Whether backward passes on a stage recompute MoE layers, and give their dispatchers new tensors."""
         self.recomputes_block_of_moe = False
         """Whether MoE layers follow checkpoints: what their dispatchers refer to keeps random states of these."""
-        self.communicates = False
-        """As `Plan.communicates`."""
         self.num_microbatches = 1
         """How many forward passes of each layer the schedule makes."""
         self.in_flight: list[Pass] = []
@@ -229,7 +227,6 @@ class PassesOfStep:
         is_stage = live.scenario.layout.pipeline_model_parallel_size > 1
         state = live.scenario.state
         self.frees_masks = state.create_attention_mask_in_dataloader or (is_stage and state.create_attention_mask)
-        self.communicates = plan.communicates
         self.num_microbatches = live.scenario.num_microbatches
         self.in_flight.clear()
 
@@ -238,10 +235,6 @@ class PassesOfStep:
         one.is_over = True
         one.unit.last_backward = one
         self.in_flight = [other for other in self.in_flight if other is not one]
-
-    def communicates_in(self, one: Pass) -> bool:
-        """Whether a pass may begin data-parallel communication: no pass of another micro-batch shows what it does."""
-        return self.communicates and one.number in (0, self.num_microbatches - 1)
 
     def previous(self, one: Pass) -> Pass | None:
         """Returns the latest other pass in flight through the same unit."""

@@ -8,9 +8,6 @@ from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
-_FEWEST_BETWEEN = 3
-"""The fewest micro-batches with one between the first and the last."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
@@ -41,8 +38,6 @@ class Plan:
     """Whether MoE layers are recomputed as a whole."""
     forward_only_passes: bool = False
     """Passes through layers in a step without backward, after the first one of each layer."""
-    communicates: bool = False
-    """Whether passes of the first and the last micro-batch begin data-parallel communication, and are stepped."""
 
 
 def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follows_full_recompute: bool) -> Plan:
@@ -59,23 +54,16 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates.
     must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
-    # Data-parallel communication then begins in forward or backward, of the first and the last micro-batch: each of
-    # their passes must start its own. The micro-batches between run under DDP's ``no_sync``, and only gather parameters
-    # that have been gathered already. Which passes of a pipeline stage are between is up to its schedule.
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
-    # What a remedy frees, and when, is not known to repeat.
-    has_remedy = is_moe and settings.checkpoint_input_remedy is not None
+    recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
+    # What a remedy frees, and when, is not known to repeat. Without such checkpoints, it is not applied.
+    has_remedy = recomputes_moe and settings.checkpoint_input_remedy is not None
     repeats = not (has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
     are_equal = repeats and not step.forward_only
     # Then each layer has a pass without gradients before the one that is trained.
     has_two_passes = scenario.state.reference_model == "without_adapters"
-    recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     has_stages = layout.pipeline_model_parallel_size > 1
-    passes = (
-        are_equal
-        and not has_two_passes
-        and not (overlaps and (has_stages or scenario.num_microbatches < _FEWEST_BETWEEN))
-    )
+    passes = are_equal and not has_two_passes
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
         # or keep what other layers have made. After an out-of-memory, what the graph that an MoE layer's dispatcher
@@ -95,5 +83,4 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,
         forward_only_passes=repeats and step.forward_only and not offloads and not has_limit,
-        communicates=passes and overlaps,
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from memlab.meter import collectives
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
@@ -23,6 +22,7 @@ from memlab.meter.recording import (
     Role,
 )
 from memlab.meter.repeater import Repeater
+from memlab.replay.communication import Communication
 from memlab.replay.dispatchers import Dispatchers, have_checkpoint
 from memlab.replay.knowledge import Freed, Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls, spec_of
@@ -44,6 +44,7 @@ class Recorder:
     retention: Retention
     dispatchers: Dispatchers
     knowledge: Knowledge
+    communication: Communication
     is_stepping: bool = False
     """Whether a pass is stepped: what is called then is a part of it."""
 
@@ -123,7 +124,7 @@ class Recorder:
 
     def _mark(self) -> Mark:
         position, calls = self.meter.position(), self.calls.position()
-        return Mark(position, self.labels.span, collectives.sent_bytes.copy(), calls)
+        return Mark(position, self.labels.span, self.communication.sent_without, calls)
 
     def _record(
         self, one: Pass, mark: Mark, known: Mapping[int, Role], *, ignores_unknown: bool = False
@@ -141,7 +142,8 @@ class Recorder:
         self, one: Pass, mark: Mark, recording: Recording, role: int, result: torch.Tensor, calls: Calls
     ) -> Known:
         last = one.unit.places.get(self.labels.module, -1)
-        return Known(recording, role, spec_of(result), one, calls, collectives.sent_since(mark.sent), last)
+        sent = self.communication.sent_without - mark.sent
+        return Known(recording, role, spec_of(result), one, calls, sent, last)
 
     def _roles_of_others(self, one: Pass) -> dict[int, Role]:
         retained = enumerate(self.retention.of(one.unit))

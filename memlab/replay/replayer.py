@@ -25,6 +25,7 @@ from memlab.meter.recording import (
     Role,
 )
 from memlab.meter.repeater import Repeater
+from memlab.replay.communication import Communication
 from memlab.replay.dispatchers import Dispatchers
 from memlab.replay.knowledge import Key, Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls
@@ -47,6 +48,7 @@ class Replayer:
     retention: Retention
     dispatchers: Dispatchers
     knowledge: Knowledge
+    communication: Communication
     num_replayed: int = 0
     """Forward passes through layers that this step has replayed, those of a recompute included."""
 
@@ -59,7 +61,7 @@ class Replayer:
             given: Its input.
         """
         unit, step = one.unit, self.step
-        if not step.replays or step.communicates_in(one) or not known.is_proven or one.input is None:
+        if not step.replays or not known.is_proven or one.input is None:
             return False
         if (given.grad_fn is None and not one.is_leaf) or not torch.is_grad_enabled():
             return False
@@ -89,7 +91,7 @@ class Replayer:
         """Replays a forward pass, and returns its output: the result of a node that replays its backward."""
         one.unit.is_replayed = True
         self.num_replayed += len(one.unit.layers)
-        enter_layers(self.labels, one.unit.layers)
+        self._begin_forward(one.unit)
         one.output = known.result
         source = known.source
         # An input that is copied to the host is freed as soon as the next layer has its own.
@@ -102,11 +104,16 @@ class Replayer:
     def forward_without_graph(self, one: Pass, known: Known) -> torch.Tensor:
         """Replays a layer in the forward pass of its checkpoint, and returns its output."""
         self.num_replayed += 1
-        enter_layers(self.labels, one.unit.layers)
+        self._begin_forward(one.unit)
         replay = self._run(one, known.recording, None)
         replay.is_over = True
         collectives.send_again(known.sent)
         return self._result(replay, known)
+
+    def _begin_forward(self, unit: Unit) -> None:
+        enter_layers(self.labels, unit.layers)
+        for layer in unit.layers:
+            self.communication.before_forward(layer)
 
     def output_of(self, one: Pass, known: Known) -> torch.Tensor:
         """Has the events of a forward pass, and returns its output."""
@@ -151,6 +158,8 @@ class Replayer:
         one.source, one.kept = known.source, result if keeps_result else None
         one.left = replace(of_source, result=meter.storages.allocation_of(result), others=others)
         self._leave(one, result)
+        for layer in reversed(unit.layers):
+            self.communication.after_backward(layer)
         return result
 
     def _leave(self, one: Pass, result: torch.Tensor) -> None:

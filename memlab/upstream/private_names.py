@@ -61,6 +61,7 @@ def _used(owner: str, names: str, why: str, **more: Any) -> Internal:
 _RANDOM = "megatron.core.tensor_parallel.random"
 _OFFLOAD = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ENGINE = "transformer_engine.pytorch"
 
@@ -869,6 +870,22 @@ _MEGATRON = (
         ),
     ),
     *_in(
+        "replay/communication.py",
+        _replaced(
+            _BUCKETS,
+            "start_param_sync start_grad_sync",
+            "Begin the collectives within passes; what they send depends on where buckets end, and not on the layer.",
+        ),
+        _used(_BUCKETS, "register_grad_ready", "Begins to reduce gradients where a replayed pass gives the last ones."),
+        _used(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+            "remove_forward_pre_hook_handles param_to_bucket_group force_all_reduce",
+            "DDP's hooks before modules, and the bucket of a parameter, for passes that are replayed.",
+            on_instances=True,
+        ),
+        _used("torch.nn:Module", "_forward_pre_hooks", "Calls the hook of DDP alone.", on_instances=True),
+    ),
+    *_in(
         "replay/dispatchers.py",
         _used(
             _RANDOM,
@@ -1145,7 +1162,7 @@ _MEGATRON = (
             "Megatron-LM's training loop calls it before forward where parameters are gathered in gradients' buffers.",
         ),
         _used(
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+            _BUCKETS,
             "param_gather_handle grad_reduce_handle per_param_grad_ready_counts",
             "What a failed step leaves of its communication.",
             on_instances=True,

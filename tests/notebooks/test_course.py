@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import sys
@@ -121,9 +122,22 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
 def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
     text = "## Results\n\nLook at these columns.\n\n| peak | start |\n| --- | --- |\n| high | low |"
     text += "\n\n<details><summary>more</summary>\n\n| folded | |\n| --- | --- |\n\n</details>"
-    cells = [nbformat.v4.new_markdown_cell(text)]
+    cells = [nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]}), nbformat.v4.new_markdown_cell(text)]
     page = slides_of(nbformat.v4.new_notebook(cells=cells))
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
+
+
+def test_slides_without_figures_ask_the_questions_and_point_at_nothing_that_is_not_there() -> None:
+    page = slides_of(read_notebook(ROOT / "labs" / "03_activation_offload.ipynb"))
+    shown = html.unescape(re.sub("<[^>]*>", "", page.partition('class="slides"')[2]))
+    assert "In how many of the layers are a module's tensors offloaded? (of 4)" in shown
+    assert "Why was offload still right?" in shown and "It made room for a faster layout" in shown
+    assert "larger matrices and exchanges less" not in shown, "why an answer is right"
+    assert "<strong>Look at</strong>" not in page
+    text = "## The sum\n\nTogether they are\n\n    8h bytes\n\nper token.\n\n**Look at** the bars."
+    parameters = nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})
+    page = slides_of(nbformat.v4.new_notebook(cells=[parameters, nbformat.v4.new_markdown_cell(text)]))
+    assert "8h bytes" in page and "per token." in page and "the bars" not in page
 
 
 @cells_in_this_process()

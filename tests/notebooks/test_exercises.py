@@ -80,6 +80,12 @@ def full_detach(method: str, num_layers: int, others: str = "") -> str:
     )
 
 
+def block(num_layers: str, others: str = "") -> str:
+    """A step that recomputes the first layers."""
+    full = f'recompute_granularity="full", recompute_method="block", recompute_num_layers={num_layers}'
+    return step(f"MemorySettings({full}{others})")
+
+
 def layout(**sizes: int) -> str:
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "dp": "data_parallel_size"}
     return f"mine = Layout({', '.join(f'{names.get(name, name)}={size}' for name, size in sizes.items())})"
@@ -152,18 +158,22 @@ ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1",
 EXERCISES = {
     "02_recompute": [
         Exercise(
-            solution=selective("moe"),
+            solution=block("num_layers - 1"),
             wrong=(
                 step("full.settings"),
+                "mine = half",  # a row of the first table
+                'mine = selective["moe"]',
                 selective("core_attn"),
                 selective("mlp"),  # every layer of this model is MoE
                 selective("layernorm", "moe_act"),
+                selective("layernorm", "moe_act", "moe"),
+                block("num_layers"),
                 offload(*ALL_MODULES),  # it recomputes nothing
                 *(in_state(options) for options in OTHER_STATES),
                 in_state("grad_reduce_in_bf16=True", "half.settings"),
-                selective("moe", others=", offload_optimizer=True"),
-                selective("moe", others=', checkpoint_input_remedy="detach"'),
-                selective("moe", others=', checkpoint_input_remedy="release_storage"'),
+                block("num_layers - 1", ", offload_optimizer=True"),
+                block("num_layers - 1", ', checkpoint_input_remedy="detach"'),
+                block("num_layers - 1", ', checkpoint_input_remedy="release_storage"'),
                 shorter(selective("layernorm")),
             ),
         ),
@@ -217,7 +227,10 @@ EXERCISES = {
     "03_activation_offload": [
         Exercise(
             solution=step("everything.settings"),
-            also_right=("lab.step(everything.settings); mine = lab.step(warm_up=False)",),  # steady, as the solution is
+            also_right=(
+                "lab.step(everything.settings); mine = lab.step(warm_up=False)",  # steady, as the solution is
+                "mine = lab.audit_offload(everything.settings)",
+            ),
             wrong=(
                 "mine = log_probabilities",  # a forward-only pass keeps nothing for backward
                 selective("moe"),
@@ -258,6 +271,11 @@ EXERCISES = {
                 for_each("3 * (4 * a + 4 * g) * d * t", HEADS),  # all offloaded layers
                 for_each("(4 * a + 4 * g) * d", HEADS),
                 "mine = groups[0]",
+                # A term that is right in this lab's model, and too small in the large ones to matter there.
+                for_each("((4 * a + 4 * g) * d + 8 * g) * t", HEADS),
+                for_each("((4 * a + 4 * g) * d + 16) * t", HEADS),
+                for_each("((4 * a + 4 * g) * d + d / 2) * t", HEADS),
+                "mine = groups",
             ),
         ),
         Exercise(
@@ -273,6 +291,8 @@ EXERCISES = {
                 for_each("(2 * a + 2 * g) / (a + 2 * g)", HEADS),
                 for_each("100 * (a + 2 * g) / (2 * a + 2 * g)", HEADS),  # percent
                 for_each("g / (a + g)", HEADS),
+                "mine = [0.67, 0.56, 0.6]",  # the text gives these
+                "mine = ratios",
             ),
         ),
     ],
@@ -383,12 +403,7 @@ EXERCISES = {
                 selective("mlp", others=", offload_optimizer=True"),
                 shorter(step("MemorySettings()")),
             ),
-            also_right=(
-                step(
-                    'MemorySettings(recompute_granularity="full", recompute_method="block", '
-                    "recompute_num_layers=num_layers // 2)"
-                ),
-            ),
+            also_right=(block("num_layers // 2"),),
         ),
         Exercise(
             solution=for_each("(room - start) / (peak - start) * tokens", LONGEST, "steps"),
@@ -530,6 +545,7 @@ EXERCISES = {
                 state(f"**aware, {TE_LOSS}, apply_rope_fusion=True"),  # one option too many
                 f"lab.set_workload(seq_length=2048); {state('**aware')}",
                 plus(FULL_RECOMPUTE, "**aware"),
+                f"aware = aware | dict({TE_LOSS}, apply_rope_fusion=True); {state('**aware')}",
             ),
         ),
         Exercise(
@@ -548,6 +564,8 @@ EXERCISES = {
                 state(f"**half_on_cpu, manual_gc=True, {TE_LOSS}"),
                 state("**aware, **half_on_cpu, manual_gc=True"),
                 shorter(state("**half_on_cpu, manual_gc=True")),
+                # The exercise's own options, changed before the step.
+                "half_on_cpu |= dict(manual_gc=True, use_precision_aware_optimizer=True); " + state("**half_on_cpu"),
             ),
         ),
     ],
@@ -634,7 +652,9 @@ EXERCISES = {
 }
 DENSE_ANSWERS = {
     "02_recompute": [
-        Exercise(solution=selective("mlp"), wrong=(selective("layernorm"),)),
+        Exercise(
+            solution=block("num_layers - 1"), wrong=(selective("layernorm"), selective("mlp"), step("half.settings"))
+        ),
         Exercise(solution=selective("mlp"), wrong=(selective("core_attn"),), also_right=(step("half.settings"),)),
         Exercise(
             solution=for_each("(2 * h + 4 + 6 * f) * t", MOE_LETTERS),
@@ -648,7 +668,7 @@ DENSE_ANSWERS = {
 }
 """The same for the dense model, which has no residual, in labs whose exercises are others with it."""
 SMALLER: dict[str, dict[str, Any]] = {
-    "02_recompute": {"num_layers": 2, "seq_length": 256},
+    "02_recompute": {"seq_length": 256},  # with two layers, a row of the first table would solve exercise 1
     "03_activation_offload": {"num_layers": 3, "seq_length": 128},  # of two layers, one is offloaded, which is too few
     "04_parameters_gradients_optimizer": {"num_layers": 2, "seq_length": 128},
     "05_moe_checkpoint_retention": {"num_layers": 4, "seq_length": 128},

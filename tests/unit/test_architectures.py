@@ -44,6 +44,7 @@ COUNTED_PARAMETERS = {
     "mistral-large-123b": 122_610_069_504,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b": 14_770_033_664,
@@ -65,6 +66,7 @@ COUNTED_PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "minimax-m2": 228_689_748_992,
+    "olmoe-1b-7b": 6_919_161_856,
     "glm-4.5": 352_797_814_784,
     "glm-4.5-air": 106_852_245_504,
     "deepseek-v2-lite": 15_706_484_224,
@@ -274,6 +276,12 @@ MINIMAX = {
     "rotary_dim": 64, "num_experts": None, "num_local_experts": 256, "scoring_func": "sigmoid",
     "moe_intermediate_size": None, "norm_topk_prob": None, "use_routing_bias": True, "use_qk_norm": True,
 }  # fmt: skip
+OLMOE = {
+    "model_type": "olmoe", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 1024,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "vocab_size": 50304, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": None,
+    "norm_topk_prob": False, "router_aux_loss_coef": 0.01, "clip_qkv": None,
+}  # fmt: skip
 QWEN1_5_MOE = {
     "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632,
     "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "vocab_size": 151936, "num_experts": 60,
@@ -298,6 +306,8 @@ QWEN1_5_MOE = {
         (without(deepseek_config(), "first_k_dense_replace", "n_shared_experts", "n_group"), "deepseek-v3"),
         (without(deepseek_config(), "topk_group", "routed_scaling_factor"), "deepseek-v3"),
         (given(qwen_config() | MINIMAX), "minimax-m2"),
+        (given(qwen_config() | OLMOE), "olmoe-1b-7b"),
+        (given(qwen_config() | OLMOE | {"norm_topk_prob": None}), "olmoe-1b-7b"),
         (given(qwen_config() | GPT_OSS), "gpt-oss-20b"),
         (given(qwen_config() | GPT_OSS | {"layer_types": None, "head_dim": None}), "gpt-oss-20b"),  # the class's own
         (qwen_config(), "qwen3-30b-a3b"),

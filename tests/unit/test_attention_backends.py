@@ -25,6 +25,7 @@ from memlab.engines.megatron.attention_environment import (
 )
 from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb
+from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.unfused_attention import has_fused_softmax, unfused_attention
 from memlab.engines.megatron.retention.transformer_engine_caches import simulated_causal_masks
 from memlab.fitting.estimate import StepEstimate
@@ -219,3 +220,21 @@ def test_what_transformer_engine_refuses_is_refused_in_one_line(fields: dict[str
     with pytest.raises(ValueError, match=message) as error:
         Scenario.of("phi-4-tiny", seq_length=64, **fields)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("widths", "turned", "copied"),
+    [
+        ((8, 8, 8), False, False),  # heads side by side, as linear_qkv of a model without groups writes them
+        ((16, 8, 8), False, True),  # two heads share a key
+        ((8, 8, 8), True, True),  # a rotary embedding has made another query
+    ],
+)
+def test_slices_of_linear_qkv_are_copied_where_transformer_engine_knows_no_such_layout(
+    widths: tuple[int, ...], turned: bool, copied: bool
+) -> None:
+    slices = list(torch.randn(6, 2, 4, sum(widths)).split(widths, dim=-1))
+    slices[0] = slices[0].reshape(6, 2, -1, 8)
+    slices[0] = slices[0] * 2 if turned else slices[0]
+    kept = in_known_layout(*slices)
+    assert [one.data_ptr() != other.data_ptr() for one, other in zip(kept, slices, strict=True)][1:] == [copied] * 2

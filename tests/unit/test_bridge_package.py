@@ -82,6 +82,16 @@ FILES = {
 }  # fmt: skip
 LLAMA = "src/megatron/bridge/recipes/llama/h100/llama3.py"
 
+OF_OLMOE = {
+    "models/olmoe/olmoe_provider.py": "class OlMoEModelProvider:\n    num_layers: int = 16\n",
+    "recipes/olmoe/h100/olmoe.py": (
+        "from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider\n"
+        "from megatron.bridge.recipes.common import _pretrain_common\n"
+        "def olmoe_pretrain_8gpu_h100_bf16_config():\n    cfg = _pretrain_common()\n    cfg.tokenizer.vocab_size = 50304\n"
+        "    cfg.model = OlMoEModelProvider(expert_model_parallel_size=8, seq_length=4096)\n    return cfg\n"
+    ),
+}
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -237,3 +247,15 @@ def test_nothing_outside_the_package_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipes/llama.py").write_text("def llama_config():\n    return 1\n")
     assert package_around(tmp_path / "recipes/llama.py") is None
     assert survey(tmp_path).files == ()
+
+
+def test_the_class_of_a_single_model_names_it(checkout: Path) -> None:
+    for path, text in OF_OLMOE.items():
+        file = checkout / "src/megatron/bridge" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    job = Job.read(f"{checkout}/src/megatron/bridge/recipes/olmoe/h100/olmoe.py::olmoe_pretrain_8gpu_h100_bf16_config")
+    scenario, _ = job.required()
+    assert scenario.architecture.name == "olmoe-1b-7b"
+    assert scenario.layout.expert_model_parallel_size == 8
+    assert scenario.state.moe_router_load_balancing_type == "seq_aux_loss"

@@ -127,11 +127,11 @@ WRONG_MOVES = {
         RELEASE, LOAD.replace("zero_()", "untyped_storage().fill_(1)"), "fills the gradients with 1, must be 0",
     ),
     "a method that the stand-in lacks": (
-        f"for b in {ALL}: b.mine = b.grad_data.clone()", LOAD, "Hint: grad_data.zero_() fills it with zeros",
+        f"for b in {ALL}: b.mine = b.grad_data.clone()", LOAD, "no attribute 'clone' here: grad_data.zero_() fills it with zeros",
     ),
     "a function that needs a tensor": (
         RELEASE, "import torch" + LOAD.replace("buffer.grad_data.zero_()", "torch.zeros_like(buffer.grad_data)"),
-        "Hint: grad_data.zero_() fills it with zeros",
+        "your code calls torch's zeros_like, which needs a real tensor: grad_data.zero_() fills it with zeros",
     ),
     "a load without a condition": (
         RELEASE,
@@ -432,6 +432,10 @@ WRONG_KINDS = {
         KIND_OF.replace("rise = starts[-1]", "rise = max(starts)"),
         "your function says growth, which is wrong",
     ),
+    "a rise or a fall": (
+        KIND_OF.replace("rise >= 0.01", "abs(rise) >= 0.01"),
+        "your function says leak, which is wrong",
+    ),
     "the range of the starts": (
         KIND_OF.replace("rise = starts[-1] - starts[0]", "rise = max(starts) - min(starts)"),
         "your function says growth, which is wrong",
@@ -512,9 +516,9 @@ def test_numbers_of_a_formula_may_be_arrays_and_tensors(answer: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "line"),
     [
-        ([2, 4], "case 2 has 4 tokens, too few. Hint: count them."),
-        ([2, 5.2], "case 2 has 5.2 tokens, too many. Hint: count them."),
-        ([float("inf"), 5], "case 1 has inf tokens, must be finite. Hint: count them."),
+        ([2, 4], "the formula gives 4 tokens for case 2, too small. Hint: count them."),
+        ([2, 5.2], "the formula gives 5.2 tokens for case 2, too large. Hint: count them."),
+        ([float("inf"), 5], "the formula gives inf tokens for case 1, must be finite. Hint: count them."),
         (2, "the formula gives 1 result, must give 2, one per case. Hint: replace only the 0 in the marked line."),
     ],
 )

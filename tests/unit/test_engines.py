@@ -325,7 +325,7 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
             {"engine": "megatron", "state": TrainingState(lora=LoRA(target_modules=("o_proj",)))},
             "lora_target_modules has o_proj, which engine 'megatron' does not have",
         ),
-        ({"state": TrainingState(dp_replicate_size=2)}, "dp_replicate_size is 2, must divide data_parallel_size, 1"),
+        ({"state": TrainingState(dp_replicate_size=2)}, "dp_replicate_size is 2, must divide the 1 ranks"),
         ({"state": TrainingState(reshard_after_forward_ranks=2)}, "must divide the 1 ranks that have shards"),
         ({"engine": "megatron", "state": TrainingState(fp32_sharded_params=True)}, "choose engine 'fsdp2'"),
         ({"engine": "deepspeed"}, "engine is 'deepspeed', must be one of megatron, fsdp2"),

@@ -326,16 +326,18 @@ def test_any_row_of_numbers_is_an_answer() -> None:
 
 
 def test_settings_in_place_of_a_record_are_refused_with_what_to_pass() -> None:
-    with pytest.raises(ValueError, match=r"check got a MemorySettings, must be a record .* lab\.step"):
+    with pytest.raises(
+        ValueError, match=r"check got an answer of the type MemorySettings, must be a record .* lab\.step"
+    ):
         check(MemorySettings())  # type: ignore[call-overload]
     for wrong, kinds in (
-        ([], "list of nothing"),
-        (["2*h*t", 3], "list of int and str"),
-        ([True], "list of bool"),
-        ({"case 1": 3}, "dict of str"),
-        (iter(["3"]), "list_iterator of str"),
+        ([], "list with nothing"),
+        (["2*h*t", 3], "list with int and str"),
+        ([True], "list with bool"),
+        ({"case 1": 3}, "dict with str"),
+        (iter(["3"]), "list_iterator with str"),
     ):
-        with pytest.raises(ValueError, match=f"check got a {kinds}, must be a list of numbers: "):
+        with pytest.raises(ValueError, match=f"check got an answer of the type {kinds}, must be a list of numbers: "):
             check(wrong)  # type: ignore[call-overload]
 
 
@@ -348,6 +350,9 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
     assert not check(5).is_exactly(3, "count again")
     assert not check(0.1 + 0.2 + 3e9).is_exactly(3 * 10**9)
     assert check(3.3e9 / 1.1).is_exactly(3 * 10**9), "a division rounds"
+    counted = [2, 4]
+    assert not check(counted).is_exactly(counted) and not check(counted).is_about(counted, "bytes", "")
+    assert check([*counted]).is_about(counted, "bytes", "") and not check([2, 3]).is_about(counted, "bytes", "count")
     assert not check(math.inf).is_exactly(3) and not check(math.nan).is_exactly(3)
     assert capsys.readouterr().out.splitlines() == [
         "reached: the formula gives 2 and 4 bytes, exactly as many as memlab counted",
@@ -358,6 +363,9 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
         "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
         "not yet: the formula gives 3,000,000,000.3 bytes, 0.3 too many. Hint: ask of each module which tensors it keeps.",
         "reached: the formula gives 3,000,000,000 bytes, exactly as many as memlab counted",
+        *["not yet: these are the numbers with which the check compares, must be a formula in letters"] * 2,
+        "reached: 2 and 4 bytes: right to within 1%",
+        "not yet: the formula gives 3 bytes for case 2, too small. Hint: count.",
         "not yet: the formula gives inf bytes, must be finite. Hint: ask of each module which tensors it keeps.",
         "not yet: the formula gives nan bytes, must be finite. Hint: ask of each module which tensors it keeps.",
     ]

@@ -30,7 +30,7 @@ def of(state: dict[str, Any], ranks: int = 1, model: str = "llama-3-tiny") -> Sc
 def test_log_probabilities_and_their_gradient_are_torchs(by_row: bool) -> None:
     logits = torch.randn(2, 5, 7, dtype=torch.float64).float().requires_grad_()
     tokens = torch.randint(7, (2, 5))
-    truth = functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, dims=1).flatten())
+    truth = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     (expected,) = torch.autograd.grad(truth, logits)
     loss = loss_of_logprobs(logits * 1, tokens, by_row=by_row)  # backward writes over what it gets
     (found,) = torch.autograd.grad(loss, logits)
@@ -64,7 +64,7 @@ def test_losses_hold_the_logits_and_copies_while_backward_begins() -> None:
 
 
 def test_units_change_in_place_as_in_a_new_lab() -> None:
-    verl = replace(of(VERL, ranks=2), seq_length=2048)
+    verl = replace(of(VERL, ranks=2), seq_length=1024)
     kept = replace(verl, state=replace(verl.state, reshard_root_after_forward=False))
     with Lab(kept, backend=predicting("cpu")) as lab:
         before = lab.step().peak_by_category
@@ -72,6 +72,40 @@ def test_units_change_in_place_as_in_a_new_lab() -> None:
         changed = lab.step().peak_by_category
     with Lab(verl, backend=predicting("cpu")) as lab:
         assert lab.step().peak_by_category == changed != before
+
+
+ULYSSES = {"cp_comm_type": "a2a", "attn_implementation": "flash_attention_2", "loss_of_transformers": LOSSES[2]}
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "measured"),
+    [
+        ({}, {}, (3_051_392, 5_558_684)),
+        ({}, {"packed_sequences": 4}, (3_051_392, 5_595_696)),
+        ({"fsdp_version": 1}, {}, (3_051_396, 5_689_760)),
+    ],
+)
+def test_ranks_exchange_heads_around_flash_attn(
+    state: dict[str, Any], more: dict[str, Any], measured: tuple[int, int]
+) -> None:
+    """Bytes of each of two live ranks over gloo (torch 2.13), at the start of a step and at its peak."""
+    scenario = replace(of(VERL | ULYSSES | state), layout=Layout(context_parallel_size=2), **more)
+    with Lab(scenario, backend=predicting("cpu")) as lab:
+        record = lab.step()
+    assert (record.static_bytes, record.peak_allocated_bytes) == measured
+
+
+@pytest.mark.parametrize(
+    ("state", "ranks", "words"),
+    [
+        ({"attn_implementation": "sdpa"}, 2, "attn_implementation 'sdpa', must be 'flash_attention_2'"),
+        ({"loss_of_transformers": "cross_entropy"}, 2, "loss_of_transformers 'cross_entropy', must be logprobs_flash"),
+        ({}, 8, "context_parallel_size 8 must divide the 4 heads of llama-3-tiny"),
+    ],
+)
+def test_what_ulysses_needs_is_named(state: dict[str, Any], ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(of(VERL | ULYSSES | state), layout=Layout(context_parallel_size=ranks))
 
 
 def test_what_does_nothing_is_named() -> None:

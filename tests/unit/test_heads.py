@@ -53,10 +53,12 @@ def test_a_head_takes_the_place_of_the_output_layer_by_hand() -> None:
     assert kept_bytes(plain).optimizer - kept_bytes(critic).optimizer == (4 + 8) * removed
 
 
-def test_a_step_is_the_cpu_s_to_the_byte_and_makes_no_logits() -> None:
+@pytest.mark.parametrize("state", [CRITIC, TrainingState(num_labels=1, lora=LoRA(rank=4))], ids=str)
+def test_a_step_is_the_cpu_s_to_the_byte_and_makes_no_logits(state: TrainingState) -> None:
+    """Beside adapters the head is trained whole."""
     records = []
     for backend in ("cpu", of_the_cpu_backend()):
-        with Lab("qwen3-dense-tiny", state=CRITIC, backend=backend, num_microbatches=2, **SMALL) as lab:
+        with Lab("qwen3-dense-tiny", state=state, backend=backend, num_microbatches=2, **SMALL) as lab:
             records.append([lab.step(settings) for settings in (MemorySettings(), FULL)])
             vocabulary = lab.scenario.architecture.vocab_size
     for real, fake in zip(*records, strict=True):
@@ -64,6 +66,8 @@ def test_a_step_is_the_cpu_s_to_the_byte_and_makes_no_logits() -> None:
         assert real.peak_by_module | {"": 0} == fake.peak_by_module | {"": 0}
         made = real.peak_by_module
         assert made.get("output_layer", 0) + made.get("loss", 0) < 64 * vocabulary
+        kept = kept_bytes(real.scenario).gradients
+        assert kept <= real.peak_by_category["gradients"] <= kept + 512  # the padding of a buffer
 
 
 def test_the_loss_and_the_gradients_are_the_same_under_every_setting(open_lab: Any) -> None:
@@ -83,7 +87,7 @@ def test_the_loss_and_the_gradients_are_the_same_under_every_setting(open_lab: A
         ({"loss": "softmax"}, "num_labels is 1 with loss 'softmax', and the output layer makes logits for it"),
         ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion True"),
         ({"mtp_num_layers": 1}, "mtp_num_layers 1, and its layers compute logits by the output layer"),
-        ({"lora": LoRA(rank=8)}, "lora_rank 8, which memlab does not predict together yet"),
+        ({"lora": LoRA(rank=8, target_modules=("output_layer",))}, "lora_target_modules that name output_layer"),
         ({"num_labels": 0}, "num_labels is 0, must be a whole number of at least 1"),
     ],
 )
@@ -115,13 +119,19 @@ def test_jobs_of_ms_swift_have_the_head_of_their_task(
     assert not [one for one in job.not_modelled if one.key in ("task_type", "rlhf_type")]
 
 
-def test_ms_swift_refuses_a_classifier_of_unknown_size_and_memlab_names_a_head_beside_adapters(tmp_path: Path) -> None:
+def test_ms_swift_refuses_a_classifier_of_unknown_size_and_memlab_reads_a_head_beside_adapters(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"{_OF_SWIFT.format('sft')} --task_type seq_cls")
     with pytest.raises(ValueError, match="seq_cls without num_labels, which ms-swift refuses"):
         Job.read(path).required()
     path.write_text(f"{_OF_SWIFT.format('rlhf')} --rlhf_type rm --tuner_type lora")
-    assert "task_type" in {one.key for one in Job.read(path).not_modelled}
+    job = Job.read(path)
+    state = job.required()[0].state
+    assert (state.num_labels, state.lora is not None, state.loss) == (1, True, "cross_entropy")
+    assert not {one.key for one in job.not_modelled}
+    path.write_text(f"{_OF_SWIFT.format('rlhf')} --rlhf_type rm --mtp_num_layers 1")
+    job = Job.read(path)
+    assert (job.required()[0].state.num_labels, {one.key for one in job.not_modelled}) == (1, {"mtp_num_layers"})
 
 
 _PPO = (
@@ -136,6 +146,9 @@ _PPO = (
 def test_the_critic_of_verl_is_read_from_the_same_file_and_bounds_the_actor_s_job(tmp_path: Path) -> None:
     """Its parameters on two tensor parallel ranks, without an output layer; four ranks share the optimizer's state."""
     path = tmp_path / "run.sh"
+    path.write_text(_PPO.format("critic.ppo_micro_batch_size_per_gpu=4 critic.model.lora.rank=8"))
+    of_adapters, _ = Job.read(path, format_name="verl-critic", version="0.9.1").required()
+    assert of_adapters.state.lora is not None and of_adapters.state.num_labels == 1
     path.write_text(_PPO.format("critic.ppo_micro_batch_size_per_gpu=4"))
     critic, _ = Job.read(path, format_name="verl-critic", version="0.9.1").required()
     model = critic.architecture

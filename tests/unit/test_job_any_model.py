@@ -90,12 +90,18 @@ def test_a_field_that_depends_on_the_model_is_named_and_has_no_value(tmp_path: P
     assert "seq_length" not in common.values["workload"]
 
 
-def test_a_layout_that_no_model_can_have_is_refused(tmp_path: Path) -> None:
-    (path := tmp_path / "run.sh").write_text(
-        SWIFT.format(model="x/New", more="").replace("NPROC_PER_NODE=16", "NPROC_PER_NODE=6")
-    )
+@pytest.mark.parametrize(
+    ("before", "after", "rule"),
+    [
+        ("NPROC_PER_NODE=16", "NPROC_PER_NODE=6", "6 ranks"),
+        ("pipeline_model_parallel_size 2", "pipeline_model_parallel_size 0", "must have sizes of at least 1"),
+        ("pipeline_model_parallel_size 2", "pipeline_model_parallel_size 99999", "must have a multiple of 199998"),
+    ],
+)
+def test_a_layout_that_no_model_can_have_is_refused(before: str, after: str, rule: str, tmp_path: Path) -> None:
+    (path := tmp_path / "run.sh").write_text(SWIFT.format(model="x/New", more="").replace(before, after))
     common = _common(path)
-    assert common is not None and "6 ranks" in (common.cannot_start or "") and not common.values
+    assert common is not None and rule in (common.cannot_start or "") and not common.values
 
 
 def test_a_version_that_every_model_needs_is_asked_for(tmp_path: Path) -> None:

@@ -780,3 +780,23 @@ def test_verl_sends_weights_to_other_gpus_with_two_buffers(backend: str, times: 
     rollout = verl(tmp_path, f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}").rollout
     assert rollout is not None
     assert rollout.bucket_copies == times
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", 2001),
+        ("--tensor_model_parallel_size 4", 2001),
+        ("--tensor_model_parallel_size 4 --sequence_parallel true", 2004),
+        ("--tensor_model_parallel_size 2 --sequence_parallel true --context_parallel_size 2", 2004),
+        ("--attention_backend fused", 2048),
+        ("--attention_backend fused --tensor_model_parallel_size 4 --sequence_parallel true", 2048),
+        ("--fp8_format hybrid --fp8_recipe tensorwise --attention_backend flash", 2016),
+        ("--fp8_format e4m3 --fp8_recipe blockwise --tensor_model_parallel_size 2 --sequence_parallel true", 2048),
+    ],
+)
+def test_ms_swift_pads_rows_for_ranks_fp8_and_cudnn(flags: str, tokens: int, tmp_path: Path) -> None:
+    """``get_padding_to`` in swift/megatron/utils/utils.py (3602360): rows were as long as the data's."""
+    job = script(tmp_path, f"NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B --max_length 2001 {flags}")
+    assert job.required()[0].seq_length == tokens
+    assert any("are padded to" in warning for warning in job.warnings) == (tokens != 2001)

@@ -436,15 +436,27 @@ def test_what_an_unknown_recipe_replaces_of_a_command_is_named(
     assert {line.partition(":")[0] for line in job.warnings if "replaces it" in line} == said
 
 
-@pytest.mark.parametrize(("gpu", "is_said"), [("h100", False), ("gb200", True)])
-def test_fp8_of_a_recipe_for_a_newer_gpu_is_said_to_be_a_hopper_s(gpu: str, is_said: bool, tmp_path: Path) -> None:
-    """A recipe of the same name on an H100 transposes the matrices, as memlab does."""
+@pytest.mark.parametrize(
+    ("gpu", "precision", "state", "said"),
+    [
+        ("h100", "{fp8: hybrid, fp8_recipe: tensorwise}", {"non_tn_fp8_gemm": False}, []),
+        ("gb200", "{fp8: hybrid, fp8_recipe: tensorwise}", {"non_tn_fp8_gemm": True}, []),
+        ("gb200", "{fp8: hybrid, fp8_recipe: blockwise}", {"non_tn_fp8_gemm": False}, ["either"]),
+        ("gb200", "bf16_with_mxfp8_mixed", {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, []),
+    ],
+)
+def test_the_gpu_of_a_recipe_decides_whether_fp8_matrices_are_transposed(
+    gpu: str, precision: str, state: dict[str, bool], said: list[str], tmp_path: Path
+) -> None:
+    """A recipe of the same name on an H100 transposes the matrices."""
     text = (
         f"recipe: llama3_8b_sft_8gpu_{gpu}_fp8cs_config\nworld_size: 8\nmodel: {{hf_model_id: meta-llama/Llama-3.1-8B}}\n"
         "ddp: {grad_reduce_in_fp32: true}\ntrain: {micro_batch_size: 1, global_batch_size: 8}\n"
-        "mixed_precision: {fp8: hybrid, fp8_recipe: tensorwise}\n"
+        f"mixed_precision: {precision}\n"
     )
     (tmp_path / "run_config.yaml").write_text(text)
     job = Job.read(tmp_path / "run_config.yaml")
     found = [one for one in job.not_modelled if one.key == "mixed_precision.fp8_recipe"]
-    assert [one.effect for one in found] == ["less"] * is_said
+    assert [one.effect for one in found] == said
+    of_job = job.required()[0].state
+    assert {name: getattr(of_job, name) for name in state} == state

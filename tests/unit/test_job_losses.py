@@ -107,6 +107,19 @@ def test_a_job_computes_the_loss_of_its_framework(
     assert (scenario.seq_length, scenario.micro_batch_size, scenario.packed_sequences) == row
 
 
+def test_verl_s_entropy_has_chunks_that_training_cannot_have(tmp_path: Path) -> None:
+    """It is a pass's alone, or one chunk has the whole row: torch refuses the backward of a second chunk."""
+    path, size = tmp_path / "run.sh", "actor_rollout_ref.actor.entropy_from_logits_chunk_size"
+    for keys, chunk in (("", None), (f"{_CHUNKED_ENTROPY}=True", 2048), (f"{_CHUNKED_ENTROPY}=True {size}=64", 64)):
+        path.write_text(f"{_VERL} {keys}")
+        job = Job.read(path, version="0.9.1")
+        assert job.required()[0].state.entropy_chunk_size == chunk
+        assert not {one.key for one in job.not_modelled} & {_CHUNKED_ENTROPY, size}
+    path.write_text(f"{_VERL} {keys} actor_rollout_ref.actor.entropy_coeff=0.01")
+    job = Job.read(path, version="0.9.1")
+    assert "is 64 with entropy_loss, must be at least the 1024 tokens of a row" in str(job.not_supported)
+
+
 def test_a_distillation_has_as_many_logits_of_its_teacher_as_the_job_says(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(_nemo("distillation").replace("max_num_steps: 1", "topk_logits_k: 512"))
@@ -126,7 +139,7 @@ def test_a_distillation_has_as_many_logits_of_its_teacher_as_the_job_says(tmp_pa
         (f"{_VERL} actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.calculate_entropy=False", False, set()),
         (
             f"{_VERL} actor_rollout_ref.actor.entropy_coeff=0.01 {_CHUNKED_ENTROPY}=True",
-            True, {_CHUNKED_ENTROPY},
+            True, set(),
         ),
         (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.01", True, set()),
         (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.0", False, set()),

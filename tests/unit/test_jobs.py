@@ -636,10 +636,13 @@ def test_what_adapters_save_is_at_most_what_gradients_and_optimizer_state_take(t
     assert lora.bound_bytes == pytest.approx(expected, rel=1e-6)
 
 
-def test_attention_backends_are_read_by_megatron_s_numbers() -> None:
+def test_attention_backends_are_read_by_megatron_s_numbers_and_names() -> None:
     from megatron.core.transformer.enums import AttnBackend
 
-    assert {one.name: BACKEND.read(one.value) for one in AttnBackend} == {one.name: one.name for one in AttnBackend}
+    names = {one.name: one.name for one in AttnBackend}
+    assert {one.name: BACKEND.read(one.value) for one in AttnBackend} == names
+    spelled = [repr, str, lambda one: f"{AttnBackend.__module__}.{one}"]  # a log's, and a recipe's with its module
+    assert all({one.name: BACKEND.read(text(one)) for one in AttnBackend} == names for text in spelled)
 
 
 @pytest.mark.parametrize("value", ["/my models/qwen", "it's", "a;b $HOME `x` & *", 'a"b', ["a b", "c,d"], "x:y", "~"])

@@ -247,6 +247,14 @@ def test_adapters_are_counted_by_their_names_and_kinds(lora: dict[str, Any], of_
     assert sum(trained_of_rank(Scenario.of("qwen3-30b-a3b", state=state))) == of_layers
 
 
+def test_a_layer_that_predicts_tokens_further_on_has_adapters_like_the_model_s() -> None:
+    """Those that Megatron-Bridge 0.6.2 adds: of each linear of the layer with the name, and not of ``eh_proj``."""
+    state = TrainingState(mtp_num_layers=1, lora=LoRA(rank=16, target_modules=("linear_qkv",)))
+    assert sum(trained_of_rank(Scenario.of("qwen3-30b-a3b", state=state))) == 49 * 16 * (2048 + 5120)
+    with pytest.raises(RuleError, match="mtp_num_layers is 1 with lora_library"):
+        replace(state, lora=LoRA(target_modules=()))
+
+
 def test_a_rank_that_is_normalized_is_rounded_up_where_ranks_share_its_rows() -> None:
     """Megatron-Bridge rounds up that of ``linear_fc1`` alone, whose first matrix is split by rows."""
     layout = Layout(tensor_model_parallel_size=4, expert_tensor_parallel_size=4)
@@ -274,10 +282,10 @@ def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
     params=[
         ("qwen3-moe-tiny", OF_PARTS),
         pytest.param(("qwen3-moe-tiny", OF_EACH_EXPERT), marks=pytest.mark.slow),
-        ("qwen3-moe-tiny", GROUPED),
-        ("phi-4-tiny", DROPPED),
+        ("gpt-oss-tiny", GROUPED),
+        ("phi-4-tiny", replace(DROPPED, mtp_num_layers=1)),
     ],
-    ids=["shared", "of each expert", "grouped", "dense"],
+    ids=["shared", "of each expert", "grouped, with biases", "dense, with a layer that predicts tokens further on"],
 )
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on the CPU and predicted, and how many weights the device's optimizer updates."""

@@ -115,6 +115,18 @@ def test_every_loss_needs_what_the_framework_s_own_needed_on_an_h200(open_lab: C
     assert seen | set(COMPARE_WITH_TEACHER) == LOSSES.keys() == set(get_args(Loss)) - {"cross_entropy"}
 
 
+@pytest.mark.parametrize(("chunk", "forward"), [(None, 12.006), (TOKENS // 4, 9.004), (TOKENS // 2, 10.005)])
+def test_the_entropy_of_a_pass_needs_what_a_chunk_of_verl_s_does(
+    chunk: int | None, forward: float, open_lab: Callable[..., Lab]
+) -> None:
+    """As torch's profiler counted verl's ``_lm_head_logits_processor`` (1dda039b) on the CPU, torch 2.13."""
+    open_lab("phi-4-tiny", num_layers=1, seq_length=96)
+    state = TrainingState(loss="vocab_parallel_cross_entropy", fp32_output=True, entropy_chunk_size=chunk)
+    compute = partial(LossFromLogits(), labels=torch.zeros(1, TOKENS, dtype=torch.int64), state=state)
+    found = bytes_of_logit(compute, fp32=True, trains=False)
+    assert found == pytest.approx({"forward": forward}, abs=0.13)
+
+
 def test_a_log_softmax_of_several_tensor_ranks_needs_what_ms_swift_s_did() -> None:
     labels = torch.zeros(1, TOKENS, dtype=torch.int64)
     rows = [row for row in ROWS if row["several_ranks"] and row["state"]["loss"] == "log_softmax"]

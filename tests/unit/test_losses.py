@@ -12,7 +12,7 @@ import torch
 from memlab.backends.fused_cross_entropy import te_parallel_cross_entropy
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.training_state import COMPARE_WITH_TEACHER, READ_CHUNK_SIZE, Loss, TrainingState
 from memlab.engines.megatron import losses
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
@@ -26,7 +26,8 @@ NATIVE = TrainingState(cross_entropy_loss_fusion=True)
 TE = TrainingState(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
 LOGPROBS = TrainingState(loss="logprobs")
 CHUNKED = TrainingState(loss="logprobs", logprobs_chunk_size=40)
-WHOLE = [TrainingState(loss=loss, fp32_output=True) for loss in get_args(Loss)[2:-1]]
+OF_TEACHERS = ("topk_logits", *COMPARE_WITH_TEACHER)
+WHOLE = [TrainingState(loss=loss, fp32_output=True) for loss in get_args(Loss)[2:] if loss not in OF_TEACHERS]
 IN_CHUNKS = [replace(state, logprobs_chunk_size=40) for state in WHOLE if state.loss in READ_CHUNK_SIZE]
 
 

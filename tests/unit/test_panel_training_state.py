@@ -108,7 +108,8 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
         assert [name for name in shown.presets.choice.options if ":" in name] == [recipe]
         shown.presets.choice.value = recipe
         press_run(shown)
-        assert shown.state.lab.scenario.state == TrainingState(defer_fsdp_grad_sync=True)
+        release = {"separate_embeddings": "both", "loss_of_transformers": "masked_cross_entropy"}
+        assert shown.state.lab.scenario.state == TrainingState(defer_fsdp_grad_sync=True, **release)
         assert shown.state.lab.submitted[-1].recompute_granularity == "full"
         shown.controls.by_name["recompute_granularity"].value = "selective"
         assert "checkpoints whole layers" in html.unescape(shown.controls.heads["Recompute"].value)

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parameters import kept_bytes, parameters_of_rank
@@ -30,6 +32,7 @@ MODELS = [
         "glm-4.5-tiny",
         "gpt-oss-tiny",
         "minimax-tiny",
+        "olmoe-tiny",
         "qwen2-moe-tiny",
         "qwen3-moe-tiny",
     )
@@ -48,7 +51,7 @@ LAYOUTS = [
     ("model", "layout"),
     [
         *((model, layout) for model in MODELS for layout in LAYOUTS),
-        *((model, SPREAD) for model in MODELS if model.routes),
+        *((model, SPREAD) for model in MODELS if model.routes and not model.norms_all_heads_fused),
         *((model, Layout(tensor_model_parallel_size=2)) for model in MODELS if not model.routes),
     ],
     ids=lambda value: value.name if isinstance(value, Architecture) else str(value),
@@ -110,3 +113,18 @@ def test_a_rank_without_experts_has_a_dense_model_s_workspaces_and_says_which_se
     of_cublas = 2 * 32 * 2**20  # only the output layer of the dense model is a matrix product of torch itself
     assert found[1] - found[0] >= 128 * 2**20 + of_cublas
     assert found[0] == pytest.approx(dense - of_cublas, abs=2**20)
+
+
+def test_olmoe_s_norms_take_all_heads_as_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lab("olmoe-tiny", num_layers=1, seq_length=32, backend="cpu") as lab:
+        measured = lab.step()
+        norm = inside(lab).model.engine.live.layers[0].self_attention.q_layernorm
+        inputs = torch.randn(3, 2, 4, 32, dtype=torch.bfloat16)
+        row = torch.nn.functional.rms_norm(inputs.flatten(2).float(), (128,), eps=1e-5)
+        assert torch.allclose(norm(inputs).flatten(2).float(), row, atol=2e-2)
+    monkeypatch.setattr("memlab.lab.lab.find_backend", lambda name: of_the_cpu_backend())
+    with Lab("olmoe-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+        predicted = lab.step()
+    assert predicted.activation_peak_bytes == measured.activation_peak_bytes
+    with pytest.raises(ValueError, match="must be 1 for olmoe-tiny"):
+        Lab("olmoe-tiny", layout=Layout(tensor_model_parallel_size=2), backend="simulated")

@@ -47,6 +47,9 @@ def test_the_result_stands_beside_the_guess(
     [
         ("40 %", "%", 28, "40 % (12 percentage points too high)"),
         ("about 40%", "%", 71.19, "40 % (31.19 percentage points too low)"),
+        ("71,2", "%", 71.19, "71.2 % (0.01 percentage points too high)"),  # a decimal comma
+        ("0,7", "GiB", 0.7, "0.7 GiB (exact)"),
+        ("-1,438.5", "bytes", -1438.5, "-1,438.5 bytes (exact)"),
         ("4 of 4", "of 4", 3, "4 of 4 (1 too high)"),
     ],
 )

@@ -131,8 +131,7 @@ def test_what_skyrl_has_with_megatron_only_cannot_start(key: str, tmp_path: Path
     assert read(tmp_path, f"{key}=false").cannot_start is None
 
 
-def test_ranks_that_share_sequences_are_refused_by_name(tmp_path: Path) -> None:
-    job = read(tmp_path, f"{POLICY}.sequence_parallel_size=2")
-    assert job.scenario is None and job.lacks == ("ranks that share sequences (Ulysses)",)
-    of_a_rank = 7_615_616_512 // 8  # as Qwen publishes the model: 7.61 billion parameters
-    assert job.at_least == {name: size * of_a_rank for name, size in zip(job.at_least, (4, 4, 8), strict=True)}
+def test_ranks_that_share_rows_exchange_heads(tmp_path: Path) -> None:
+    scenario, _ = read(tmp_path, f"{POLICY}.sequence_parallel_size=2").required()
+    assert (scenario.layout.context_parallel_size, scenario.state.cp_comm_type) == (2, "a2a")
+    assert scenario.ranks_of_shards == 8

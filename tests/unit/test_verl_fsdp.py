@@ -145,7 +145,6 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "lacks", "at_least"),
     [
-        (f"{FSDP}.ulysses_sequence_parallel_size=2", "ranks that share sequences (Ulysses)", (4, 4, 8)),
         (f"{ACTOR}.strategy=fsdp_turbo {FSDP}.model_dtype=bf16", "the engine fsdp_turbo", (2, 2, 4)),
         ("model_engine=fsdp_turbo", "the engine fsdp_turbo", (4, 4, 8)),
         (f"{MODEL}.path=zai-org/GLM-4.5-Air", "the family glm4_moe under FSDP2", None),
@@ -168,9 +167,9 @@ def test_groups_of_shards_have_all_ranks(tmp_path: Path) -> None:
 
 
 def test_another_model_does_not_take_away_what_the_engine_lacks(tmp_path: Path) -> None:
-    read(tmp_path, f"{FSDP}.ulysses_sequence_parallel_size=2")
+    read(tmp_path, "model_engine=fsdp_turbo")
     job = Job.read(tmp_path / "run.sh", architecture="qwen3-4b")
-    assert job.scenario is None and job.lacks == ("ranks that share sequences (Ulysses)",)
+    assert job.scenario is None and job.lacks == ("the engine fsdp_turbo",)
 
 
 @pytest.mark.parametrize(
@@ -222,3 +221,19 @@ def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
     assert not job.not_modelled
     scenario = job.required()[0]
     assert (scenario.seq_length, scenario.packed_sequences, scenario.state.fsdp_version) == (8192, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens", "passes"),
+    [
+        ("", 4096, 16),
+        (f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096", 8192, 2),
+    ],
+)
+def test_ranks_that_exchange_heads_share_rows(keys: str, tokens: int, passes: int, tmp_path: Path) -> None:
+    """A row has the budgets of both ranks (``prepare_micro_batches`` in verl/workers/engine/utils.py, 0.9.1)."""
+    scenario, _ = read(tmp_path, f"{FSDP}.ulysses_sequence_parallel_size=2 {keys}").required()
+    layout = scenario.layout
+    assert (layout.context_parallel_size, layout.data_parallel_size, scenario.ranks_of_shards) == (2, 4, 8)
+    assert (scenario.seq_length, scenario.num_microbatches) == (tokens, passes)
+    assert scenario.state.cp_comm_type == "a2a"

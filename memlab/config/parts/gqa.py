@@ -25,6 +25,7 @@ class GroupedQueryAttention(Part):
     rotary_percent: float
     qk_layernorm: bool
     norms_all_heads: bool
+    norms_all_heads_fused: bool
     add_qkv_bias: bool
     normalization: Normalization
     add_bias_linear: bool
@@ -91,6 +92,7 @@ class GroupedQueryAttention(Part):
             "kv_channels": config.whole("head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
             "qk_layernorm": kind.qk_layernorm or config.says(kind.qk_norm_field),
             "norms_all_heads": kind.norms_all_heads,
+            "norms_all_heads_fused": kind.norms_all_heads_fused,
             "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
             **(_sinks_of_config(config) if kind.has_sinks else {}),
             **(_windows_of_config(config, kind) if kind.window_pattern else {}),
@@ -181,7 +183,9 @@ class GroupedQueryAttention(Part):
         heads, groups, channels = self.num_attention_heads, self.num_query_groups, self.kv_channels
         of_row = norm_kept_bytes(self.normalization)
         norms = (2 * channels + of_row) * (heads + groups) if self.qk_layernorm else 0
-        if self.norms_all_heads:  # a copy in fp32, normalised values, and two reciprocals
+        if self.norms_all_heads_fused:
+            norms = 2 * channels * (heads + groups) + 2 * of_row
+        elif self.norms_all_heads:  # a copy in fp32, normalised values, and two reciprocals
             norms = (4 + 2) * channels * (heads + groups) + 2 * 4
         # The checkpoint's inputs: values are a part of linear_qkv's output, and queries and keys too, unless changed.
         has_copies = recompute == "core_attn" and (self.rotates or self.qk_layernorm)

@@ -36,7 +36,9 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
         path, _, name = linear.name.rpartition(".")
         owner = model.get_submodule(path)
         setattr(owner, name, kind(getattr(owner, name), lora))
-    if lora.fsdp2_library == "automodel" and not lora.dropout:
+    # On several ranks the model is on the meta device when Automodel looks for MLPs to fuse, and it fuses none
+    # (``_projs_are_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
+    if lora.fsdp2_library == "automodel" and not lora.dropout and scenario.layout.world_size == 1:
         for mlp in _mlps(model):
             mlp.forward = _FusedMlp(mlp)
     if lora.enable_input_require_grads:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2 import ulysses
 from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
 from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
@@ -202,12 +203,32 @@ def _flash(
     The arguments are those of `_sdpa`; ``packed_lengths`` says that the row has several sequences.
     """
     assert mask is None and not options.get("dropout"), "causal attention without dropout"
-    lengths = options.get("packed_lengths")
+    lengths, group = options.get("packed_lengths"), options.get("context_parallel_group")
+    if group is not None:
+        return _flash_over_ranks(query, key, value, lengths, group, options), None
     if lengths is None:
         return flash_attention_of_torch(query, key, value, options["scaling"], _NOT_KEPT), None
     query, key, value = (each.transpose(1, 2).reshape(-1, each.shape[1], each.shape[3]) for each in (query, key, value))
     output = packed_flash_attention_of_views(query, key, value, options["scaling"], ends_of(lengths), _NOT_KEPT)
     return output.unsqueeze(0), None
+
+
+def _flash_over_ranks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any, group: Any, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attends to whole rows with a share of the heads; shapes are [batch, heads, own tokens, channels]."""
+    own = tuple(each.transpose(1, 2) for each in (query, key, value))
+    query, key, value = ulysses.whole_rows(own, group)
+    positions = ulysses.gathered_positions(options["position_ids"], group)
+    if lengths is None:
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        output = flash_attention_of_torch(query, key, value, options["scaling"], _NOT_KEPT)
+    else:
+        query, key, value = (each.reshape(-1, *each.shape[2:]) for each in (query, key, value))
+        packed = packed_flash_attention_of_views(query, key, value, options["scaling"], ends_of(lengths), _NOT_KEPT)
+        output = packed.unsqueeze(0)
+    del positions
+    return ulysses.own_tokens(output, group)
 
 
 def _eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:

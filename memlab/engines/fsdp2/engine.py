@@ -69,6 +69,15 @@ class Fsdp2Engine:
 
     def check(self, scenario: Scenario, settings: MemorySettings) -> None:
         check_installed()
+        if (
+            self._place.kind.on_gpu
+            and scenario.layout.context_parallel_size > 1
+            and scenario.state.cp_comm_type == "a2a"
+        ):
+            raise ValueError(
+                "cp_comm_type is 'a2a' with engine 'fsdp2' on a GPU, where transformers calls flash-attn without an "
+                "exchange of heads: choose p2p, or backend simulated"
+            )
 
     def build(self) -> None:
         if not torch.distributed.is_initialized():

@@ -19,16 +19,15 @@ _unbind_copy: Any = torch.unbind_copy
 
 
 def loss_of_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, by_row: bool) -> torch.Tensor:
-    """Returns the mean of the negative log-probabilities of the tokens that follow.
+    """Returns the mean of the negative log-probabilities of tokens.
 
     Args:
         logits: [batch, sequence, vocabulary].
-        tokens: int64 [batch, sequence].
+        tokens: int64 [batch, sequence]; those that follow.
         by_row: Whether flash-attn is not there.
     """
-    following = torch.roll(tokens, shifts=-1, dims=1).flatten()
-    rows = logits.flatten(0, 1)
-    return -((_RowLogProbs if by_row else _FlashLogProbs).apply(rows, following)).mean()
+    function = _RowLogProbs if by_row else _FlashLogProbs
+    return -function.apply(logits.flatten(0, 1), tokens.flatten()).mean()
 
 
 class _RowLogProbs(torch.autograd.Function):

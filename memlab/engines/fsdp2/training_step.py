@@ -13,6 +13,7 @@ from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.context_parallel import own_part, sharded_by_torch
 from memlab.engines.fsdp2.losses import loss_of_logprobs
 from memlab.engines.fsdp2.sharded_model import ShardedModel
+from memlab.engines.fsdp2.ulysses import part_of_row
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels, on_host
 
@@ -37,7 +38,7 @@ def train_step(
             microbatches.before_forward()
             labels.enter_phase("forward")
             labels.passes_in_flight += 1
-            with _own_part(live, tokens) as own:
+            with _own_part(live, scenario, tokens) as own:
                 output, loss = _forward(live, scenario, own)
                 labels.enter_phase("backward")
                 # The output has the logits, and refers to them until backward has ended, as in Automodel 36044ad3.
@@ -75,19 +76,23 @@ def forward_only_step(
             for tokens in _batches(scenario):
                 microbatches.before_forward()
                 labels.enter_phase("forward")
-                with _own_part(live, tokens) as own:
+                with _own_part(live, scenario, tokens) as own:
                     losses.append(_forward(live, scenario, own)[1])
     finally:
         live.module.train()
     return _over_the_ranks(losses)
 
 
-def _own_part(live: ShardedModel, tokens: torch.Tensor) -> AbstractContextManager[dict[str, Any]]:
+def _own_part(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> AbstractContextManager[dict[str, Any]]:
     """Returns the context of a pass, which yields tokens and labels, of ranks that share sequences the rank's own."""
     tokens = tokens.cuda()
-    inputs, mesh = {"input_ids": tokens, "labels": tokens}, live.context_parallel
+    follows = scenario.state.loss_of_transformers.startswith("logprobs")
+    labels = torch.roll(tokens, shifts=-1, dims=1) if follows else tokens
+    inputs, mesh = {"input_ids": tokens, "labels": labels}, live.context_parallel
     if mesh is None:
         return nullcontext(inputs)
+    if scenario.state.cp_comm_type == "a2a":
+        return nullcontext(part_of_row(inputs, scenario.sequence_lengths, mesh))
     return (
         sharded_by_torch(live.module, inputs, mesh) if live.attention == "sdpa" else nullcontext(own_part(inputs, mesh))
     )
@@ -95,7 +100,7 @@ def _own_part(live: ShardedModel, tokens: torch.Tensor) -> AbstractContextManage
 
 def _forward(live: ShardedModel, scenario: Scenario, own: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     """Returns the output with the logits, unless the loop has released it before backward, and the loss."""
-    inputs, kind = own | inputs_of(live.attention, scenario), scenario.state.loss_of_transformers
+    inputs, kind = inputs_of(live.attention, scenario) | own, scenario.state.loss_of_transformers
     divided = scenario.layout.tensor_model_parallel_size > 1
     if kind == "cross_entropy" and not divided:
         output = live.module(**inputs)

@@ -23,9 +23,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.config.lora import OUTPUT_LAYER, LoRA, rows_of_part
+from memlab.config.lora import EXTRA_LAYER, OUTPUT_LAYER, LoRA, rows_of_part
 from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
+from memlab.engines.megatron.megatron_versions import name_of_inner_layer
 
 
 def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int) -> None:
@@ -45,8 +46,17 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
         for part in scenario.architecture.parts_of(layer):
             for weight, name in lora.adapted(number, part.weights()):
                 _wrap(model, weight, name, scenario, provider())
+    for number, layer in enumerate(model.mtp.layers if model.mtp_process else ()):
+        inner = name_of_inner_layer(layer)
+        for part in scenario.architecture.parts_of(scenario.num_layers - 1):
+            for weight, name in lora.adapted(number, part.weights(), EXTRA_LAYER):
+                _wrap(model, weight, name.replace("transformer_layer", inner), scenario, provider())
     if model.post_process and lora.adapts(OUTPUT_LAYER):
         _wrap(model, scenario.architecture.output_weight, OUTPUT_LAYER, scenario, provider())
+    if model.post_process and scenario.state.num_labels is not None:
+        # verl makes a critic's head after the adapters (utils/megatron_utils.py, 1dda039b), and ms-swift has PEFT train
+        # a copy (``get_modules_to_save`` in swift/megatron/utils/utils.py, 3602360).
+        model.output_layer.requires_grad_(True)
     model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
 
 

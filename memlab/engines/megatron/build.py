@@ -32,7 +32,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.adapters import add_adapters
-from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm
+from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm, fused
 from memlab.engines.megatron.layers.replicated_head import ReplicatedHead
 from memlab.engines.megatron.layers.tensor_parallel import WHOLE
 from memlab.engines.megatron.layers.torch_layers import TorchLinear
@@ -320,6 +320,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     for spec in specs.values() if architecture.norms_all_heads else ():
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+        if architecture.norms_all_heads_fused:
+            norm = provider().layer_norm(rms_norm=True, for_qk=True)
+            attention.q_layernorm, attention.k_layernorm = (fused(norm, of_queries=which) for which in (True, False))
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(

@@ -60,7 +60,7 @@ class LossFromLogits(torch.nn.Module):
         group = parallel_state.get_tensor_model_parallel_group()
         if state.num_labels is not None:
             return (logits - 1).square().mean(-1)
-        compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size
+        compute, chunk_size = LOSSES[state.loss], state.logprobs_chunk_size or state.entropy_chunk_size
         if state.entropy_loss:
             compute = WITH_ENTROPY[state.loss]
         elif state.loss == "topk_logits":
@@ -109,7 +109,7 @@ def _vocab_parallel_cross_entropy(
     if not torch.is_grad_enabled():
         # A pass for log-probabilities alone has the entropy too (``compute_log_prob``, trainer/ppo/ray_trainer.py).
         kept = logits.clone()
-        entropy(logits, group)
+        entropy(logits, group, chunk_size)
         logits = kept
     of_labels: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
     return of_labels
@@ -274,7 +274,8 @@ def log_probabilities(
 def entropy(logits: torch.Tensor, group: Any, chunk_size: int | None = None) -> torch.Tensor:
     """Returns each token's entropy, fp32 [sequences, tokens], without a gradient.
 
-    The exponentials have the logits' type, as verl's have. Chunks are SkyRL's (``trainer.logprobs_chunk_size``).
+    The exponentials have the logits' type, as verl's have. Chunks are SkyRL's (``trainer.logprobs_chunk_size``) and
+    verl's (``entropy_from_logits_chunk_size``).
 
     Args:
         logits: [sequences, tokens, vocabulary of this rank].
@@ -289,6 +290,7 @@ def entropy(logits: torch.Tensor, group: Any, chunk_size: int | None = None) -> 
         total = _summed(weights.sum(dim=-1, dtype=torch.float32), group)
         weighted = _summed(weights.mul_(rows).sum(dim=-1, dtype=torch.float32), group)
         parts.append(maximum.squeeze(-1) + total.log() - weighted / total)
+        del weights  # before the next chunk's
     return torch.cat(parts, dim=1)
 
 

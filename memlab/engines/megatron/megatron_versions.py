@@ -37,8 +37,13 @@ def latent_attention_of(provider: type) -> dict[str, Any]:
 
 
 def inner_layer(extra: torch.nn.Module) -> torch.nn.Module:
-    """Returns the transformer layer in a layer of multi-token prediction, which 0.17 has renamed."""
-    return extra.get_submodule("mtp_model_layer" if hasattr(extra, "mtp_model_layer") else "transformer_layer")
+    """Returns the transformer layer in a layer of multi-token prediction."""
+    return extra.get_submodule(name_of_inner_layer(extra))
+
+
+def name_of_inner_layer(extra: torch.nn.Module) -> str:
+    """Returns the name of the transformer layer in a layer of multi-token prediction, which 0.17 has renamed."""
+    return "mtp_model_layer" if hasattr(extra, "mtp_model_layer") else "transformer_layer"
 
 
 def auxiliary_losses() -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -89,7 +89,22 @@ class _Buffer:
         self.grad_data_size = 0
 
 
-class _GradDataStandIn:
+class _StandIn:
+    """What a reader's code gets in place of a tensor or a storage; it says itself what it cannot do."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # hasattr and getattr with a default answer as for a tensor without the attribute.
+        raise AttributeError(f"no attribute {name!r} here: {_ENOUGH}", name=name, obj=self)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., object], *_: object) -> NoReturn:
+        raise ValueError(f"your code calls torch's {function.__name__}, which needs a real tensor: {_ENOUGH}")
+
+
+_ENOUGH = "grad_data.zero_() fills it with zeros; all else needs only its storage(), with size() and resize_()"
+
+
+class _GradDataStandIn(_StandIn):
     """Stands in for the tensor ``grad_data``."""
 
     def __init__(self, real: torch.Tensor) -> None:
@@ -161,7 +176,7 @@ class _GradDataStandIn:
             )
 
 
-class _StorageStandIn:
+class _StorageStandIn(_StandIn):
     """Stands in for a storage, whose sizes are in elements (``storage()``) or in bytes (``untyped_storage()``)."""
 
     def __init__(self, gradients: _GradDataStandIn, *, unit: int) -> None:

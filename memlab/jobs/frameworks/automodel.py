@@ -461,6 +461,7 @@ AUTOMODEL = Framework(
     cannot_write=no_adapters("memlab's writer of Automodel's recipes")
     | {
         "reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null",
+        "cp_comm_type": "torch's context_parallel, which Automodel calls, exchanges keys and values",
         "fsdp_version": _SHARDS,
         "use_orig_params": _SHARDS,
         "checkpoint_every": "Automodel checkpoints every layer",

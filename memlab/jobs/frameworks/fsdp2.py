@@ -99,6 +99,15 @@ def take_logprobs(reading: Reading, key: str, without_flash: str) -> None:
         reading.miss(key, "less", "where the package flash-attn is installed, log-probabilities need the logits alone")
 
 
+def take_ulysses(reading: Reading) -> None:
+    """Takes ranks that share rows and exchange heads, from their number by the field ``ulysses``."""
+    ranks = reading.values.pop("ulysses")
+    given = [one.key for one in reading.taken if one.field == "ulysses" and one.memlab_value == ranks]
+    if ranks > 1:
+        reading.take(given[-1], "context_parallel_size", ranks)
+        reading.values["cp_comm_type"] = "a2a"
+
+
 def take_units(reading: Reading, embeddings: str) -> None:
     """Takes what is sharded by itself beside layers, and freed after forward as they are: ``apply_fsdp2`` of verl."""
     frees = reading.values["reshard_after_forward"] != "none"

@@ -190,7 +190,7 @@ def _read_capacity(value: Any) -> Any:
 
 
 def _read_backend(value: Any) -> str:
-    name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
+    name = str(value).lower().rpartition("attnbackend.")[2].partition(":")[0].strip("<> ")
     # The values of Megatron's enum `AttnBackend`.
     return {"1": "flash", "2": "fused", "3": "unfused", "4": "local", "5": "auto", "none": "auto"}.get(name, name)
 

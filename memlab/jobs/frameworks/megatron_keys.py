@@ -137,7 +137,7 @@ _OF_A_MODEL = {
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
-    "quick_geglu", "norms_all_heads",
+    "quick_geglu", "norms_all_heads", "norms_all_heads_fused",
 )  # fmt: skip
 """What Megatron-LM's flags give, and Megatron-Core's config has by another name or not at all."""
 _OF_MODELS = tuple(

@@ -674,7 +674,10 @@ ONLY_OF_MS_SWIFT = {
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
     "teacher_model": "of the training jobs that memlab reads, only ms-swift's name a teacher that is in the step",
 }
-ONLY_OF_VERL_AND_SLIME = {"entropy_loss": "memlab has this entropy in the losses of verl and slime only"}
+ONLY_OF_VERL_AND_SLIME = {
+    "entropy_loss": "memlab has this entropy in the losses of verl and slime only",
+    "entropy_chunk_size": "memlab has these chunks in the loss of verl only",
+}
 _ONLY_OF_NEMO_RL = {
     "create_attention_mask": "only NeMo-RL gives all rows of a micro-batch one mask",
     "topk_logits_k": "only NeMo-RL's distillation compares with a teacher's logits",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -427,6 +428,7 @@ def complete(reading: Reading) -> None:
         pack_micro_batch(reading, "micro_batch_size")
         values["global_batch_size"] //= rows
     take_sequence_parallel(reading)
+    _pad_rows(reading)
     _complete_trained(reading)
     if kind in _COMPARES_IN_THE_STEP:
         _take_reference_model(reading)
@@ -436,6 +438,31 @@ def complete(reading: Reading) -> None:
         )
     _note_history(reading)
     _note_fusion(reading)
+
+
+def _pad_rows(reading: Reading) -> None:
+    """Pads rows to a multiple of what `_multiple_of_rows` says."""
+    length, multiple = reading.values["seq_length"], _multiple_of_rows(reading.values)
+    if length and length % multiple:
+        padded = -(-length // multiple) * multiple
+        reading.values["seq_length"] = padded
+        reading.warnings.append(f"rows of {length:,} tokens are padded to {padded:,}, as ms-swift does")
+
+
+def _multiple_of_rows(values: Mapping[str, Any]) -> int:
+    """Returns what rows are padded to a multiple of: for the ranks that share them, FP8 and cuDNN's attention.
+
+    See ``get_padding_to`` in swift/megatron/utils/utils.py (3602360).
+    """
+    tensor = (values.get("tensor_model_parallel_size") or 1) if values.get("sequence_parallel") else 1
+    ranks = tensor * (values.get("context_parallel_size") or 1)
+    recipe = _ROWS_OF_RECIPES.get(str(values.get("fp8_recipe")))
+    of_fp8 = ranks * (recipe or (16 if values.get("fp8_format") else 1))
+    return max(of_fp8, 64 * ranks if values.get("attention_backend") == "fused" else 1)
+
+
+_ROWS_OF_RECIPES = {"blockwise": 128, "mxfp8": 32}
+"""Tokens of each rank, also where no matrix is multiplied in FP8."""
 
 
 def _complete_pairs(reading: Reading) -> None:
@@ -473,9 +500,11 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         reading.values["num_labels"] = None
     elif reading.values["num_labels"] is None:  # ``get_model_info_meta`` in swift/model/model_meta.py
         raise CannotStartError("task_type is seq_cls without num_labels, which ms-swift refuses: give num_labels")
-    if task == "seq_cls" and _tuner(reading) != "full":
-        reading.values["num_labels"] = None
-        reading.miss("task_type", "either", "a head that is trained beside the adapters replaces the output layer")
+    if reading.values["num_labels"] is not None and reading.values.get("mtp_num_layers"):
+        reading.values["mtp_num_layers"] = None
+        reading.miss(
+            "mtp_num_layers", "more", "layers of multi-token prediction beside a head, which memlab leaves out"
+        )
     if task == "embedding":
         _double_batch(reading, "task_type")
         reading.miss("task_type", "more", "each negative of the data is a sequence of the micro-batch too")
@@ -766,6 +795,12 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["grad_reduce_in_bf16"] = "ms-swift reduces gradients in the type of main_grads_dtype"
     if scenario.state.lora is not None:
         reasons |= _cannot_write_of_adapters(scenario.state.lora)
+    layout, state = scenario.layout, scenario.state
+    of_rows = {"fp8_recipe": state.fp8_recipe, "fp8_format": state.fp8_format, "sequence_parallel": True}
+    of_rows |= {name: getattr(layout, name) for name in ("tensor_model_parallel_size", "context_parallel_size")}
+    multiple = _multiple_of_rows(of_rows | {"attention_backend": state.attention_backend})
+    if scenario.seq_length % multiple:
+        reasons["seq_length"] = f"ms-swift pads rows to a multiple of {multiple} tokens"
     if (scenario.state.loss, scenario.state.fp32_output) not in _LOSSES:
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax and jsd of logits in fp32"
     return reasons

@@ -214,7 +214,11 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.top_k", "either", _FILTERED_LOGITS, lambda value: value not in (None, -1, 0)),
     Missing(f"{_GENERATION}.top_p", "either", _FILTERED_LOGITS, lambda value: value not in (None, 1)),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
-    Missing("teacher.model_name", "either", "the teacher's forward passes are not predicted", is_given),
+    # ``distillation_train`` in nemo_rl/algorithms/distillation.py: ``offload_after_refit`` before the student trains.
+    Missing("teacher.model_name", "more",
+            "the teacher's passes run between the steps, in a process of its own whose weights leave the device before "
+            "the training step: memlab predict NAME --forward-only, with its layout, predicts them, beside gradients "
+            "and optimizer state that a teacher does not have", is_given),
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),

@@ -12,7 +12,6 @@ from typing import Any
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
-    block,
     check_family,
     check_shards,
     peft_keys,
@@ -24,6 +23,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_resharding,
     take_shards,
     take_types,
+    take_ulysses,
     take_units,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, NUMBER, SWITCH, WHOLE, Key, Missing, is_false, is_given
@@ -95,8 +95,7 @@ def complete(reading: Reading) -> None:
     take_peft(reading, f"{_POLICY}.model.lora.rank")
     take_shards(reading, f"{_FSDP}.fsdp_size")
     take_resharding(reading)
-    if values.pop("ulysses") > 1:
-        block(reading, f"{_POLICY}.sequence_parallel_size", "ranks that share sequences (Ulysses)")
+    take_ulysses(reading)
     moves = values.pop("is_colocated") and not values["fsdp_cpu_offload"]
     values["offload_parameters"] = values["offload_gradients"] = moves
     values["offload_optimizer"] = values.pop("leaves_after_step") and moves

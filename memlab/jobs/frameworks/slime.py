@@ -372,7 +372,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
 _NEVER = {
     name: reason
     for name, reason in CANNOT_WRITE.items()
-    if not name.startswith(("offload", "loss", "fp32_output", "logprobs", "entropy"))
+    if not name.startswith(("offload", "loss", "fp32_output", "logprobs", "entropy_loss"))
 }
 
 SLIME = Framework(

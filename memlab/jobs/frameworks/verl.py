@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
+from memlab.jobs.frameworks.megatron_lm import ONLY_OF_VERL_AND_SLIME
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
@@ -59,6 +60,10 @@ KEYS = (
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
     Key(f"{_ACTOR}.calculate_entropy", "entropy_loss", SWITCH, False),
     Key(f"{_ACTOR}.entropy_coeff", "entropy_coefficient", NUMBER, 0),
+    Key(f"{_ACTOR}.entropy_from_logits_with_chunking", "has_chunks_of_entropy", SWITCH, False),
+    Key(f"{_PREFIXES[0]}.entropy_from_logits_with_chunking", "has_chunks_of_entropy", SWITCH),
+    Key(f"{_ACTOR}.entropy_from_logits_chunk_size", "entropy_chunk_size", COUNT, 2048),
+    Key(f"{_PREFIXES[0]}.entropy_from_logits_chunk_size", "entropy_chunk_size", COUNT),
     *(
         Key(f"{prefix}.log_prob_{key}", f"{model}_{field}", conversion)
         for model, prefix in (("policy", _ROLLOUT), ("reference", "actor_rollout_ref.ref"))
@@ -92,7 +97,6 @@ def rows_of_all_ranks(section: str) -> Missing:
 FRAMEWORK_MISSING = (
     *engine_missing(*_PREFIXES),
     Missing(f"{_ACTOR}.use_fused_kernels", "less", "log-probabilities without whole logits"),
-    Missing(f"{_ACTOR}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_ACTOR}.calculate_sum_pi_squared", "more", "the probabilities of all logits are squared"),
     rows_of_all_ranks(_ACTOR),
     Missing(f"{_ACTOR}.qat.enable", "either", "weights are quantized in forward"),
@@ -193,15 +197,14 @@ def _largest_pass(
 def _take_entropy(reading: Reading) -> None:
     """Takes the entropy, which is a part of the loss wherever it is computed, with a coefficient of 0 too.
 
-    See ``ppo_loss`` in verl/workers/utils/losses.py (0.9.1). Its chunks are slices of the logits, each of which has a
-    gradient of all logits' size.
+    See ``ppo_loss`` in verl/workers/utils/losses.py (0.9.1).
     """
-    values, key = reading.values, f"{_ACTOR}.entropy_from_logits_with_chunking"
+    values, key = reading.values, f"{_PREFIXES[0]}.entropy_from_logits_with_chunking"
     if values.pop("entropy_coefficient"):
         values["entropy_loss"] = True
-    if values["entropy_loss"] and reading.get(key):
-        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
-        reading.miss(key, "more", "the gradients of chunks are added up, each with all logits' size")
+    reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+    if not values.pop("has_chunks_of_entropy"):
+        values["entropy_chunk_size"] = None
 
 
 def take_allocator(reading: Reading) -> None:
@@ -331,6 +334,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     return composed(scenario, settings) | {
         "model_engine": "megatron",
         "entropy_coefficient": 0,
+        "has_chunks_of_entropy": scenario.state.entropy_chunk_size is not None,
+        "entropy_chunk_size": scenario.state.entropy_chunk_size or 2048,
         "allocator": None,
         "tokens_per_rank": tokens if is_row else 16384,
         "micro_batch_size": None if is_row else scenario.micro_batch_size,
@@ -354,7 +359,7 @@ VERL = Framework(
     fixed=FIXED,
     packs=is_packed,
     padding_in_fp8=padding_in_fp8,
-    cannot_write={name: reason for name, reason in CANNOT_WRITE.items() if name != "entropy_loss"},
+    cannot_write={name: reason for name, reason in CANNOT_WRITE.items() if name not in ONLY_OF_VERL_AND_SLIME},
     without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,

@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_resharding,
     take_shards,
     take_types,
+    take_ulysses,
     take_units,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
@@ -181,9 +182,7 @@ def _take_strategy(reading: Reading, key: str) -> None:
         block(reading, key, f"the engine {strategy}")
     if strategy == "fsdp":
         _drop_policy(reading)
-    if reading.values.pop("ulysses") > 1:
-        given = [one.key for one in reading.taken if one.field == "ulysses" and one.memlab_value != 1]
-        block(reading, given[-1], "ranks that share sequences (Ulysses)")
+    take_ulysses(reading)
 
 
 def _drop_policy(reading: Reading) -> None:

@@ -92,7 +92,7 @@ def _summary(job: Job) -> list[str]:
 
 def _of_any_model(common: OfAnyModel) -> list[str]:
     if common.cannot_start is not None:
-        return [f"with any model, this job cannot start: {common.cannot_start}"]
+        return [f"with any model, this job cannot start as its file stands: {common.cannot_start}"]
     if not common.values:
         return [f"memlab cannot read the rest of it either: {question}" for question in common.questions]
     lines = [f"of any model (the same with {', '.join(common.models)} in place of the job's own)"]

@@ -17,8 +17,11 @@ def amount(value: float | str, unit: str = "") -> str:
 
 
 def as_number(text: str, unit: str = "") -> float | None:
-    """Reads a guess such as ``175,000``, ``1.5``, ``60 %`` or ``about 40``; None if it is not a number."""
+    """Reads a guess such as ``175,000``, ``1.5``, ``1,5``, ``60 %`` or ``about 40``; None if it is not a number."""
     number_alone = re.sub(r"^(about|around|~|≈)\s*", "", text.strip().casefold()).removesuffix(unit.casefold())
+    # A comma before three digits separates thousands; any other single comma is a decimal comma.
+    if not re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", number_alone.replace(" ", "")):
+        number_alone = number_alone.replace(",", ".")
     try:
         number = float(number_alone.replace(",", "").replace(" ", ""))
     except ValueError:

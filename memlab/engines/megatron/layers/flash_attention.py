@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memlab.engines.megatron.layers import context_parallel, packed_context_parallel
+from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.torch_functions import (
     Dropped,
     attend,
@@ -47,8 +48,7 @@ def flash_attention(
     Returns:
         Shape [sequence, batch, heads * channels].
     """
-    # A value that is a slice of linear_qkv's output is copied (``get_qkv_layout`` in utils.py).
-    copied = [tensor.contiguous() for tensor in (query, key, value)]
+    copied = in_known_layout(query, key, value)
     # Sequences come first in flash-attn. One sequence needs no copy for that.
     rows = (tensor.transpose(0, 1).contiguous() for tensor in copied)
     if group is None:

@@ -52,3 +52,21 @@ class KeyNorm(_NormOfAllHeads):
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float = 1e-6, **_: Any) -> None:
         assert config.num_query_groups is not None
         super().__init__(config.num_query_groups, hidden_size, config, eps)
+
+
+def fused(norm: type, *, of_queries: bool) -> type:
+    """Returns a norm of all heads by one kernel: Transformer Engine's, given all channels as one row.
+
+    ``OLMoESelfAttention`` in models/olmoe/olmoe_provider.py of Megatron-Bridge (main of August 2026).
+    """
+
+    class FusedNorm(norm):
+        def __init__(self, hidden_size: int, config: TransformerConfig, eps: float = 1e-6, **_: Any) -> None:
+            heads = config.num_attention_heads if of_queries else config.num_query_groups
+            super().__init__(config=config, hidden_size=hidden_size * heads, eps=eps)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = super().forward(inputs.flatten(2)).view(inputs.shape)
+            return result
+
+    return FusedNorm

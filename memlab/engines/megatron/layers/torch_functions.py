@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.tensor_parallel import WHOLE, Split
 from memlab.engines.megatron.layers.weight_gradients import weight_gradient
 from memlab.engines.megatron.packed_sequences import lengths_of
@@ -187,8 +188,8 @@ class CausalAttention(torch.autograd.Function):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # A value that is a slice of linear_qkv's output is copied, and the copy saved (TE's get_qkv_layout).
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        # A value that is a slice of linear_qkv's output may be copied, and the copy saved.
+        query, key, value = in_known_layout(query, key, value)
         random_states = [new_random_state(query)] if drop else []
         dropped = Dropped.of(drop, *random_states)
         output, log_sum_exp = attend(query, key, value, scale, dropped, window=window, sinks=sinks)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.retention.transformer_engine_caches import simulated_causal_masks
 from memlab.meter.labels import one_kernel
 
@@ -29,8 +30,7 @@ def unfused_attention(
     Returns:
         Shape [sequence, batch, heads * channels].
     """
-    # A value that is a slice of linear_qkv's output is copied (``get_qkv_layout`` in utils.py).
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    query, key, value = in_known_layout(query, key, value)
     copied = value
     tokens, batch, heads, _ = query.shape
     mask = _causal_mask(tokens, query.device)

@@ -1,0 +1,30 @@
+"""Steps that NeMo Automodel's and verl's own trainers took on an H200, and memlab's predictions of their job files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+from benchmarks import framework_steps as benchmark
+
+FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_framework_steps.jsonl"
+ROWS = [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+def test_no_job_was_measured_twice_or_failed() -> None:
+    assert len({(row["name"], row["flash_attn"]) for row in ROWS}) == len(ROWS) and all("steps" in row for row in ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row['name']}, {row['flash_attn']}" for row in ROWS])
+def test_a_job_file_is_predicted_as_its_trainer_was_measured(row: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    fields = row["job"] | {key: tuple(row["job"][key]) for key in ("sequences", "options")}
+    job = benchmark.Job(**fields)
+    assert job.name == row["name"]
+    file = benchmark.write_job(job, tmp_path)
+    predicted, measured = benchmark.predicted_of(job, file, has_flash_attn=row["flash_attn"]), row["steps"][-1]
+    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.0003)
+    assert predicted["start"] == pytest.approx(measured["start"], rel=0.001)
