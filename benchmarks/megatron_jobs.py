@@ -802,6 +802,9 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 2, alone, {}, FULL, state=lora(24) | OF_ALL_LINEARS)
     yield from of(QWEN, 2, alone, state=lora(24) | OF_ALL_LINEARS)
     yield from further_adapters(of, alone)
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("layernorm", "moe_act"), config=EXTRA, state=lora(16))
+    yield from of(PHI, 2, alone, {}, FULL, config=EXTRA, state=lora(16))
+    yield from of(GPT_OSS, 2, alone, state=lora(16))
 
 
 def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[Job]:
@@ -876,7 +879,6 @@ def own_layers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     one = GPT, 4, "one rank"
     yield from of(*one, {}, FULL, recompute("core_attn"), state=DROPS | OWN_LAYERS, **alone)
     yield from of(*one, {}, FULL, state=OWN_LAYERS, **alone)
-    yield from of(*one, {}, FULL, state=DROPS | OWN_LAYERS | FUSED_GRADIENTS, **alone)
     yield from of(*one, state=OWN_LAYERS | UNFUSED_ACTIVATION, num_microbatches=3, **alone)
     yield from of(*one, state=OWN_LAYERS | WHOLE_OPTIMIZER, **alone)
 

@@ -24,6 +24,7 @@ import time
 import traceback
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-3-12b": ("gemma3_text", {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
                                     "num_key_value_heads": 8, "vocab_size": 262208, "head_dim": 256,
                                     "query_pre_attn_scalar": 256, "sliding_window": 1024}),
+    "gemma-7b": ("gemma", {"hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16,
+                           "num_key_value_heads": 16, "vocab_size": 256000, "head_dim": 256, "rms_norm_eps": 1e-6}),
+    "granite-3.3-2b": ("granite", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+                                   "num_key_value_heads": 8, "vocab_size": 49159, "rms_norm_eps": 1e-5,
+                                   "tie_word_embeddings": True}),
+    "olmo-2-1b": ("olmo2", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
+                            "num_key_value_heads": 16, "vocab_size": 100352, "rms_norm_eps": 1e-6}),
+    "glm-4-9b": ("glm", {"hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32,
+                         "num_key_value_heads": 2, "vocab_size": 151552, "head_dim": 128, "attention_bias": True,
+                         "rms_norm_eps": 1.5625e-07}),
+    "mixtral-8x7b": ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                                 "num_key_value_heads": 8, "vocab_size": 32000, "rope_theta": 1e6,
+                                 "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2,
+                                 "sliding_window": None}),
+    "mistral-7b-v0.1": ("mistral", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                                    "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+                                    "sliding_window": 4096}),
+    "phi-3-mini-4k": ("phi3", {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32,
+                               "num_key_value_heads": 32, "vocab_size": 32064, "rms_norm_eps": 1e-5,
+                               "sliding_window": 2047}),
 }  # fmt: skip
 """From the models' config.json."""
 
@@ -234,7 +255,14 @@ def _wider_jobs() -> list[Job]:
         replace(qwen, num_layers=4, tensor_model_parallel_size=2, sequence_parallel=True, checkpointing=True),
     ]
     alone = [replace(each, num_ranks=2, one_process=True) for each in of_two]
-    return [*first, *alone, *(replace(each, num_ranks=2) for each in of_two), replace(llama, **one), *_combined_jobs()]
+    return [
+        *first,
+        *alone,
+        *(replace(each, num_ranks=2) for each in of_two),
+        replace(llama, **one),
+        *_combined_jobs(),
+        *_latest_jobs(),
+    ]
 
 
 def _combined_jobs() -> list[Job]:
@@ -263,6 +291,25 @@ def _combined_jobs() -> list[Job]:
     ]
 
 
+def _latest_jobs() -> list[Job]:
+    """Returns jobs of FSDP1 with adapters, and of further families."""
+    eight: dict[str, Any] = {"num_ranks": 8, "one_process": True}
+    llama = Job(model="llama-3.1-8b", num_layers=8, seq_length=4096, **eight)
+    adapted = replace(llama, fsdp_version=1, fp32_sharded_params=True, lora_rank=32)
+    found = [
+        adapted,
+        replace(adapted, model="qwen3-8b", seq_length=8192, checkpointing=True),
+        replace(adapted, model="qwen2.5-7b", num_microbatches=2, checkpointing=True, adam_implementation="fused"),
+    ]
+    for name in ("granite-3.3-2b", "olmo-2-1b", "glm-4-9b", "gemma-7b", "phi-3-mini-4k", "mistral-7b-v0.1"):
+        one = replace(llama, model=name)
+        found += [one, replace(one, seq_length=8192, checkpointing=True, fp32_sharded_params=True)]
+    mixtral = replace(llama, model="mixtral-8x7b", num_layers=2)
+    found += [mixtral, replace(mixtral, checkpointing=True, seq_length=8192, adam_implementation="fused")]
+    found += [replace(llama, model="phi-3-mini-4k", seq_length=2048, selective_ac=True)]
+    return found
+
+
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs of as many ranks as there are GPUs, and appends a line for each; returns how many failed."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -272,12 +319,9 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     import torch
     import torch.distributed.fsdp
     from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
-    from transformers.models.gemma2 import modeling_gemma2  # noqa: F401
-    from transformers.models.gemma3 import modeling_gemma3  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-    from transformers.models.phi3 import modeling_phi3  # noqa: F401
-    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
-    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+
+    for family in {family.removesuffix("_text") for family, _ in MODELS.values()}:
+        import_module(f"transformers.models.{family}.modeling_{family}")
 
     num_gpus = torch.cuda.device_count()
     file, context, failed = folder / "steps.jsonl", multiprocessing.get_context("fork"), 0
@@ -337,8 +381,8 @@ def model_of(job: Job, *, on_gpu: bool) -> Any:
                            "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32}  # fmt: skip
         if family.startswith("gemma"):
             values |= {"sliding_window": 16}
-        if family == "qwen3_moe":
-            values |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        if family in ("qwen3_moe", "mixtral"):
+            values |= {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = AutoConfig.for_model(family, num_hidden_layers=job.num_layers, use_cache=False, **without, **values)
     with torch.device("meta"):
@@ -494,7 +538,12 @@ def inputs_of(job: Job, vocab_size: int, device: str) -> dict[str, Any]:
 def forward(job: Job, model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output with the logits, and the loss."""
     if job.tensor_model_parallel_size == 1:
-        output = model(**inputs)
+        import torch
+
+        casts = job.lora_rank is not None and job.fsdp_version == 1
+        # verl's autocast, without which FSDP1's adapters get rows in fp32 and have matrices in bf16.
+        with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, casts):
+            output = model(**inputs)
         return output, output.loss
     output = model(input_ids=inputs["input_ids"])
     logits = output.logits.float().full_tensor()

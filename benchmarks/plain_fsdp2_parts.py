@@ -12,7 +12,18 @@ def of_version_1(job: Any, model: Any, dtype: Any, reduced: Any, kind: str) -> A
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    if model.config.tie_word_embeddings:  # what FSDP1 materializes module by module is not tied any more
+        model.to_empty(device=kind)
+        model.tie_weights()
+    layer = type(model.model.layers[0])
+
+    def is_unit(module: Any) -> bool:
+        """Whether it is a layer, or a matrix of an adapter, beside which a unit has no frozen parameters."""
+        weight = getattr(module, "weight", None)
+        is_adapter = job.lora_rank is not None and weight is not None and weight.requires_grad
+        return isinstance(module, layer) or (is_adapter and not list(module.children()))
 
     strategy = ShardingStrategy.SHARD_GRAD_OP if job.reshard_after_forward == "none" else ShardingStrategy.FULL_SHARD
     shape: tuple[int, ...] = (job.num_ranks,)
@@ -22,7 +33,7 @@ def of_version_1(job: Any, model: Any, dtype: Any, reduced: Any, kind: str) -> A
     wrapped = FullyShardedDataParallel(
         model,
         device_mesh=init_device_mesh(kind, shape),
-        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+        auto_wrap_policy=CustomPolicy(is_unit),
         mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=reduced, buffer_dtype=torch.float32),
         sharding_strategy=strategy,
         device_id=torch.cuda.current_device() if kind == "cuda" else torch.device("cpu"),
@@ -48,6 +59,7 @@ def checkpoint_selectively(forward: Any) -> Any:
     kept = {each.default for each in get_default_op_list().compute_intensive_ops} | {
         aten.topk.default,
         aten.max.default,
+        aten._scaled_dot_product_cudnn_attention.default,
     }
 
     def contexts() -> Any:

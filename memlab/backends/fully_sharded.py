@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
 
 from memlab.backends.cuda_on_cpu import is_on_host, made_on_host
 from memlab.backends.fake_cuda import FAKE
+from memlab.meter.labels import current_stream, on_stream
 from memlab.meter.observers import unobserved
 from memlab.upstream.patching import patched
 
 _PROPAGATION = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_VERSION_1 = "torch.distributed.fsdp._runtime_utils"
+_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
 _PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
+
+
+def _reshard_gathered(unit: Any) -> None:
+    """Does what FSDP1 does for a unit whose backward has not, such as a frozen one: frees its gathered parameters.
+
+    FSDP1 compares addresses, of which fake tensors have none.
+    """
+    from torch.distributed.fsdp import _runtime_utils
+
+    handle = unit._handle
+    if handle is None:
+        return
+    own, gathered = (each.untyped_storage()._cdata for each in (handle.flat_param._local_shard, handle.flat_param))
+    if own != gathered or handle._skipped_use_sharded_views:
+        _runtime_utils._reshard(unit, handle, _runtime_utils._should_free_in_backward(unit, handle))
+
+
+def _views_of_stream(handle: Any, make: Any, *args: Any) -> list[torch.Tensor]:
+    """Returns FSDP1's views of a flat parameter, whose backward runs on the stream that makes them, as on a GPU.
+
+    There it joins the gradients of a unit's parameters to a flat one, which has its memory from that stream (torch
+    2.11, seen in the history of an H200's allocator).
+    """
+    views, own = list(make(handle, *args)), current_stream()
+    node = views[0].grad_fn
+    if own == 0 or node is None:
+        return views
+    joined, entered = node.next_functions[0][0], ExitStack()
+    joined.register_prehook(lambda gradients: entered.enter_context(on_stream(own)))
+    joined.register_hook(lambda *_: entered.close())
+    return views
 
 
 class _FakeHandle:
@@ -55,6 +90,8 @@ def sharding_on_cpu() -> Iterator[None]:
 @contextmanager
 def sharding_on_fake_tensors() -> Iterator[None]:
     """Lets FSDP2 shard fake tensors, with the streams of a CUDA device, for the block."""
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
     replacements = {
         f"{_FSDP}._fully_shard._get_device_from_mesh": lambda mesh: FAKE,
         **{
@@ -65,6 +102,11 @@ def sharding_on_fake_tensors() -> Iterator[None]:
         # vocabulary is divided. On a device, the result has the collective's own storage (`AsyncCollectiveTensor`).
         "torch.distributed._functional_collectives._maybe_wrap_tensor": lambda output: output,
         "torch.distributed.fsdp._common_utils._FSDPDeviceHandle.from_device": lambda device: _FakeHandle(),
+        f"{_VERSION_1}._catch_all_reshard": _reshard_gathered,
+        **{
+            f"{_HANDLE}.{name}": partialmethod(_views_of_stream, getattr(FlatParamHandle, name))
+            for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned")
+        },
         "torch.optim.adam._device_dtype_check_for_fused": lambda parameter: None,
         "torch.nn.utils.clip_grad._device_has_foreach_support": lambda device: True,
         **{

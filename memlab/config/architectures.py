@@ -30,7 +30,7 @@ from memlab.config.validation import (
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
-    "minimax_m2", "olmoe", "gemma2", "gemma3_text",
+    "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -153,6 +153,16 @@ class Architecture:
     def sandwich_norms(self) -> bool:
         """Whether attention and MLP have a norm behind them too, as in Gemma 2 and 3."""
         return self.family in ("gemma2", "gemma3_text")
+
+    @property
+    def only_in_transformers(self) -> str:
+        """What memlab has in transformers' model only, and not in Megatron's; empty if nothing."""
+        parts = dict.fromkeys(("gemma2", "gemma3_text"), "norms behind attention and MLP")
+        parts |= {"gemma": "GELU gates", "granite": "multipliers", "olmo2": "norms behind attention and MLP alone"}
+        parts |= {"glm": "pairs of neighbours in the rotary embedding"}
+        if self.window_size is not None:
+            parts |= dict.fromkeys(("mistral", "phi3"), "windows")
+        return parts.get(self.family, "")
 
     def _check_choices(self) -> None:
         for name in _SWITCHES:
@@ -424,6 +434,7 @@ _DEEPSEEK_V3 = _NO_AUX | {
     "layernorm_epsilon": 1e-6, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
     "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+_GEMMA: dict[str, Any] = {"kv_channels": 256, "rotary_base": 10000.0, "layernorm_epsilon": 1e-6, "tied": True}
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
 
@@ -454,6 +465,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         # angles beyond 4096 positions and change no tensor's size; they are not applied here)
         _row("phi-4-mini", 32, 3072, 8192, 24, num_query_groups=8, vocab_size=200064, rotary_percent=0.75, tied=True,
              **(_PHI | {"rotary_base": 10000.0})),
+        _row("phi-3-mini-4k", 32, 3072, 8192, 32, num_query_groups=32, vocab_size=32064, window_size=(2046, 0),
+             **(_PHI | {"kv_channels": 96, "rotary_base": 10000.0})),
+        # https://huggingface.co/ByteDance-Seed/Seed-Coder-8B-Instruct/blob/main/config.json, and Falcon's
+        _row("seed-coder-8b", 32, 4096, 14336, 32, **(_LLAMA | {"vocab_size": 155136})),
+        _row("falcon3-7b", 28, 3072, 23040, 12,
+             **(_LLAMA | {"num_query_groups": 4, "kv_channels": 256, "vocab_size": 131072, "rotary_base": 1000042.0,
+                          "layernorm_epsilon": 1e-6})),
+        # https://huggingface.co/google/gemma-2-9b/blob/main/config.json, and likewise
+        _row("gemma-7b", 28, 3072, 24576, 16, family="gemma", num_query_groups=16, vocab_size=256000, **_GEMMA),
+        _row("gemma-2-9b", 42, 3584, 14336, 16, family="gemma2", num_query_groups=8, vocab_size=256000,
+             window_size=(4095, 0), window_attn_skip_freq=(1, 0) * 21, **_GEMMA),
+        _row("gemma-3-270m", 18, 640, 2048, 4, family="gemma3_text", num_query_groups=1, vocab_size=262144,
+             qk_layernorm=True, window_size=(511, 0), window_attn_skip_freq=(1, 1, 1, 1, 1, 0) * 3,
+             **(_GEMMA | {"rotary_base": 1e6})),
+        # https://huggingface.co/ibm-granite/granite-3.3-2b-instruct/blob/main/config.json
+        _row("granite-3.3-2b", 40, 2048, 8192, 32, family="granite", num_query_groups=8, kv_channels=64,
+             vocab_size=49159, rotary_base=1e7, layernorm_epsilon=1e-5, tied=True),
+        # https://huggingface.co/allenai/OLMo-2-0425-1B-Instruct/blob/main/config.json
+        _row("olmo-2-1b", 16, 2048, 8192, 16, family="olmo2", num_query_groups=16, kv_channels=128, vocab_size=100352,
+             rotary_base=5e5, layernorm_epsilon=1e-6, qk_layernorm=True, norms_all_heads=True),
+        # https://huggingface.co/zai-org/glm-4-9b-chat-hf/blob/main/config.json
+        _row("glm-4-9b", 40, 4096, 13696, 32, family="glm", num_query_groups=2, kv_channels=128, vocab_size=151552,
+             rotary_base=10000.0, rotary_percent=0.5, layernorm_epsilon=1.5625e-7, add_qkv_bias=True),
         # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json, and likewise. (How these models scale
         # the angles of the rotary embedding changes no tensor's size, and is not applied here.)
         _row("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
@@ -468,8 +502,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         # https://huggingface.co/deepseek-ai/deepseek-llm-7b-base/blob/main/config.json
         _row("deepseek-llm-7b", 30, 4096, 11008, 32,
              **(_LLAMA_2 | {"num_query_groups": 32, "vocab_size": 102400, "layernorm_epsilon": 1e-6})),
-        # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json, and likewise. (The sliding window of
-        # v0.1 is not modelled.)
+        # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json, and likewise
+        _row("mistral-7b-v0.1", 32, 4096, 14336, 32, window_size=(4095, 0),
+             **(_MISTRAL | {"vocab_size": 32000, "rotary_base": 10000.0})),
         _row("mistral-7b-v0.2", 32, 4096, 14336, 32, **(_MISTRAL | {"vocab_size": 32000})),
         _row("mistral-7b-v0.3", 32, 4096, 14336, 32, **_MISTRAL),
         _row("mistral-nemo-12b", 40, 5120, 14336, 32, **(_MISTRAL | {"vocab_size": 131072})),
@@ -596,6 +631,16 @@ HUGGING_FACE_NAMES = {
     "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
     "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
     "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "phi-3-mini-4k": "microsoft/Phi-3-mini-4k-instruct",
+    "seed-coder-8b": "ByteDance-Seed/Seed-Coder-8B-Base",
+    "falcon3-7b": "tiiuae/Falcon3-7B-Base",
+    "gemma-7b": "google/gemma-7b",
+    "gemma-2-9b": "google/gemma-2-9b",
+    "gemma-3-270m": "google/gemma-3-270m",
+    "granite-3.3-2b": "ibm-granite/granite-3.3-2b-base",
+    "olmo-2-1b": "allenai/OLMo-2-0425-1B",
+    "glm-4-9b": "zai-org/glm-4-9b-hf",
+    "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
     "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
     "mistral-nemo-12b": "mistralai/Mistral-Nemo-Base-2407",
@@ -624,7 +669,10 @@ SAME_SIZES = {
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-llama-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
     **{f"deepseek-r1-distill-qwen-{size}b": f"qwen2.5-{size}b" for size in (7, 14, 32)},
-    **{f"mistral-7b-instruct-v0.{version}": f"mistral-7b-v0.{version}" for version in (2, 3)},
+    **{f"mistral-7b-instruct-v0.{version}": f"mistral-7b-v0.{version}" for version in (1, 2, 3)},
+    **{f"{name}-it": name for name in ("gemma-7b", "gemma-2-9b", "gemma-3-270m")},
+    "functiongemma-270m-it": "gemma-3-270m",
+    "olmo-2-0425-1b": "olmo-2-1b",
     "mistral-nemo": "mistral-nemo-12b",
     "mistral-large": "mistral-large-123b",
     **{f"qwen2-{size}b": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "7", "72")},

@@ -29,6 +29,8 @@ class ModelType:
     """The share of the channels that is rotated, where the field is left out."""
     uses_window: bool = True
     """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
+    has_window: bool = False
+    """Whether a ``sliding_window`` below the longest sequence is that of all layers, which memlab has."""
     experts: Literal["own width", "width of the MLP"] | None = None
     shared_expert_gate: bool = False
     multi_latent_attention: bool = False
@@ -38,9 +40,10 @@ class ModelType:
     norms_all_heads_fused: bool = False
     normalizes_topk: bool = True
     """Whether the probabilities of experts as wide as the MLP add up to 1, where ``norm_topk_prob`` is left out."""
+    is_gemma: bool = False
+    """Whether it has GELU gates, and tied embeddings unless it says otherwise."""
     window_pattern: int = 0
-    """Whether it is of Gemma's kind, with windows in all but one of so many layers, norms on both sides, GELU gates
-    and tied embeddings; 0 is another kind."""
+    """Whether it is of Gemma 2's kind, with windows in all but one of so many layers; 0 is another kind."""
     soft_caps: tuple[float | None, float | None] = (None, None)
     """The only soft caps of attention scores and of logits that memlab has of it."""
     expert_bias: bool = False

@@ -14,9 +14,9 @@ from memlab.config.validation import is_whole_number, shortened
 _MODEL_TYPES = {
     "qwen3_moe": ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
     "mixtral": ModelType(num_key_value_heads=8, experts="width of the MLP"),
-    "phi3": ModelType(),
+    "phi3": ModelType(has_window=True),
     "llama": ModelType(),
-    "mistral": ModelType(num_key_value_heads=8),
+    "mistral": ModelType(num_key_value_heads=8, has_window=True),
     "qwen3": ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
     "qwen2": ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
     "qwen2_moe": ModelType(
@@ -54,8 +54,12 @@ _MODEL_TYPES = {
         experts="width of the MLP",
         normalizes_topk=False,
     ),
-    "gemma2": ModelType(num_key_value_heads=4, head_dim=256, window_pattern=2, soft_caps=(50.0, 30.0)),
-    "gemma3_text": ModelType(num_key_value_heads=4, head_dim=256, qk_layernorm=True, window_pattern=6),
+    "gemma": ModelType(num_key_value_heads=16, head_dim=256, is_gemma=True),
+    "gemma2": ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, window_pattern=2, soft_caps=(50.0, 30.0)),
+    "gemma3_text": ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, qk_layernorm=True, window_pattern=6),
+    "granite": ModelType(),
+    "olmo2": ModelType(qk_layernorm=True, norms_all_heads=True),
+    "glm": ModelType(num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", rotary_percent=0.5),
     "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
@@ -116,7 +120,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_base": fields.number("rope_theta", default=base),
         "rotary_percent": fields.number("partial_rotary_factor", default=share),
         "layernorm_epsilon": fields.number("rms_norm_eps"),
-        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=bool(kind.window_pattern)),
+        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=kind.is_gemma),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
     for part in (attention, Dense, *([Experts] if kind.experts else [])):
@@ -135,7 +139,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     modelled: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)} | dict.fromkeys(zero, (0, None))
     if kind.norms_all_heads_fused:
         modelled["clip_qkv"] = (None,)
-    if kind.window_pattern:
+    if kind.is_gemma:
         modelled |= dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh", None))
         for name, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), kind.soft_caps, strict=True):
             modelled[name] = (cap,)
@@ -153,7 +157,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     if (
         window is not None
         and not is_whole
-        and not (kind.has_sinks or kind.window_pattern)
+        and not (kind.has_sinks or kind.window_pattern or kind.has_window)
         and fields.flag("use_sliding_window", default=kind.uses_window)
     ):
         raise ValueError(

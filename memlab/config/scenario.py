@@ -36,7 +36,10 @@ from memlab.config.versions import OLDER_FILES, Versions
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
 """Fields that may change on a live model."""
-FAMILIES_OF_FSDP2 = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+FAMILIES_OF_FSDP2 = (
+    *("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text"),
+    *("granite", "olmo2", "glm"),
+)
 """The families that the engine fsdp2 builds."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
@@ -291,7 +294,7 @@ class Scenario:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
         if self.engine == "megatron":
-            self._check_norms_of_megatron()
+            self._check_parts_of_megatron()
             return
         if self.architecture.family == "gpt2":
             raise RuleError(
@@ -339,17 +342,18 @@ class Scenario:
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
 
-    def _check_norms_of_megatron(self) -> None:
-        if self.architecture.sandwich_norms:
+    def _check_parts_of_megatron(self) -> None:
+        if self.architecture.only_in_transformers:
             raise RuleError(
                 f"engine is 'megatron', and {self.architecture.name} is of the family {self.architecture.family}, "
-                "whose norms behind attention and MLP memlab has in transformers' model only: choose engine 'fsdp2'",
+                f"whose {self.architecture.only_in_transformers} memlab has in transformers' model only: choose engine "
+                "'fsdp2'",
                 "engine",
             )
 
     def _check_context_parallel_of_fsdp2(self) -> None:
         state, ranks = self.state, self.layout.context_parallel_size
-        if ranks > 1 and self.architecture.sandwich_norms:
+        if ranks > 1 and self.architecture.window_size is not None:
             raise RuleError(
                 f"context_parallel_size is {ranks} with engine {self.engine!r}, must be 1 for "
                 f"{self.architecture.name}, since torch's context_parallel has no windows: choose 1",
@@ -412,7 +416,7 @@ class Scenario:
         others = {
             "tensor_model_parallel_size": layout.tensor_model_parallel_size > 1,
             "fsdp_cpu_offload": state.fsdp_cpu_offload,
-            "lora_rank": state.lora is not None,
+            "lora_fsdp2_library": state.lora is not None and state.lora.fsdp2_library != "peft",
             "adam_implementation": state.adam_implementation == "te_fused",
             "reshard_after_forward_ranks": state.reshard_after_forward_ranks is not None,
             "fsdp2_backward_prefetch_depth": state.fsdp2_backward_prefetch_depth > 0,
@@ -421,7 +425,7 @@ class Scenario:
         for name, is_on in others.items():
             if is_on:
                 value = getattr(layout if name == "tensor_model_parallel_size" else state, name, None)
-                value = state.lora.rank if state.lora is not None and name == "lora_rank" else value
+                value = state.lora.fsdp2_library if state.lora is not None and name.startswith("lora") else value
                 raise RuleError(
                     f"fsdp_version is 1 and {name} {value!r}, which memlab does not predict together: choose "
                     f"fsdp_version 2, or leave {name} out",
@@ -704,7 +708,7 @@ class Scenario:
         """Refuses sdpa with a mask in fp32, which cuDNN's kernel does not take: another kernel was not measured."""
         if self.engine != "fsdp2" or self.dtype != "fp32" or self.attention_of_transformers != "sdpa":
             return
-        if self.packed_sequences is not None or self.architecture.sandwich_norms:
+        if self.packed_sequences is not None or self.architecture.window_size is not None:
             what = "packed_sequences" if self.packed_sequences is not None else f"windows of {self.architecture.name}"
             raise RuleError(
                 f"dtype is 'fp32' with attn_implementation 'sdpa' and {what}, whose mask memlab predicts in bf16 only: "
@@ -719,7 +723,7 @@ class Scenario:
                 "there, since flash-attn takes 16 bits: choose one of them, or dtype bf16",
                 *("attn_implementation", "dtype"),
             )
-        if self.state.attn_implementation == "flash_attention_2" and self.architecture.sandwich_norms:
+        if self.state.attn_implementation == "flash_attention_2" and self.architecture.window_size is not None:
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2', and {self.architecture.name} has windows or soft caps, "
                 "which memlab does not have with it: leave it out",

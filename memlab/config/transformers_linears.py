@@ -36,10 +36,11 @@ def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:
     hidden, inner = sizes.hidden_size, sizes.ffn_hidden_size
     if sizes.family == "phi3":
         attention = {"qkv_proj": (queries + 2 * groups, hidden)}
-        of_mlp = {"gate_up_proj": (2 * inner, hidden)}
     else:
         attention = {"q_proj": (queries, hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden)}
-        of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    if sizes.family in ("phi3", "glm"):
+        of_mlp = {"gate_up_proj": (2 * inner, hidden)}
     of_layer = {f"self_attn.{name}": shape for name, shape in (attention | {"o_proj": (hidden, queries)}).items()}
     if not sizes.routes:
         of_layer |= {f"mlp.{name}": shape for name, shape in (of_mlp | {"down_proj": (hidden, inner)}).items()}

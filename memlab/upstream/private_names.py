@@ -551,6 +551,36 @@ _TORCH = (
         )
         for module in ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
     ),
+    *_in(
+        "backends/fully_sharded.py",
+        _replaced(
+            "torch.distributed.fsdp._runtime_utils",
+            "_catch_all_reshard",
+            "It compares addresses, of which fake tensors have none.",
+        ),
+        _used(
+            "torch.distributed.fsdp._runtime_utils",
+            "_reshard _should_free_in_backward",
+            "What it does with a unit that is still gathered.",
+        ),
+        _replaced(
+            "torch.distributed.fsdp._flat_param:FlatParamHandle",
+            "_get_unflat_views_aligned _get_unflat_views_unaligned",
+            "Their backward runs on the stream that makes them.",
+        ),
+        _used(
+            "torch.distributed.fsdp._flat_param:FlatParameter",
+            "_local_shard",
+            "A unit's own part, in whose place the gathered parameters may still be.",
+            on_instances=True,
+        ),
+        _used(
+            "torch.distributed.fsdp._flat_param:FlatParamHandle",
+            "_skipped_use_sharded_views",
+            "Whether a unit has still to be resharded.",
+            on_instances=True,
+        ),
+    ),
 )
 
 _WITHOUT_TE = (

@@ -75,7 +75,7 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
             "llama-2-7b",
         ),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
-        ("mistralai/Mistral-7B-v0.1", None),  # its attention has a window
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("mistralai/Mistral-Large-Instruct-2411", "mistral-large-123b"),

@@ -74,6 +74,18 @@ class PeftLinear(torch.nn.Module):
         return (output + self.lora_B(self.lora_A(self.lora_dropout(rows))) * self.scaling).to(output.dtype)
 
 
+class MatrixOfAdapter(torch.nn.Linear):
+    """One of an adapter's two matrices.
+
+    FSDP1 gathers it in the type that layers compute in, and PEFT looks at its type before: the rows are in fp32 then,
+    and ``torch.autocast``, under which verl runs a model, copies them once more.
+    """
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]."""
+        return functional.linear(inputs.to(self.weight.dtype), self.weight)
+
+
 class AutomodelLinear(torch.nn.Module):
     """A frozen linear and its adapter, of which backward computes again what the first matrix has made.
 
@@ -104,8 +116,8 @@ class AutomodelLinear(torch.nn.Module):
 def _two_linears(base: Any, lora: LoRA, dtype: torch.dtype) -> tuple[torch.nn.Linear, torch.nn.Linear]:
     options = {"bias": False, "dtype": dtype, "device": base.weight.device}
     matrices = (
-        torch.nn.Linear(base.in_features, lora.rank, **options),
-        torch.nn.Linear(lora.rank, base.out_features, **options),
+        MatrixOfAdapter(base.in_features, lora.rank, **options),
+        MatrixOfAdapter(lora.rank, base.out_features, **options),
     )
     torch.nn.init.zeros_(matrices[1].weight)
     return matrices

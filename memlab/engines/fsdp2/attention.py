@@ -72,7 +72,7 @@ def give_masks(module: Any, attention: str) -> None:
 
 def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     tokens, lengths = named["input_ids"].shape[1], named.get("packed_lengths")
-    if model.config.model_type.startswith("gemma"):
+    if model.config.model_type in ("gemma2", "gemma3_text"):
         dtype = model.embed_tokens.weight.dtype if name == "eager" else torch.bool
         windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
         # transformers makes none where sdpa is causal anyway (``_ignore_causal_mask_sdpa``).
@@ -83,14 +83,15 @@ def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tup
             for kind, window in windows.items()
         }
         return inputs, named | {"attention_mask": masks}
+    window = getattr(model.config, "sliding_window", None)
     if name == "eager":
         dtype = model.embed_tokens.weight.dtype
-        return inputs, named | {"attention_mask": _seen(tokens, lengths, None, dtype)}
+        return inputs, named | {"attention_mask": _seen(tokens, lengths, window, dtype)}
     if "context_parallel_group" in named:
         # transformers takes the two chunks of a rank for packed sequences; NeMo Automodel's hook drops the mask.
         lengths = (tokens // 2, tokens - tokens // 2)
-    if name == "sdpa" and lengths is not None:
-        return inputs, named | {"attention_mask": _seen(tokens, lengths, None)}
+    if name == "sdpa" and (lengths is not None or tokens >= (window or tokens + 1)):
+        return inputs, named | {"attention_mask": _seen(tokens, lengths, window)}
     return inputs, named
 
 

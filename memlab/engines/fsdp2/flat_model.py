@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._init_utils import SHARDING_STRATEGY_MAP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState as Options
+from memlab.engines.fsdp2.adapters import MatrixOfAdapter
 from memlab.engines.fsdp2.sharded_model import DTYPES, ShardedModel, on_device
 from memlab.meter.labels import keeping
 
@@ -97,7 +99,7 @@ class FlatModel(ShardedModel):
             self.module = FullyShardedDataParallel(
                 self.module,
                 device_mesh=init_device_mesh(mesh_device, shape),
-                auto_wrap_policy=ModuleWrapPolicy({type(self.module.model.layers[0])}),
+                auto_wrap_policy=CustomPolicy(partial(_is_unit, [*self.module.model.layers])),
                 mixed_precision=MixedPrecision(
                     param_dtype=DTYPES[scenario.dtype], reduce_dtype=reduced, buffer_dtype=torch.float32
                 ),
@@ -122,6 +124,14 @@ class FlatModel(ShardedModel):
         for unit in FullyShardedDataParallel.fsdp_modules(self.module):
             if unit._handle is not None:
                 yield unit._handle
+
+
+def _is_unit(layers: list[Any], module: Any) -> bool:
+    """Whether verl wraps a module: a layer, and of adapters each matrix, beside which a unit has nothing frozen.
+
+    After ``get_fsdp_wrap_policy`` in ``verl/utils/fsdp_utils.py``.
+    """
+    return any(module is layer for layer in layers) or isinstance(module, MatrixOfAdapter)
 
 
 def _strategy(state: Options) -> ShardingStrategy:

@@ -58,7 +58,11 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
             "moe_intermediate_size": sizes.moe_ffn_hidden_size,
             "norm_topk_prob": not sizes.moe_router_pre_softmax,
         }
-    window: dict[str, Any] = {"sliding_window": None} if sizes.family in ("mistral", "phi3") else {}
+    if sizes.family == "mixtral":
+        experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
+    window: dict[str, Any] = {}
+    if sizes.family in ("mistral", "mixtral", "phi3"):
+        window = {"sliding_window": None if sizes.window_size is None else sizes.window_size[0] + 1}
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": sizes.rotary_base,
@@ -89,6 +93,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         **channels,
         **window,
         **experts,
+        **({"attention_bias": sizes.add_qkv_bias} if sizes.family == "glm" else {}),
     )
 
 

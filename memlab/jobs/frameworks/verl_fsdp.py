@@ -160,7 +160,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
     take_peft(reading, f"{model}.lora_rank")
-    _take_version(reading, strategy)
+    _take_version(reading)
     take_attention(reading, f"{model}.override_config.attn_implementation")
     take_logprobs(reading, loss, "logprobs_by_row")
     saved = f"{model}.lora_adapter_path"
@@ -194,15 +194,12 @@ def _drop_policy(reading: Reading) -> None:
             reading.without_effect[one.key] = "verl reads it with FSDP2 only"
 
 
-def _take_version(reading: Reading, key: str) -> None:
+def _take_version(reading: Reading) -> None:
     """Takes FSDP1, which shards again over all ranks or none."""
     values = reading.values
     if values.pop("strategy") != "fsdp":
         values["use_orig_params"] = False
         take_units(reading, "both")
-    elif values.get("lora_rank") is not None:
-        values["use_orig_params"] = False
-        reading.miss(key, "either", "FSDP1 gathers a layer as one; beside adapters memlab has FSDP2 alone")
     else:
         values["fsdp_version"] = 1
         if isinstance(values["reshard_after_forward"], int):

@@ -1,0 +1,78 @@
+"""Further families of transformers under the engine fsdp2: the loss is transformers' own, and a step is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab import Lab
+from memlab.backends import find_backend
+from memlab.backends.simulated import predicting
+from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.hugging_face import architecture_fields
+from memlab.config.scenario import Scenario
+from memlab.config.validation import RuleError
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+SIZES: dict[str, Any] = {"num_layers": 1, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
+
+
+def tiny(name: str) -> Architecture:
+    model = ARCHITECTURES[name]
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
+                             "num_query_groups": 4 if model.family == "olmo2" else 2, "kv_channels": 16,
+                             "vocab_size": 512}  # fmt: skip
+    sizes |= {"window_size": (15, 0)} if model.window_size is not None else {}
+    sizes |= {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128} if model.routes else {}
+    return replace(model, name=f"{name}-tiny", **sizes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("granite-3.3-2b", "mistral-7b-v0.1", "mixtral-8x7b"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("olmo-2-1b", "glm-4-9b", "gemma-7b", "phi-3-mini-4k")
+        ),
+    ],
+)
+def test_a_step_has_transformers_loss_and_is_predicted(name: str) -> None:
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    scenario = Scenario.of(tiny(name), **SIZES)
+    with Lab(scenario, backend=find_backend("cpu")) as lab:
+        live = lab.step()
+    with Lab(scenario, backend=predicting("cpu")) as lab:
+        predicted = lab.step()
+    assert (live.static_bytes, live.peak_by_category) == (predicted.static_bytes, predicted.peak_by_category)
+    torch.manual_seed(scenario.seed)
+    model = build_model(scenario, torch.bfloat16, attention="eager")
+    tokens = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(scenario.seed))
+    own = model(input_ids=tokens, labels=tokens, position_ids=torch.arange(64).unsqueeze(0)).loss.item()
+    assert live.loss == pytest.approx(own, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("granite-3.3-2b", "multipliers"), ("mistral-7b-v0.1", "windows"), ("olmo-2-1b", "norms")]
+)
+def test_megatron_does_not_build_them(name: str, what: str) -> None:
+    with pytest.raises(RuleError, match=f"whose {what}.* transformers' model only: choose engine 'fsdp2'"):
+        Scenario.of(name)
+
+
+@pytest.mark.parametrize(("longest", "window"), [(32768, (4095, 0)), (4096, None)])
+def test_a_window_of_a_config_counts_below_the_longest_sequence(longest: int, window: tuple[int, int] | None) -> None:
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    values = dict.fromkeys(sizes, 32) | {
+        "head_dim": 4,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+    }
+    fields = architecture_fields({"model_type": "mistral", "max_position_embeddings": longest} | values)
+    assert Architecture(name="a", **fields).window_size == window
