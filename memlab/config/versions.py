@@ -33,6 +33,7 @@ _FIRST_WITH_BF16_UPDATES, _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS = (2, 13), (2,
 _FIRST_THAT_FREES_GATHERS = (2, 14)
 _LAST_WITH_A_BUFFER_FOR_EACH_RANK = (2, 16)
 _RANKS_WITH_TWO_BUFFERS = 2
+_FIRST_WITH_GRADIENTS_IN_THE_REDUCTION_S_TYPE = (2, 15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +144,31 @@ class Versions:
                 f"{self.megatron_core}: {difference if measured else 'how far the two differ was not measured'}"
             )
         return lines
+
+    def remarks_of_fsdp2(self, installed_torch: str) -> list[str]:
+        """Returns what a reader of a prediction of FSDP2 should know: it is the installed torch's code that was run.
+
+        From 2.15 on, the gradient of a gathered parameter has the type of the reduction (``unsharded_grad_dtype`` in
+        ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``); up to 2.14, only what several micro-batches add up has.
+
+        Args:
+            installed_torch: Its version; empty where a record does not say it.
+        """
+        if not installed_torch:
+            return []
+        is_new, is_meant_new = (
+            _numbers(each) >= _FIRST_WITH_GRADIENTS_IN_THE_REDUCTION_S_TYPE
+            for each in (release(installed_torch), self.torch)
+        )
+        if is_new == is_meant_new:
+            return []
+        remark = (
+            f"the code of torch {installed_torch}, which is installed here, made this prediction for torch "
+            f"{self.torch}: from 2.15 on, FSDP2 keeps gradients in the type of their reduction; of 14 measured steps, "
+            "12 are predicted alike with both, one with accumulated micro-batches is 1.9 % higher with 2.15, and one "
+            "with context parallelism 6.7 % lower"
+        )
+        return [remark]
 
     def words(self, engine: EngineName, installed_core: str = "") -> str:
         """Names the versions of what an engine runs, as ``Transformer Engine 2.16, megatron-core 0.16.1, torch 2.11``.

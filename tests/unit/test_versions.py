@@ -91,6 +91,14 @@ def test_a_prediction_names_its_versions_and_says_where_they_decide() -> None:
     )
 
 
+def test_a_prediction_of_fsdp2_says_whose_code_was_run_where_gradients_have_another_type() -> None:
+    assert Versions().remarks_of_fsdp2("2.13.0+cpu") == Versions(torch="2.15").remarks_of_fsdp2("2.15.0") == []
+    assert Versions().remarks_of_fsdp2("") == [], "an old record"
+    newer, older = Versions().remarks_of_fsdp2("2.15.0"), Versions(torch="2.15").remarks_of_fsdp2("2.14.0")
+    assert newer[0].startswith("the code of torch 2.15.0, which is installed here, made this prediction for torch 2.11")
+    assert older[0].startswith("the code of torch 2.14.0, which is installed here, made this prediction for torch 2.15")
+
+
 def test_flags_reach_the_record(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "phi-4-tiny", "--num-layers", "1", "--seq-length", "16", "--json"]
     assert main([*words, "--transformer-engine", "2.12.0", "--torch", "2.13"]) == 0
