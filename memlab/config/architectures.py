@@ -160,8 +160,6 @@ class Architecture:
         parts = dict.fromkeys(("gemma2", "gemma3_text"), "norms behind attention and MLP")
         parts |= {"gemma": "GELU gates", "granite": "multipliers", "olmo2": "norms behind attention and MLP alone"}
         parts |= {"glm": "pairs of neighbours in the rotary embedding"}
-        if self.window_size is not None:
-            parts |= dict.fromkeys(("mistral", "phi3"), "windows")
         return parts.get(self.family, "")
 
     def _check_choices(self) -> None:
