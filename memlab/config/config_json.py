@@ -31,6 +31,8 @@ class ModelType:
     """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
     has_window: bool = False
     """Whether a ``sliding_window`` below the longest sequence is that of all layers, which memlab has."""
+    window: int | None = None
+    """The ``sliding_window`` of such a kind, where the field is left out; null there is none."""
     experts: Literal["own width", "width of the MLP"] | None = None
     shared_expert_gate: bool = False
     multi_latent_attention: bool = False

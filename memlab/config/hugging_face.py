@@ -16,7 +16,7 @@ _MODEL_TYPES = {
     "mixtral": ModelType(num_key_value_heads=8, experts="width of the MLP"),
     "phi3": ModelType(has_window=True),
     "llama": ModelType(),
-    "mistral": ModelType(num_key_value_heads=8, has_window=True),
+    "mistral": ModelType(num_key_value_heads=8, has_window=True, window=4096),
     "qwen3": ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
     "qwen2": ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
     "qwen2_moe": ModelType(

@@ -210,7 +210,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     _note_turns_of_chunks(reading, layout, num_microbatches)
     _check_whole_sequences(reading, layout, seq_length)
     is_megatron = values.get("engine") in (None, "megatron")
-    if layout.context_parallel_size > 1:
+    if is_megatron:
         _drop_flash_attention(reading, architecture)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading)
@@ -312,14 +312,15 @@ def _drop_beside_biases(reading: Reading) -> None:
 
 
 def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
-    """Names flash-attn of ranks that share sequences where memlab has only cuDNN's kernels."""
-    values, is_latent = reading.values, architecture.multi_latent_attention
-    if values.get("attention_backend") != "flash" or not (is_latent or values.get("cp_comm_type") == "a2a"):
+    """Names flash-attn where Transformer Engine has none but version 3 (`Architecture.has_kernel_of_flash_attn_2`)."""
+    values = reading.values
+    if values.get("attention_backend") != "flash" or architecture.has_kernel_of_flash_attn_2:
         return
-    what = "latent attention" if is_latent else "exchanged heads (cp_comm_type a2a)"
     keys = [one.key for one in reading.taken if one.field == "attention_backend"]
     reading.miss(
-        (keys or ["attention_backend"])[-1], "either", f"memlab predicts {what} of several ranks on cuDNN only"
+        (keys or ["attention_backend"])[-1],
+        "either",
+        "Transformer Engine has no flash-attn 2 for latent attention, and memlab predicts cuDNN, not flash-attn 3",
     )
     values["attention_backend"] = "auto"
 

@@ -240,3 +240,12 @@ def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path
     path.write_text(_SLIME.format("grpo"))
     with pytest.raises(ValueError, match="advantage_estimator is grpo, with which slime trains no critic"):
         Job.read(path, format_name="slime-critic").required()
+
+
+def test_layers_of_multi_token_prediction_beside_a_head_are_named_and_not_said_to_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{_OF_SWIFT.format('sft')} --task_type seq_cls --num_labels 3 --mtp_num_layers 1")
+    job = Job.read(path)
+    assert job.required()[0].state.mtp_num_layers is None
+    assert [one.effect for one in job.not_modelled if one.key == "mtp_num_layers"] == ["more"]
+    assert not [one for one in job.taken if one.field == "mtp_num_layers"]

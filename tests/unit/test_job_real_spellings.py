@@ -858,7 +858,12 @@ def test_the_loss_in_bf16_and_a_view_of_whole_embeddings_have_bounds(tmp_path: P
     assert bounds["model.clone_scatter_output_in_embedding"] == 2 * 2048 * 2048
 
 
-def test_a_kernel_that_memlab_replaces_is_named_by_the_job_s_own_key(tmp_path: Path) -> None:
-    values = ("context_parallel_size=2", "cp_comm_type=a2a", "attention_backend=flash")
-    job = _job("bridge", tmp_path, *(f"model.{value}" for value in values))
-    assert "model.attention_backend" in {one.key for one in job.not_modelled}
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kernel_that_memlab_replaces_is_named_by_the_job_s_own_key(ranks: int, tmp_path: Path) -> None:
+    """Latent attention has no flash-attn 2 on any number of ranks; ranks that exchange heads have it."""
+    values = (f"context_parallel_size={ranks}", "cp_comm_type=a2a", "attention_backend=flash")
+    keys = [f"model.{value}" for value in values]
+    for model, backend in (("moonshotai/Moonlight-16B-A3B", "auto"), ("Qwen/Qwen3-30B-A3B", "flash")):
+        job = _job("bridge", tmp_path, f"model.hf_model_id={model}", *keys)
+        assert job.required()[0].state.attention_backend == backend
+        assert ("model.attention_backend" in {one.key for one in job.not_modelled}) == (backend == "auto")

@@ -117,6 +117,8 @@ def test_types_shards_and_what_leaves_the_device(
         (f"{ACTOR}.strategy=fsdp {MODEL}.lora_rank=8", {}),
         (f"{MODEL}.use_remove_padding=False", {f"{MODEL}.use_remove_padding": "more"}),
         (f"{ACTOR}.entropy_coeff=0.01", {f"{ACTOR}.entropy_coeff": "more"}),
+        (f"{ACTOR}.entropy_coeff=0.01 {ACTOR}.entropy_from_logits_with_chunking=True",
+         {f"{ACTOR}.entropy_coeff": "more", f"{ACTOR}.entropy_from_logits_with_chunking": "less"}),
         (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
         (f"+{MODEL}.override_config.hidden_size=2048", {f"{MODEL}.override_config.hidden_size": "either"}),
         (f"+{MODEL}.override_config.attn_implementation=flash_attention_2", {}),

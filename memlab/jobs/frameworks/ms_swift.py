@@ -502,6 +502,7 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         raise CannotStartError("task_type is seq_cls without num_labels, which ms-swift refuses: give num_labels")
     if reading.values["num_labels"] is not None and reading.values.get("mtp_num_layers"):
         reading.values["mtp_num_layers"] = None
+        reading.taken = [one for one in reading.taken if one.field != "mtp_num_layers"]
         reading.miss(
             "mtp_num_layers", "more", "layers of multi-token prediction beside a head, which memlab leaves out"
         )

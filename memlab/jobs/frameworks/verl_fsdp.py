@@ -124,7 +124,8 @@ FRAMEWORK_MISSING = (
       and not row.name.startswith(_OF_MEGATRON)),
     Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
     Missing(f"{_ACTOR}.calculate_entropy", "more", "verl keeps probabilities for backward"),
-    Missing(f"{_FSDP}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
+    *(Missing(f"{section}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens")
+      for section in (_ACTOR, _FSDP)),
     Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
     Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
     *engine_missing(_FSDP, _MODEL),
