@@ -80,7 +80,7 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("mistralai/Mistral-Large-Instruct-2411", "mistral-large-123b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", None),  # its embeddings are not tied
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepseek-r1-distill-qwen-1.5b"),
         ("Qwen/Qwen2-7B-Instruct", "qwen2.5-7b"),
     ],
 )
