@@ -26,6 +26,9 @@ CONTEXT_BYTES = 700 * MIB
 """CUDA's context, and the kernels of torch, Transformer Engine and cuDNN, loaded when first used."""
 CUBLAS_KERNELS_BYTES = 130 * MIB
 """More, where torch itself multiplies matrices: in an output layer or a router."""
+CUDNN_KERNELS_BYTES = 20 * MIB
+"""Less at most, where attention has flash-attn's kernels: 18 MiB in dense jobs of two H200s, in which torch's copy of
+these kernels stood in for them (``labs/results/h200x2_plain_megatron.jsonl``)."""
 OTHER_KERNELS_BYTES = 160 * MIB
 """More at most: versions of Transformer Engine and layers load other kernels."""
 WORLD_BYTES = 770 * MIB
@@ -91,8 +94,9 @@ def estimate_outside_torch(
         model: Says whether there are experts, a bias of experts and tied embeddings, which have groups of their own.
             None: a dense model without tied embeddings, unless the layout spreads experts.
         state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the
-            embedding too, how tokens get to their experts, whether a head takes the place of the output layer, and
-            whether an FP8 recipe reduces over ranks. None: no such layers, alltoall, an output layer and bf16.
+            embedding too, how tokens get to their experts, whether a head takes the place of the output layer, whose
+            kernels attention has, and whether an FP8 recipe reduces over ranks. None: no such layers, alltoall, an
+            output layer, cuDNN's kernels and bf16.
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
@@ -119,10 +123,12 @@ def estimate_outside_torch(
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
     is_measured = layout.world_size <= MEASURED_RANKS
+    absent = CUDNN_KERNELS_BYTES * (state is not None and state.attention_backend == "flash")
     return OutsideTorch(
-        context_and_libraries_bytes=CONTEXT_BYTES + CUBLAS_KERNELS_BYTES * (is_last_stage or has_experts),
+        context_and_libraries_bytes=CONTEXT_BYTES - absent + CUBLAS_KERNELS_BYTES * (is_last_stage or has_experts),
         nccl_bytes=nccl,
         uncertain_bytes=OTHER_KERNELS_BYTES
+        + absent
         + (len(rings) + 2 * pairs + 1) * ROUNDING_BYTES
         + _bytes_of_pairs(most_pairs, most_sends)
         - _bytes_of_pairs(pairs, sends)

@@ -255,11 +255,20 @@ def test_a_predicted_step_has_the_fp8_parameters_of_the_measured_one(file: str, 
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
 
 
-@pytest.mark.parametrize("words", ["fp8_format=e4m3", "recompute_granularity=full"])
+@pytest.mark.parametrize(
+    ("file", "words", "more_than"),
+    [
+        ("fp8", "fp8_format=e4m3", 70),  # steps of 0.07 s; at one peak there are 392 MiB of the step before
+        ("fp8", "recompute_granularity=full", 35),
+        ("lora", "lora_rank=16", 70),  # a frozen weight's gathered values are not emptied: 24.75 MiB of each gather
+        ("lora", "recompute_granularity=full", 70),
+    ],
+)
 @MEASURED_WITH_OLD_CORE
-def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_keep_beside_it(words: str) -> None:
-    """Steps of 0.07 and 0.12 s: in one, torch kept 392 MiB of the step before and 70 MiB of its own until the peak."""
-    rows = map(json.loads, (RESULTS / "h200x2_plain_megatron_fp8.jsonl").read_text().splitlines())
+def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_keep_beside_it(
+    file: str, words: str, more_than: int
+) -> None:
+    rows = map(json.loads, (RESULTS / f"h200x2_plain_megatron_{file}.jsonl").read_text().splitlines())
     job = next(row for row in rows if "blockwise" in row["name"] and f"TP2 x1 {words}" in row["name"])
     predicted = predict_rank(job, 0)
     kept = [
@@ -267,9 +276,8 @@ def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_k
         for rank in job["ranks"]
         for step in rank["steps"][1:]  # the first one makes the optimizer's state
     ]
-    assert min(kept) > -1e-5 * predicted.peak_allocated_bytes
-    assert max(kept) <= predicted.kept_gather_bytes
-    assert max(kept) > 70 * 2**20, "more than forward gathers"
+    assert min(kept) > -3e-4 * predicted.peak_allocated_bytes
+    assert more_than * 2**20 < max(kept) <= predicted.kept_gather_bytes
 
 
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"
