@@ -236,13 +236,16 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
     scenario = predicted.scenario
     stated = outside_torch_of(scenario)
     inside = outside is None or stated.total_bytes <= outside <= stated.most_bytes
+    is_later = outside is not None and outside > stated.most_bytes and not job["ranks"][rank]["first_uses"]
+    # A later job of a process also has the groups that only jobs before it have used.
+    remark = "" if inside else ", after other jobs" if is_later else ", wrong"
     cells = [
         *(f"{job['name']}", f"{rank}"),
         *figures(step["start_bytes"], predicted.static_bytes, hidden=True),
         *figures(step["peak_bytes"], predicted.peak_allocated_bytes),
         *figures(step["peak_reserved_bytes"], predicted.peak_reserved_bytes or 0, hidden=True),
         "" if outside is None else f"{outside / GIB:.2f}",
-        f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{'' if inside else ', wrong'}",
+        f"{stated.total_bytes / GIB:.2f} to {stated.most_bytes / GIB:.2f}{remark}",
     ]
     return f"| {' | '.join(cells)} |"
 

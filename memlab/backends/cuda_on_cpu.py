@@ -235,8 +235,15 @@ class _Stream:
     Its number decides from which of the allocator's pools a request is served while it is the current stream.
     """
 
+    device_index, device_type = 0, 1  # CUDA's number in c10/core/DeviceType.h
+
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
         self.number = next(_stream_numbers) if number is None else number
+
+    @property
+    def stream_id(self) -> int:
+        """What FSDP2 of torch 2.15 gives its own operator, which does nothing for CUDA."""
+        return self.number
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and self.number == other.number

@@ -160,8 +160,6 @@ class Architecture:
         parts = dict.fromkeys(("gemma2", "gemma3_text"), "norms behind attention and MLP")
         parts |= {"gemma": "GELU gates", "granite": "multipliers", "olmo2": "norms behind attention and MLP alone"}
         parts |= {"glm": "pairs of neighbours in the rotary embedding"}
-        if self.window_size is not None:
-            parts |= dict.fromkeys(("mistral", "phi3"), "windows")
         return parts.get(self.family, "")
 
     def _check_choices(self) -> None:
@@ -280,6 +278,16 @@ class Architecture:
         present = {type(part) for part in self.parts}
         absent = [getattr(kind, field) for kind in (LatentAttention, Dense, Experts) if kind not in present]
         return {name for modules in absent for name in modules}
+
+    @property
+    def has_kernel_of_flash_attn_2(self) -> bool:
+        """Whether Transformer Engine gives its attention to flash-attn 2, whose keys and values have equal sizes.
+
+        ``get_attention_backend`` in ``attention/dot_product_attention/utils.py`` (2.12.0 and 2.16.1) calls other sizes
+        MLA and disables flash-attn 2 for them. Megatron-Core 0.18.2 and 0.19.2 pad the values of packed rows, so that
+        the sizes are equal there (``multi_latent_attention.py``); 0.16.1 and 0.17.1 do not.
+        """
+        return not self.multi_latent_attention or self.qk_head_dim + self.qk_pos_emb_head_dim == self.v_head_dim
 
     @property
     def without_effect(self) -> dict[str, str]:

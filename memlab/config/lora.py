@@ -36,7 +36,7 @@ PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("lin
 CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
 _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
 _ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, OUTPUT_LAYER)
-_OF_TRANSFORMERS = {
+OF_TRANSFORMERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj"),
@@ -44,7 +44,7 @@ _OF_TRANSFORMERS = {
     OUTPUT_LAYER: ("lm_head",),
 }
 """The names of transformers for what Megatron calls so."""
-NAMES_OF_TRANSFORMERS = tuple(name for names in _OF_TRANSFORMERS.values() for name in names)
+NAMES_OF_TRANSFORMERS = tuple(name for names in OF_TRANSFORMERS.values() for name in names)
 _ADAPTERS: dict[str, Any] = {"group": "LoRA", "rebuilds": "model", "engines": ("megatron", "fsdp2")}
 _WITHOUT_CONTROL = _ADAPTERS | {"group": ""}
 _OF_MEGATRON = _WITHOUT_CONTROL | {"engines": ("megatron",)}
@@ -224,7 +224,7 @@ class LoRA:
         """
         own = name.rpartition(".")[2]
         listed = self.target_modules or self.exclude_modules
-        is_listed = any(own == one or own in _OF_TRANSFORMERS.get(one, ()) or _matches(one, name) for one in listed)
+        is_listed = any(own == one or own in OF_TRANSFORMERS.get(one, ()) or _matches(one, name) for one in listed)
         return is_listed if self.target_modules else not is_listed
 
     def parts(self, name: str) -> tuple[str, ...]:

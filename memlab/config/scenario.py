@@ -57,6 +57,8 @@ _NOT_BESIDE_OWN_LAYERS = (
     *("reference_model", "num_labels"),
 )
 """Options of the training state that memlab does not predict beside Megatron's own layers."""
+LONGEST_OF_SOFTMAX_KERNEL = 4096
+"""Keys for which Megatron has its own kernel of the softmax."""
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 """Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
 _MOST_ELEMENTS_OF_AN_ACTIVATION = 2**50
@@ -189,7 +191,8 @@ class Scenario:
         if self.state.overlap_param_gather_with_optimizer_step and chunks == 1:
             raise RuleError(
                 "overlap_param_gather_with_optimizer_step is True with virtual_pipeline_model_parallel_size 1, must "
-                "have more, since Megatron-Core has no optimizer for no other chunk: leave it out",
+                "have more, since Megatron-Core then builds an optimizer of the other chunks, and there are none: "
+                "leave it out",
                 *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
@@ -471,10 +474,7 @@ class Scenario:
         return self.layout.data_parallel_size * self.layout.context_parallel_size // self.state.dp_replicate_size
 
     def _check_own_layers(self) -> None:
-        """Refuses what memlab does not predict of Megatron's own layers, and sizes that their softmax's kernel lacks.
-
-        After ``is_kernel_available`` of ``megatron/core/fusions/fused_softmax.py``, 0.16.1.
-        """
+        """Refuses what memlab does not predict of Megatron's own layers, and sizes without its kernel of softmax."""
         if self.state.transformer_impl != "local":
             return
         model, state = self.architecture, self.state
@@ -498,11 +498,12 @@ class Scenario:
                     *("transformer_impl", name),
                 )
         matrices = self.micro_batch_size * model.num_attention_heads // self.layout.tensor_model_parallel_size
-        if not 16 < self.seq_length <= 4096 or self.seq_length % 4 or matrices % 4:
+        if not has_softmax_kernel(self.seq_length, matrices):
             raise RuleError(
                 f"seq_length is {self.seq_length} with transformer_impl 'local', must be a multiple of 4 from 20 to "
-                f"4096, with a multiple of 4 matrices of scores, not {matrices}, since Megatron's kernel of the "
-                "softmax takes no others, and memlab has no other: choose such a length, or transformer_engine",
+                f"{LONGEST_OF_SOFTMAX_KERNEL}, with a multiple of 4 matrices of scores, not {matrices}, since the "
+                "kernel of Megatron's softmax takes no others, and memlab has no other: choose such a length, or "
+                "transformer_engine",
                 *("seq_length", "transformer_impl"),
             )
 
@@ -516,13 +517,6 @@ class Scenario:
             raise RuleError(
                 f"attention_backend is 'unfused' with context_parallel_size {ranks}, which Transformer Engine refuses: "
                 "choose auto, fused or flash, or context_parallel_size 1",
-                *("attention_backend", "context_parallel_size"),
-            )
-        if ranks > 1 and backend == "flash" and self.architecture.multi_latent_attention:
-            raise RuleError(
-                f"attention_backend is 'flash' with context_parallel_size {ranks} for {self.architecture.name}, whose "
-                "keys and values have other sizes, which Transformer Engine gives to flash-attn 3 only and memlab does "
-                "not predict: choose auto or fused, or context_parallel_size 1",
                 *("attention_backend", "context_parallel_size"),
             )
         if ranks > 1 and self.state.cp_comm_type == "a2a" and self.engine == "megatron":
@@ -541,8 +535,6 @@ class Scenario:
         groups = max(1, model.num_query_groups // layout.tensor_model_parallel_size)  # more ranks share a head of keys
         for name, value, is_refused in (
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
-            ("attention_backend", self.state.attention_backend, self.state.attention_backend == "flash"),
-            ("multi_latent_attention", model.name, model.multi_latent_attention),
             ("dtype", self.dtype, self.dtype == "fp32"),
         ):
             if is_refused:
@@ -587,6 +579,14 @@ class Scenario:
 
     def _check_latent_attention(self) -> None:
         model = self.architecture
+        if self.state.attention_backend == "flash" and not model.has_kernel_of_flash_attn_2:
+            raise RuleError(
+                f"attention_backend is 'flash', must be another one for {model.name}, whose heads of keys have "
+                f"{model.qk_head_dim + model.qk_pos_emb_head_dim} channels and those of values {model.v_head_dim}: "
+                "Transformer Engine refuses flash-attn 2 there, and memlab predicts neither flash-attn 3 nor the "
+                "padded values of packed rows in Megatron-Core 0.18: choose auto or fused",
+                "attention_backend",
+            )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
                 f"apply_rope_fusion is True, must be False for the multi-latent attention of {model.name}, by a "
@@ -1210,6 +1210,18 @@ class Scenario:
             f"{self.micro_batch_size}{batches} x {self.seq_length} tokens{packed}, {self.dtype}{engine}{ranks}{rank}"
             f"{routing}{state}{allocator}"
         )
+
+
+def has_softmax_kernel(tokens: int, matrices: int) -> bool:
+    """Whether Megatron's own attention computes its softmax by one kernel.
+
+    After ``is_kernel_available`` of ``megatron/core/fusions/fused_softmax.py``, 0.16.1.
+
+    Args:
+        tokens: Of a sequence.
+        matrices: Of scores, one for each sequence and head of the rank.
+    """
+    return 16 < tokens <= LONGEST_OF_SOFTMAX_KERNEL and tokens % 4 == 0 and matrices % 4 == 0
 
 
 def routed_by_chance(scenario: Scenario) -> Scenario:

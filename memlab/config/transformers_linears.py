@@ -6,11 +6,11 @@ Its experts are parameters and no linears, so that adapters of this kind leave t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from memlab.config.architectures import Architecture
-from memlab.config.lora import LoRA
+from memlab.config.lora import OF_TRANSFORMERS, LoRA
 
 
 class Linear(NamedTuple):
@@ -27,6 +27,13 @@ def adapted_linears(architecture: Architecture, num_layers: int, lora: LoRA) -> 
     for linear in linears(architecture, num_layers):
         if lora.adapts_module(linear.name):
             yield linear
+
+
+def own_names(architecture: Architecture, names: Iterable[str]) -> tuple[str, ...]:
+    """Returns names of linears as the model of transformers has them, in place of Megatron's; patterns stay."""
+    found = {linear.name.rpartition(".")[2] for linear in linears(architecture, 1)}
+    names_of_model = [OF_TRANSFORMERS.get(name, (name,)) for name in names]
+    return tuple(own for one in names_of_model for own in one if own in found or len(one) == 1)
 
 
 def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:

@@ -26,6 +26,9 @@ CONTEXT_BYTES = 700 * MIB
 """CUDA's context, and the kernels of torch, Transformer Engine and cuDNN, loaded when first used."""
 CUBLAS_KERNELS_BYTES = 130 * MIB
 """More, where torch itself multiplies matrices: in an output layer or a router."""
+CUDNN_KERNELS_BYTES = 20 * MIB
+"""Less at most, where attention has flash-attn's kernels: 18 MiB in dense jobs of two H200s, in which torch's copy of
+these kernels stood in for them (``labs/results/h200x2_plain_megatron.jsonl``)."""
 OTHER_KERNELS_BYTES = 160 * MIB
 """More at most: versions of Transformer Engine and layers load other kernels."""
 WORLD_BYTES = 770 * MIB
@@ -91,8 +94,9 @@ def estimate_outside_torch(
         model: Says whether there are experts, a bias of experts and tied embeddings, which have groups of their own.
             None: a dense model without tied embeddings, unless the layout spreads experts.
         state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the
-            embedding too, how tokens get to their experts, and whether a head takes the place of the output layer.
-            None: no such layers, alltoall and an output layer.
+            embedding too, how tokens get to their experts, whether a head takes the place of the output layer, whose
+            kernels attention has, and whether an FP8 recipe reduces over ranks. None: no such layers, alltoall, an
+            output layer, cuDNN's kernels and bf16.
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
@@ -106,10 +110,11 @@ def estimate_outside_torch(
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
         rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)
-    if model is not None and model.moe_router_enable_expert_bias:
+    has_bias = model is not None and model.moe_router_enable_expert_bias
+    if has_bias or (_reduces_amaxes(state) and layout.ranks_of_a_stage > 1):
         # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias`, moe_utils.py).
         # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
-        rings.append(layout.world_size // layout.pipeline_model_parallel_size)
+        rings.append(layout.ranks_of_a_stage)
     gathers = state is not None and state.moe_token_dispatcher_type == "allgather"
     sends_heads = state is not None and state.cp_comm_type == "a2a"
     pairs, sends = _pairs(layout, exchanges=not gathers, sends_heads=sends_heads)
@@ -118,10 +123,12 @@ def estimate_outside_torch(
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
     is_measured = layout.world_size <= MEASURED_RANKS
+    absent = CUDNN_KERNELS_BYTES * (state is not None and state.attention_backend == "flash")
     return OutsideTorch(
-        context_and_libraries_bytes=CONTEXT_BYTES + CUBLAS_KERNELS_BYTES * (is_last_stage or has_experts),
+        context_and_libraries_bytes=CONTEXT_BYTES - absent + CUBLAS_KERNELS_BYTES * (is_last_stage or has_experts),
         nccl_bytes=nccl,
         uncertain_bytes=OTHER_KERNELS_BYTES
+        + absent
         + (len(rings) + 2 * pairs + 1) * ROUNDING_BYTES
         + _bytes_of_pairs(most_pairs, most_sends)
         - _bytes_of_pairs(pairs, sends)
@@ -180,6 +187,19 @@ def _groups_that_reduce(layout: Layout, *, has_experts: bool, has_logits: bool) 
     if expert > 1:
         groups.append(layout.world_size // (expert * expert_tensor * stages))  # gradients of experts
     return groups
+
+
+def _reduces_amaxes(state: TrainingState | None) -> bool:
+    """Whether a step reduces the largest values of its FP8 tensors over all ranks of a stage, if there are several.
+
+    The recipe ``delayed`` does (`reduce_and_update_fp8_tensors` in ``transformer_engine/pytorch/quantization.py``,
+    2.16.1), over the group of ``get_fp8_context`` in ``megatron/core/fp8_utils.py``, 0.16.1. The other recipes do not:
+    ``tensorwise`` reduces over the tensor parallel ranks, which have a group in any case. The group was measured with
+    tensor parallelism of two (``h200x2_plain_megatron_fp8.jsonl``), not with other layouts. With ``tp_only_amax_red``,
+    which memlab does not read, it has only the ranks that share a sequence or matrices, so that data parallel ranks
+    without these have none.
+    """
+    return state is not None and state.fp8_format is not None and state.fp8_recipe == "delayed"
 
 
 def _bytes_of_pairs(pairs: int, sends: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import MOST_LAYERS
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
@@ -73,9 +74,12 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
     names = list(dict.fromkeys((part, name) for table in tables for part, fields in table.items() for name in fields))
     values: dict[str, dict[str, Any]] = {}
     depends: list[str] = []
+    said = TrainingState().options() | given
     for part, name in names:
         found = [table[part][name] for table in tables if name in table[part]]
-        if all(one == found[0] for one in found):
+        # The provider of the only model that has such a part may set it otherwise than the job.
+        is_of_one = part == "state" and len(found) == 1 < len(tables) and found[0] != said.get(name, found[0])
+        if all(one == found[0] for one in found) and not is_of_one:
             values.setdefault(part, {})[name] = found[0]
         else:
             depends.append(name)

@@ -210,8 +210,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     _note_turns_of_chunks(reading, layout, num_microbatches)
     _check_whole_sequences(reading, layout, seq_length)
     is_megatron = values.get("engine") in (None, "megatron")
-    if layout.context_parallel_size > 1:
-        _drop_flash_attention(reading, architecture)
+    if is_megatron:
+        _note_latent_attention(reading, architecture)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading)
     try:
@@ -311,15 +311,30 @@ def _drop_beside_biases(reading: Reading) -> None:
         values[field] = None
 
 
-def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
-    """Names flash-attn of ranks that share sequences where memlab has only cuDNN's kernels."""
-    values, is_latent = reading.values, architecture.multi_latent_attention
-    if values.get("attention_backend") != "flash" or not (is_latent or values.get("cp_comm_type") == "a2a"):
+def _note_latent_attention(reading: Reading, architecture: Architecture) -> None:
+    """Names what frameworks do so that flash-attn 2 takes latent attention (`Architecture.has_kernel_of_flash_attn_2`).
+
+    Packed rows are padded by Megatron-Core since 0.18, by mcore-bridge 1.6.5 for ms-swift, and by verl for the releases
+    before 0.16.2 (``apply_patch`` in verl/models/mcore/patch.py).
+    """
+    values = reading.values
+    has_no_batch = values.pop("is_thd", False) or values.get("packed_sequences") is not None
+    if architecture.has_kernel_of_flash_attn_2:
         return
-    what = "latent attention" if is_latent else "exchanged heads (cp_comm_type a2a)"
+    if has_no_batch:
+        reading.miss(
+            "multi_latent_attention",
+            "more",
+            "Megatron-Core since 0.18, mcore-bridge and verl pad the values of packed rows to the size of keys, and "
+            "memlab predicts them as 0.16 has them",
+        )
+    if values.get("attention_backend") != "flash":
+        return
     keys = [one.key for one in reading.taken if one.field == "attention_backend"]
     reading.miss(
-        (keys or ["attention_backend"])[-1], "either", f"memlab predicts {what} of several ranks on cuDNN only"
+        (keys or ["attention_backend"])[-1],
+        "either",
+        "Transformer Engine has flash-attn 2 for latent attention with padded values only, and memlab predicts cuDNN",
     )
     values["attention_backend"] = "auto"
 

@@ -14,7 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.keys import ABSENT, Key
-from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
+from memlab.jobs.frameworks.registry import FRAMEWORKS, writer_of
 from memlab.jobs.job import Job
 
 
@@ -44,7 +44,7 @@ def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *
     Raises:
         ValueError: If there is no such framework.
     """
-    framework = framework_named(framework_name)
+    framework = writer_of(framework_name, scenario.engine)
     reasons = unsaid(framework, scenario, settings)
     if source is None or source.framework != framework.name or source.scenario is None or source.settings is None:
         values = _values(framework, framework.compose(scenario, settings))
@@ -156,7 +156,7 @@ def writable(framework_name: str | None, scenario: Scenario, base: MemorySetting
     """
     if framework_name is None:
         return lambda settings: True
-    framework = framework_named(framework_name)
+    framework = writer_of(framework_name, scenario.engine)
     before = unsaid(framework, scenario, base).keys()
     return lambda settings: unsaid(framework, scenario, settings).keys() <= before
 
@@ -167,9 +167,9 @@ def check_engine_of(framework_name: str | None, scenario: Scenario) -> None:
     Raises:
         ValueError: If it has another one, or there is no such framework.
     """
-    framework = None if framework_name is None else framework_named(framework_name)
+    framework = None if framework_name is None else writer_of(framework_name, scenario.engine)
     if framework is not None and framework.engine != scenario.engine:
-        others = ", ".join(name for name, other in FRAMEWORKS.items() if other.engine == scenario.engine)
+        others = ", ".join(name for name in FRAMEWORKS if writer_of(name, scenario.engine).engine == scenario.engine)
         raise ValueError(
             f"--as is {framework.name!r}, whose jobs memlab writes for engine {framework.engine!r}, and engine is "
             f"{scenario.engine!r}: choose one of {others}, or leave --as out"

@@ -56,8 +56,11 @@ class KeptGathers:
     def most_bytes(self, columns: npt.NDArray[np.int64]) -> int:
         """Returns how much higher the step's peak is if torch always keeps the last `_MOST_KEPT` gathers.
 
-        Before the first gather of a step, it may still have what the step before kept at its end. Two H200s did so
-        where low-rank adapters leave all gathers to backward (`labs/LOG.md`, 2026-11-29).
+        They are of this step and of the one before, which is taken to be like it: from the last gather of a backward
+        pass to the peak of the next forward pass, a program may need less than the 100 ms after which torch looks. Two
+        H200s had 392 MiB of a step's gathers at the peak of the next (steps of 0.07 s;
+        ``labs/results/h200x2_plain_megatron_fp8.jsonl``). Gathers of earlier steps are not counted, of which steps
+        shorter than that may keep some.
 
         Args:
             columns: Of the step.
@@ -65,16 +68,16 @@ class KeptGathers:
         if not self.kept:
             return 0
         assert all(type(event) is Event for event in self._log.events), "steps in FP8 are not replayed"
-        num_opening_events = len(self._log.opening)
+        num_opening_events, num_gathers = len(self._log.opening), len(self._gathers)
         kept = np.zeros(columns.shape[1], dtype=np.int64)
-        for num_events, num_bytes, gather in self.kept:
+        of_step_before = [(0, num_bytes, gather - num_gathers) for _, num_bytes, gather in self.kept]
+        for num_events, num_bytes, gather in (*of_step_before, *self.kept):
             dropped_by = gather + _MOST_KEPT
-            dropped = self._gathers[dropped_by] if dropped_by < len(self._gathers) else None
-            if dropped is None or dropped >= num_events:
-                kept[num_opening_events + num_events - 1] += num_bytes
+            dropped = self._gathers[dropped_by] if dropped_by < num_gathers else None
+            if dropped_by >= 0 and (dropped is None or dropped >= num_events):
+                kept[max(num_opening_events + num_events - 1, 0)] += num_bytes
                 if dropped is not None:
                     kept[num_opening_events + dropped - 1] -= num_bytes
         in_step = slice(max(num_opening_events - 1, 0), None)
         allocated, kept = np.cumsum(np.where(columns[2] == _DEVICE, columns[1], 0)), np.cumsum(kept)
-        kept[: num_opening_events + self._gathers[0]] = kept[-1]
         return int((allocated + kept)[in_step].max() - allocated[in_step].max())

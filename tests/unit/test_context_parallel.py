@@ -294,10 +294,35 @@ def test_a_ring_on_flash_attn_makes_transformer_engine_s_buffers() -> None:
     assert made_by_attention(record, "backward") - made_by_attention(fused, "backward") == more
 
 
-def test_latent_attention_on_several_ranks_has_no_kernel_of_flash_attn_2() -> None:
-    """``get_attention_backend`` of Transformer Engine 2.16.1: "Disabling FlashAttention 2 as it does not support MLA"."""
-    with pytest.raises(ValueError, match="'flash' with context_parallel_size 2 for deepseek-tiny, whose keys"):
-        Scenario.of("deepseek-tiny", seq_length=64, state=FLASH, layout=Layout(context_parallel_size=2))
+@pytest.mark.usefixtures("exact_bytes")
+@pytest.mark.parametrize("backend", ["fused", "flash"])
+def test_an_exchange_of_heads_makes_transformer_engine_s_buffers(backend: Any) -> None:
+    """Counted in ``flash_attn_a2a_communicate`` of 2.16.1: each tensor is sent, has arrived, and is put in order.
+
+    In backward, flash-attn 2.8.3 has beside what cuDNN's kernel has: the query's gradient in fp32, sums of rows, and
+    the gradients of keys and values for each head.
+    """
+    heads = TrainingState(cp_comm_type="a2a", attention_backend=backend)
+    record = step(TOKENS * 2, context_parallel_size=2, state=heads)
+    random_state = 8 * RANDOM_STATE if backend == "flash" else 0
+    forward = KEY + 3 * (OUTPUT + 2 * KEY) + OUTPUT + LOG_SUM + 3 * OUTPUT + random_state
+    assert made_by_attention(record) == forward
+    kernel = OUTPUT + 2 * KEY + (2 * OUTPUT + LOG_SUM + 2 * OUTPUT if backend == "flash" else 0)
+    assert made_by_attention(record, "backward") == 3 * OUTPUT + kernel + 3 * (OUTPUT + 2 * KEY)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latent_attention_has_no_kernel_of_flash_attn_2(ranks: int) -> None:
+    """``get_attention_backend`` of Transformer Engine 2.16.1: "Disabling FlashAttention 2 as it does not support MLA".
+
+    That is where keys and values have other sizes. In GLM-4.7-Flash both have 256 channels, which it takes.
+    """
+    layout = Layout(context_parallel_size=ranks)
+    with pytest.raises(ValueError, match="refuses flash-attn 2 there"):
+        Scenario.of("deepseek-tiny", seq_length=64, state=FLASH, layout=layout)
+    for kind in ("p2p", "a2a"):
+        state = replace(FLASH, cp_comm_type=kind)
+        Scenario.of("glm-4.7-flash", num_layers=2, seq_length=64, state=state, layout=layout)
 
 
 def test_a_packed_row_on_two_ranks_keeps_what_half_of_it_keeps_on_one() -> None:

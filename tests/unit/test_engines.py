@@ -29,6 +29,7 @@ from memlab.lab.one_process import OneProcess
 from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.views.text.record import version_lines
+from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -179,6 +180,7 @@ def test_tensor_parallel_ranks_keep_their_part_and_gather_the_logits_in_fp32() -
     assert found[1].peak_allocated_bytes > found[1].static_bytes + whole, "of the whole vocabulary"
 
 
+@MEASURED_WITH_OLD_TORCH
 @pytest.mark.parametrize(
     ("layout", "measured"),
     [
@@ -288,7 +290,11 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
     "name",
     [
         "model=phi-4 num_layers=8 num_ranks=2 lora_rank=16",
-        "model=qwen3-30b-a3b num_layers=4 num_microbatches=2 num_ranks=2 defer_fsdp_grad_sync adam_implementation=fused",
+        pytest.param(
+            "model=qwen3-30b-a3b num_layers=4 num_microbatches=2 num_ranks=2 defer_fsdp_grad_sync "
+            "adam_implementation=fused",
+            marks=MEASURED_WITH_OLD_TORCH,
+        ),
         "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
         "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
         "model=qwen3-8b num_layers=8 seq_length=4096 num_ranks=2 checkpointing tensor_model_parallel_size=2",

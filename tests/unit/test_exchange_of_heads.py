@@ -9,6 +9,7 @@ import torch
 
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
 from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
+from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.torch_functions import CausalAttention
 from tests.unit.ranks import on_ranks
 from tests.unit.test_context_parallel import chunks
@@ -18,19 +19,39 @@ HEADS_EXCHANGED = TrainingState(cp_comm_type="a2a")
 MASKS = TrainingState(create_attention_mask_in_dataloader=True)
 
 
-@pytest.mark.parametrize(("ranks", "window", "has_sinks"), [(2, None, False), (4, None, True), (2, 3, True)])
-def test_ranks_that_exchange_heads_compute_what_one_rank_does(ranks: int, window: int | None, has_sinks: bool) -> None:
-    """With 12 tokens or, on 4 ranks, 24; sinks are a parameter of all heads on each rank."""
+@pytest.mark.parametrize(
+    ("ranks", "window", "has_sinks", "is_flash", "of_value"),
+    [
+        (2, None, False, False, CHANNELS),
+        (4, None, True, False, CHANNELS),
+        (2, 3, True, False, CHANNELS),
+        (2, None, False, True, CHANNELS),
+        (4, None, False, True, CHANNELS),
+        (2, None, False, False, CHANNELS // 2),
+    ],
+)
+def test_ranks_that_exchange_heads_compute_what_one_rank_does(
+    ranks: int, window: int | None, has_sinks: bool, is_flash: bool, of_value: int
+) -> None:
+    """With 12 tokens or, on 4 ranks, 24; sinks are a parameter of all heads on each rank.
+
+    flash-attn's kernel takes sequences first, and saves the state of random numbers too. In latent attention a head's
+    values have fewer channels than its keys.
+    """
     generator = torch.Generator().manual_seed(0)
     num_tokens = TOKENS * ranks // 2
-    inputs = [torch.randn(num_tokens, 2, heads, CHANNELS, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
-    grad = torch.randn(num_tokens, 2, HEADS * CHANNELS, generator=generator)
+    shapes = ((HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, of_value))
+    inputs = [torch.randn(num_tokens, 2, *shape, generator=generator) for shape in shapes]
+    grad = torch.randn(num_tokens, 2, HEADS * of_value, generator=generator)
     sinks = torch.randn(1, HEADS, 1, 1, generator=generator) if has_sinks else None
 
     def gradients(rows: list[int], attention: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
         leaves = [tensor[rows].clone().requires_grad_() for tensor in inputs]
         own_sinks = [] if sinks is None else [sinks.clone().requires_grad_()]
-        output = attention.apply(*leaves, 0.3, *arguments, window, *(own_sinks or (None,)))
+        if is_flash and attention is AllToAllAttention:
+            output = flash_attention(*leaves, 0.3, 0.0, *arguments, exchanges_heads=True)
+        else:
+            output = attention.apply(*leaves, 0.3, *arguments, window, *(own_sinks or (None,)))
         return output.detach(), *torch.autograd.grad(output, [*leaves, *own_sinks], grad[rows])
 
     whole = gradients(list(range(num_tokens)), CausalAttention, 0.0)
@@ -51,9 +72,9 @@ def test_ranks_that_exchange_heads_compute_what_one_rank_does(ranks: int, window
             torch.testing.assert_close(part, all_of_it[chunks(ranks, rank, num_tokens)], rtol=1e-4, atol=1e-5)
         # Query, key, value, output and log-sum-exp of whole sequences, of a share of the heads.
         rows, heads, groups = 2 * num_tokens, HEADS // ranks, GROUPS // ranks
-        keys = [rows * groups * CHANNELS] * 2
-        sizes = [rows * heads * CHANNELS, *keys, rows * heads * CHANNELS, rows * heads]
-        assert kept[rank] == sizes + [heads] * has_sinks
+        keys = [rows * groups * CHANNELS, rows * groups * of_value]
+        sizes = [rows * heads * CHANNELS, *keys, rows * heads * of_value, rows * heads]
+        assert kept[rank] == sizes + [heads] * has_sinks + [2] * is_flash
     if has_sinks:  # each rank has the gradient of its heads over all tokens, and gathers those of the others
         for rank in range(ranks):
             torch.testing.assert_close(parts[rank][4], whole[4], rtol=1e-4, atol=1e-5)
@@ -93,7 +114,13 @@ def test_models_with_sinks_and_windows_share_sequences_only_by_exchanging_heads(
         ("qwen3-dense-tiny", 2, {}, {"packed_sequences": 2}, "with packed_sequences 2, which memlab does not predict"),
         ("qwen3-dense-tiny", 2, {}, {"dtype": "fp32"}, "with dtype fp32, which memlab does not predict"),
         ("qwen3-dense-tiny", 16, {}, {}, "must divide the . heads of keys"),
-        ("deepseek-tiny", 2, {}, {}, "with multi_latent_attention deepseek-tiny"),
+        (
+            "deepseek-tiny",
+            2,
+            {"attention_backend": "flash"},
+            {},
+            "heads of keys have 48 channels and those of values 32",
+        ),
     ],
 )
 def test_what_cannot_exchange_heads_is_refused(

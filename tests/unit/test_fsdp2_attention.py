@@ -20,6 +20,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 from memlab.fitting.recompute_cost import recomputed_operations
+from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -165,13 +166,13 @@ OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
     "name",
     [
         OF_LLAMA + "fp32_sharded_params fsdp_version=1",
+        pytest.param(OF_LLAMA + "context_parallel_size=2", marks=[pytest.mark.slow, MEASURED_WITH_OLD_TORCH]),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 "model=phi-4 num_layers=8 seq_length=4096 packed_sequences=3",
                 "model=llama-3.1-8b num_layers=8 seq_length=4096 selective_ac",
                 "model=llama-3.1-8b num_layers=8 seq_length=4096 packed_sequences=8 attn_implementation=flash_attention_2",
-                OF_LLAMA + "context_parallel_size=2",
                 OF_LLAMA + "tensor_model_parallel_size=2 sequence_parallel",
                 OF_EIGHT + "checkpointing one_process fp32_sharded_params dp_replicate_size=2 fsdp_version=1",
             )

@@ -58,21 +58,39 @@ def test_a_step_has_transformers_loss_and_is_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("granite-3.3-2b", "multipliers"), ("mistral-7b-v0.1", "windows"), ("olmo-2-1b", "norms")]
+    ("name", "what"), [("granite-3.3-2b", "multipliers"), ("gemma-7b", "GELU gates"), ("olmo-2-1b", "norms")]
 )
 def test_megatron_does_not_build_them(name: str, what: str) -> None:
     with pytest.raises(RuleError, match=f"whose {what}.* transformers' model only: choose engine 'fsdp2'"):
         Scenario.of(name)
 
 
-@pytest.mark.parametrize(("longest", "window"), [(32768, (4095, 0)), (4096, None)])
-def test_a_window_of_a_config_counts_below_the_longest_sequence(longest: int, window: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize(
+    ("given", "longest", "window"),
+    [
+        ({"sliding_window": 4096}, 32768, (4095, 0)),
+        ({"sliding_window": 4096}, 4096, None),
+        ({}, 32768, (4095, 0)),  # as MistralConfig of transformers 5.24 has it
+        ({"sliding_window": None}, 32768, None),
+    ],
+)
+def test_a_window_of_a_config_counts_below_the_longest_sequence(
+    given: dict[str, int | None], longest: int, window: tuple[int, int] | None
+) -> None:
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     values = dict.fromkeys(sizes, 32) | {
         "head_dim": 4,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
-        "sliding_window": 4096,
     }
-    fields = architecture_fields({"model_type": "mistral", "max_position_embeddings": longest} | values)
+    fields = architecture_fields({"model_type": "mistral", "max_position_embeddings": longest} | values | given)
     assert Architecture(name="a", **fields).window_size == window
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_bias": True}, {"attention_bias": False}])
+def test_the_biases_of_a_glm_are_those_of_transformers(given: dict[str, bool]) -> None:
+    from transformers import GlmConfig
+
+    config = GlmConfig(**given).to_dict()
+    config = {name: value for name, value in config.items() if name != "attention_bias"} | given
+    assert architecture_fields(config)["add_qkv_bias"] == GlmConfig(**given).attention_bias

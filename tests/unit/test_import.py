@@ -52,9 +52,11 @@ def test_importing_the_lab_is_silent_and_loads_no_compiler_without_a_gpu() -> No
     code = f"from memlab import Lab\nimport gc, sys\nprint({loaded}, gc.get_freeze_count() > 200_000)"
     environment = os.environ | {"CUDA_HOME": sys.prefix}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout + done.stderr == f"{torch.cuda.device_count() > 0} False True\n", (
-        "and collections pass over torch"
+    # Triton's bindings of torch 2.15 name what they leave behind when Python ends; no import prints that.
+    printed = "".join(
+        line for line in done.stderr.splitlines(True) if not line.startswith(("nanobind:", " - ", "See https"))
     )
+    assert done.stdout + printed == f"{torch.cuda.device_count() > 0} False True\n", "and collections pass over torch"
 
 
 def test_a_headless_run_does_not_import_the_parser_of_urls_that_takes_2_seconds() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from memlab.cli import main
+from memlab.config.architectures import Architecture
 from memlab.jobs.any_model import OfAnyModel, of_any_model
 from memlab.jobs.job import Job
 
@@ -88,6 +89,25 @@ def test_a_field_that_depends_on_the_model_is_named_and_has_no_value(tmp_path: P
     common = _common(path)
     assert common is not None and "seq_length" in common.depends_on_model
     assert "seq_length" not in common.values["workload"]
+
+
+def test_what_the_provider_of_one_family_alone_sets_does_not_hold_for_any_model(tmp_path: Path) -> None:
+    """Of Megatron-Bridge's families with shared experts, DeepSeek-V3's overlaps them, and Qwen2-MoE's does not."""
+    (path := tmp_path / "job.yaml").write_text(
+        "model: {hf_model_id: x/New, seq_length: 4096}\ndataset: {seq_length: 4096}\n"
+        "train: {micro_batch_size: 1, global_batch_size: 8}\n"
+    )
+
+    def read(model: Architecture | str | None = None) -> Job:
+        return Job.read(path, format_name="bridge", world_size=8, architecture=model)
+
+    overlaps = [
+        read(model).required()[0].state.moe_shared_expert_overlap for model in ("qwen1.5-moe-a2.7b", "deepseek-v3")
+    ]
+    assert overlaps == [False, True]
+    common = of_any_model(read(), read)
+    assert common is not None and "moe_shared_expert_overlap" in common.depends_on_model
+    assert "moe_shared_expert_overlap" not in common.values["state"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ def test_megatron_lm_s_flag_decides_on_the_biases(tmp_path: Path) -> None:
     assert QWEN.num_parameters - without.num_parameters == 28 * (28 + 2 * 4) * 128
 
 
+def test_megatron_lm_s_windows_of_a_dense_model_are_predicted(tmp_path: Path) -> None:
+    scenario, _ = read(tmp_path, "run.sh", f"{SIZES} --window-size 127,0").required()
+    assert (scenario.engine, scenario.architecture.window_size) == ("megatron", (127, 0))
+
+
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True "
 TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
 

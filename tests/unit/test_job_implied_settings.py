@@ -41,6 +41,16 @@ _GPT = """--num-layers 12 --hidden-size 512 --num-attention-heads 8 --max-positi
         (_GPT, "--transformer-impl local --attention-backend unfused", "auto", "local", False),
         (_GPT, "--transformer-impl local --no-masked-softmax-fusion", "unfused", "transformer_engine", True),
         (_GPT, "--transformer-impl inference_optimized", "auto", "transformer_engine", True),
+        (_GPT, "--transformer-impl other", "auto", "transformer_engine", True),
+        # Megatron's kernel of the softmax takes 4 matrices of scores, and 4 tokens, at a time.
+        (
+            _GPT,
+            "--transformer-impl local --micro-batch-size 1 --hidden-size 640 --num-attention-heads 10",
+            "unfused",
+            "transformer_engine",
+            True,
+        ),
+        (_GPT, "--transformer-impl local --seq-length 1022", "unfused", "transformer_engine", True),
     ],
 )
 def test_attention_that_keeps_scores_is_predicted_as_such(

@@ -12,7 +12,7 @@ import pytest
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import Fp8Recipe, TrainingState
 from memlab.fitting.outside_torch import (
     OutsideTorch,
     estimate_outside_torch,
@@ -26,9 +26,9 @@ FOUR = [json.loads(line) for line in (RESULTS / "h200x4_plain_megatron.jsonl").r
 TWO = [json.loads(line) for line in (RESULTS / "h200x2_plain_megatron.jsonl").read_text().splitlines()]
 
 
-def of(text: str, model: str | None = None, rank: int = 0) -> OutsideTorch:
+def of(text: str, model: str | None = None, rank: int = 0, state: TrainingState | None = None) -> OutsideTorch:
     layout = replace(Layout.from_text(text), rank=rank) if text else Layout()
-    return estimate_outside_torch(layout, None if model is None else find_architecture(model))
+    return estimate_outside_torch(layout, None if model is None else find_architecture(model), state)
 
 
 @pytest.mark.parametrize("file", [f"h200{number}_plain_fsdp2.jsonl" for number in ("", "x2", "x4")])
@@ -84,10 +84,12 @@ def test_one_rank_is_what_an_h200_held() -> None:
 def test_every_measured_rank_is_within_a_range_of_less_than_a_gibibyte() -> None:
     jobs = [row for row in (*FOUR, *TWO) if "outside_torch_bytes" in row["ranks"][0]["steps"][-1]]
     assert len(jobs) >= 41 + 9
+    assert any(job["state"].get("attention_backend") == "flash" for job in jobs)
     for job in jobs:
+        state = TrainingState(attention_backend=job["state"].get("attention_backend", "auto"))
         for rank in job["ranks"]:
             held = rank["steps"][-1]["outside_torch_bytes"]
-            stated = of(job["layout"], job["model"], rank["rank"])
+            stated = of(job["layout"], job["model"], rank["rank"], state)
             assert stated.total_bytes <= held <= stated.most_bytes, (job["name"], rank["rank"], held / MIB)
             assert stated.most_bytes - stated.total_bytes < 0.25 * GIB
 
@@ -137,6 +139,56 @@ def test_a_bias_of_experts_follows_the_tokens_of_all_ranks_of_a_stage(layout: st
     if not layout:
         stated = estimate_outside_torch(both, moonlight)
         assert stated.total_bytes <= 2892 * MIB <= stated.most_bytes
+
+
+FP8 = [json.loads(line) for line in (RESULTS / "h200x2_plain_megatron_fp8.jsonl").read_text().splitlines()]
+
+
+def test_ranks_in_fp8_are_within_their_range_and_keep_the_group_of_a_job_before_them() -> None:
+    """Three jobs followed two with delayed scaling in the same processes, whose group stayed."""
+    after_delayed = 0
+    for job in FP8:
+        state = TrainingState.of_options(job["state"])
+        for rank in job["ranks"]:
+            layout = replace(Layout.from_text(job["layout"]), rank=rank["rank"])
+            stated = estimate_outside_torch(layout, find_architecture(job["model"]), state)
+            held = rank["steps"][-1]["outside_torch_bytes"]
+            if not stated.total_bytes <= held <= stated.most_bytes:
+                assert not rank["first_uses"], (job["name"], "was the first of its process")
+                assert held == FP8[0]["ranks"][0]["steps"][-1]["outside_torch_bytes"], job["name"]
+                after_delayed += 1
+    assert after_delayed == 3 * 2
+
+
+def test_delayed_scaling_was_measured_to_reduce_over_all_ranks_of_a_stage() -> None:
+    used = {(use["group"], use["collective"]) for rank in FP8[0]["ranks"] for use in rank["first_uses"]}
+    assert ("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "allreduce") in used
+    for job in FP8[1:]:  # blockwise, tensorwise and tensorwise: the first jobs of later processes
+        groups = {use["group"] for rank in job["ranks"] for use in rank["first_uses"] or ()}
+        assert "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP" not in groups, job["name"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "model", "mebibytes"),
+    [
+        ("TP2", "delayed", "llama-3.1-8b", 484),
+        ("TP2", "tensorwise", "llama-3.1-8b", 0),
+        ("TP2", "blockwise", "llama-3.1-8b", 0),
+        ("DP2", "delayed", "llama-3.1-8b", 484),
+        ("CP2", "delayed", "llama-3.1-8b", 484),
+        ("PP2", "delayed", "llama-3.1-8b", 0),  # each stage reduces by itself, and has one rank
+        ("EP2 DP2", "delayed", "qwen3-30b-a3b", 484),
+        ("TP2 EP2 DP2", "delayed", "moonlight-16b-a3b", 0),  # the group of its experts' bias is the same
+        ("", "delayed", "llama-3.1-8b", 0),
+    ],
+)
+def test_fp8_adds_a_group_if_delayed_scaling_has_several_ranks(
+    layout: str, recipe: Fp8Recipe, model: str, mebibytes: int
+) -> None:
+    parts = Layout.from_text(layout) if layout else Layout()
+    states = TrainingState(), TrainingState(fp8_format="hybrid", fp8_recipe=recipe)
+    bf16, fp8 = (estimate_outside_torch(parts, find_architecture(model), state) for state in states)
+    assert fp8.nccl_bytes - bf16.nccl_bytes == mebibytes * MIB
 
 
 @pytest.mark.parametrize(("model", "more"), [("qwen3-8b", (484, 0, 484)), ("qwen3-4b", (0, 0, 0))])

@@ -110,8 +110,21 @@ def test_a_head_needs_no_group_for_the_loss() -> None:
     assert outside[1] - outside[0] > 388 * 2**20
 
 
+TEACHERS_OF_TWO = [
+    json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_teachers.jsonl").read_text().splitlines()
+]
+
+
 def test_all_jobs_that_distil_were_measured() -> None:
-    assert [*TEACHERS] == [job.name for job in jobs() if "loss" in job.state and job.num_ranks == 1]
+    for ranks, measured in ((1, [*TEACHERS]), (2, [row["name"] for row in TEACHERS_OF_TWO])):
+        assert measured == [job.name for job in jobs() if "loss" in job.state and job.num_ranks == ranks]
+
+
+def test_a_predicted_rank_has_the_teacher_of_the_measured_one() -> None:
+    """The largest errors of all 6 ranks are 0.013 % of the peak and 0.002 % of the start, both of GKD's."""
+    measured, predicted = TEACHERS_OF_TWO[0]["ranks"][1]["steps"][-1], predict_rank(TEACHERS_OF_TWO[0], 1)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-6)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-6)
 
 
 @pytest.mark.parametrize("words", ["x3 recompute_granularity=full", pytest.param("qwen3-4b 4", marks=pytest.mark.slow)])
@@ -217,6 +230,54 @@ def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp
     measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "rank"),
+    [
+        ("h200", "llama-3.1-8b 4 layers one rank x1 fp8_format=e4m3 fp8_recipe=blockwise", 0),
+        ("h200x2", "llama-3.1-8b 4 layers TP2 x1 fp8_format=hybrid fp8_recipe=delayed", 1),
+        ("h200x2", "llama-3.1-8b 4 layers DP2 x1 fp8_format=hybrid fp8_recipe=tensorwise", 0),
+        pytest.param("h200", "qwen3-30b-a3b 2 layers one rank x1 fp8_format", 0, marks=pytest.mark.slow),
+        pytest.param("h200x2", "qwen3-30b-a3b 2 layers EP2 DP2", 1, marks=pytest.mark.slow),
+    ],
+)
+@MEASURED_WITH_OLD_CORE
+def test_a_predicted_step_has_the_fp8_parameters_of_the_measured_one(file: str, words: str, rank: int) -> None:
+    """The largest errors of 21 ranks are 0.007 % of the peak and 0.012 % of the start.
+
+    The other 4 are tensor parallel and blockwise, where torch keeps gathers.
+    """
+    rows = map(json.loads, (RESULTS / f"{file}_plain_megatron_fp8.jsonl").read_text().splitlines())
+    job = next(row for row in rows if row["name"].startswith(words))
+    measured, predicted = job["ranks"][rank]["steps"][-1], predict_rank(job, rank)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.5e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "more_than"),
+    [
+        ("fp8", "fp8_format=e4m3", 70),  # steps of 0.07 s; at one peak there are 392 MiB of the step before
+        ("fp8", "recompute_granularity=full", 35),
+        ("lora", "lora_rank=16", 70),  # a frozen weight's gathered values are not emptied: 24.75 MiB of each gather
+        ("lora", "recompute_granularity=full", 70),
+    ],
+)
+@MEASURED_WITH_OLD_CORE
+def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_keep_beside_it(
+    file: str, words: str, more_than: int
+) -> None:
+    rows = map(json.loads, (RESULTS / f"h200x2_plain_megatron_{file}.jsonl").read_text().splitlines())
+    job = next(row for row in rows if "blockwise" in row["name"] and f"TP2 x1 {words}" in row["name"])
+    predicted = predict_rank(job, 0)
+    kept = [
+        step["peak_bytes"] - predicted.peak_allocated_bytes
+        for rank in job["ranks"]
+        for step in rank["steps"][1:]  # the first one makes the optimizer's state
+    ]
+    assert min(kept) > -3e-4 * predicted.peak_allocated_bytes
+    assert more_than * 2**20 < max(kept) <= predicted.kept_gather_bytes
 
 
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from memlab.cli import main
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
@@ -45,6 +46,7 @@ def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
             num_microbatches=8,
             engine="fsdp2",
             layout=Layout(data_parallel_size=8),
+            allocator=AllocatorSettings(expandable_segments=True),
             state=TrainingState(**STATE),  # type: ignore[arg-type]
         ),
         MemorySettings(**WHOLE_LAYERS),  # type: ignore[arg-type]
@@ -115,8 +117,10 @@ def test_types_shards_and_what_leaves_the_device(
         (f"{ACTOR}.strategy=fsdp {MODEL}.lora_rank=8", {}),
         (f"{MODEL}.use_remove_padding=False", {f"{MODEL}.use_remove_padding": "more"}),
         (f"{ACTOR}.entropy_coeff=0.01", {f"{ACTOR}.entropy_coeff": "more"}),
+        (f"{ACTOR}.entropy_coeff=0.01 {ACTOR}.entropy_from_logits_with_chunking=True",
+         {f"{ACTOR}.entropy_coeff": "more", f"{ACTOR}.entropy_from_logits_with_chunking": "less"}),
         (f"{MODEL}.use_liger=True", {f"{MODEL}.use_liger": "less"}),
-        (f"+{MODEL}.override_config.num_hidden_layers=2", {f"{MODEL}.override_config.num_hidden_layers": "either"}),
+        (f"+{MODEL}.override_config.hidden_size=2048", {f"{MODEL}.override_config.hidden_size": "either"}),
         (f"+{MODEL}.override_config.attn_implementation=flash_attention_2", {}),
         # flash-attn, the default, takes 16 bits only.
         (f"+{FSDP}.mixed_precision.param_dtype=fp32",
@@ -189,10 +193,12 @@ def test_saved_adapters_and_a_critic_on_the_device_are_said(keys: str, named: st
 
 def test_a_job_is_not_written_for_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario, settings = read(tmp_path).required()
-    assert "engine" in written("verl", scenario, settings).unsaid
+    assert "engine" in written("slime", scenario, settings).unsaid
     assert "engine" not in written("automodel", scenario, settings).unsaid
-    assert main(["job", str(tmp_path / "run.sh"), "--as", "verl"]) == 2
-    assert "for engine 'megatron', and engine is 'fsdp2': choose one of automodel, or" in capsys.readouterr().err
+    assert main(["job", str(tmp_path / "run.sh"), "--as", "slime"]) == 2
+    others = "automodel, verl, verl-sft, nemo-rl, skyrl, or"
+    assert f"for engine 'megatron', and engine is 'fsdp2': choose one of {others}" in capsys.readouterr().err
+    assert main(["job", str(tmp_path / "run.sh"), "--as", "verl"]) == 0
     assert main(["job", str(tmp_path / "run.sh"), "--as", "automodel"]) == 0
 
 

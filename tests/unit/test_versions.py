@@ -79,16 +79,24 @@ def test_a_prediction_names_its_versions_and_says_where_they_decide() -> None:
     assert "Transformer Engine 2.14 was read, and no step with it was measured" in read
     assert DECIDES in read
     assert DECIDES not in table(Versions(), replace(BF16_MOMENTS, exp_avg_dtype="fp32"))
-    assert "in its ring" not in table(Versions(transformer_engine="2.20"), TrainingState())
-    ring = Versions(transformer_engine="2.20").remarks(TrainingState(), 2, core)
-    assert len(ring) == 1 and "keeps two buffers of keys and values in its ring" in ring[0]
-    heads = Versions(transformer_engine="2.20").remarks(TrainingState(cp_comm_type="a2a"), 2, core)
-    assert len(heads) == 1 and heads[0].endswith("was measured on one rank only"), "heads go around in no ring"
-    assert Versions().remarks(TrainingState(), 2, core) == []
+    newer = Versions(transformer_engine="2.20")
+    ring = newer.remarks(TrainingState(), 4, core)
+    assert len(ring) == 1 and "2.20 keeps two, and was measured on two ranks only" in ring[0]
+    assert newer.remarks(TrainingState(), 2, core) == [], "two ranks have two buffers with either"
+    assert newer.remarks(TrainingState(cp_comm_type="a2a"), 4, core) == [], "heads go around in no ring"
+    assert Versions().remarks(TrainingState(), 4, core) == []
     other = "0.19" if core.startswith("0.16") else "0.16"
     assert f"the code of megatron-core {core}, which is installed here" in table(
         Versions(megatron_core=other), TrainingState()
     )
+
+
+def test_a_prediction_of_fsdp2_says_whose_code_was_run_where_gradients_have_another_type() -> None:
+    assert Versions().remarks_of_fsdp2("2.13.0+cpu") == Versions(torch="2.15").remarks_of_fsdp2("2.15.0") == []
+    assert Versions().remarks_of_fsdp2("") == [], "an old record"
+    newer, older = Versions().remarks_of_fsdp2("2.15.0"), Versions(torch="2.15").remarks_of_fsdp2("2.14.0")
+    assert newer[0].startswith("the code of torch 2.15.0, which is installed here, made this prediction for torch 2.11")
+    assert older[0].startswith("the code of torch 2.14.0, which is installed here, made this prediction for torch 2.15")
 
 
 def test_flags_reach_the_record(capsys: pytest.CaptureFixture[str]) -> None:

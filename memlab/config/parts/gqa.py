@@ -93,10 +93,10 @@ class GroupedQueryAttention(Part):
             "qk_layernorm": kind.qk_layernorm or config.says(kind.qk_norm_field),
             "norms_all_heads": kind.norms_all_heads,
             "norms_all_heads_fused": kind.norms_all_heads_fused,
-            "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
+            "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field, default=kind.has_qkv_bias),
             **(_sinks_of_config(config) if kind.has_sinks else {}),
             **(_windows_of_config(config, kind) if kind.window_pattern else {}),
-            **(_window_of_all_layers(config) if kind.has_window else {}),
+            **(_window_of_all_layers(config, kind) if kind.has_window else {}),
         }
 
     @property
@@ -212,14 +212,14 @@ def _sinks_of_config(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _window_of_all_layers(config: ConfigJson) -> dict[str, Any]:
+def _window_of_all_layers(config: ConfigJson, kind: ModelType) -> dict[str, Any]:
     """Returns the window of a Mistral or Phi-3, if sequences may be longer."""
-    window, longest = (config.values.get(name) for name in ("sliding_window", "max_position_embeddings"))
-    if window is None or (
-        longest is not None and config.whole("sliding_window") >= config.whole("max_position_embeddings")
-    ):
+    if config.values.get("sliding_window", kind.window) is None:
         return {}
-    return {"window_size": (config.whole("sliding_window") - 1, 0)}
+    window, longest = config.whole("sliding_window", default=kind.window), config.values.get("max_position_embeddings")
+    if longest is not None and window >= config.whole("max_position_embeddings"):
+        return {}
+    return {"window_size": (window - 1, 0)}
 
 
 def _windows_of_config(config: ConfigJson, kind: ModelType) -> dict[str, Any]:

@@ -135,7 +135,8 @@ class ShardedModel:
     def reset(self) -> None:
         """Ends what a step has left that did not reach its end: gathered parameters, and gradients."""
         for each in self.sharded():
-            each.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(each):  # until torch 2.14; then it is the gradient below
+                each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
         if hasattr(self.module, "reset_iter_state"):

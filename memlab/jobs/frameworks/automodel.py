@@ -13,16 +13,22 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.adapters import no_adapters
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FOREACH,
     FROZEN,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
+    Own,
     automodel_keys,
     block,
     check_family,
+    composed_of_fsdp2,
     freezes_language,
+    of_other_values,
+    own_automodel,
+    own_checkpoints,
+    take_adam,
     take_automodel_adapters,
     take_checkpointed_layers,
     take_kept,
@@ -40,7 +46,7 @@ from memlab.jobs.frameworks.keys import (
     is_given,
 )
 from memlab.jobs.frameworks.lines import yaml_lines
-from memlab.jobs.frameworks.megatron_lm import common, named
+from memlab.jobs.frameworks.megatron_lm import named
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction")
@@ -67,6 +73,7 @@ _OF_RANKS = {
 }
 """Fields that only ranks read which share a model otherwise than FSDP2 does, each with their number."""
 _RELEASE = "0.7.0"
+_STAYS = "Automodel keeps it on the device between steps"
 _RANKS_OF_A_NODE = 8
 """Of the machines on which Automodel's own tests run its recipes."""
 
@@ -100,6 +107,9 @@ _RESHARD = Conversion(
     lambda value: {name: given for given, name in _RESHARDED.items()}[value],
 )
 
+_SECTION = Conversion(lambda value: value is None, lambda _: None)
+"""A section that a recipe does not have any more: Automodel trains adapters wherever there is one."""
+_CLASS_OF_ADAPTERS = "nemo_automodel.components._peft.lora.PeftConfig"
 _FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 _POLICY_ON_HOST = "torch.distributed.fsdp.CPUOffloadPolicy"
 _OFFLOAD = Conversion(
@@ -113,8 +123,8 @@ KEYS = (
     Key("model.config.name_or_path", "architecture", TEXT),
     Key("model.num_hidden_layers", "num_layers", WHOLE),
     Key("model.config.num_hidden_layers", "num_layers", WHOLE),
-    Key("model.torch_dtype", "storage", _STORAGE, "auto"),
-    Key("model.dtype", "storage", _STORAGE),
+    Key("model.torch_dtype", "shards", _STORAGE, "auto"),
+    Key("model.dtype", "shards", _STORAGE),
     Key("distributed.strategy", "strategy", TEXT, "fsdp2"),
     Key("distributed.dp_size", "data_ranks", _SIZE, None),
     Key("distributed.dp_replicate_size", "dp_replicate_size", _SIZE, None),
@@ -140,11 +150,13 @@ KEYS = (
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
     Key("distributed.pipeline.layers_per_stage", "layers_of_chunk", COUNT),
     Key("distributed.pipeline.pp_microbatch_size", "rows_of_stage", COUNT),
+    Key("peft", "has_no_adapters", _SECTION, False),
+    Key("peft._target_", "class_of_adapters", TEXT),
     *automodel_keys("peft"),
     Key("optimizer._target_", "optimizer", TEXT, "torch.optim.AdamW"),
     Key("optimizer.master_weights", "master_weights", SWITCH, False),
     Key("optimizer.store_param_remainders", "store_param_remainders", SWITCH, False),
-    Key("optimizer.foreach", "is_foreach", SWITCH),
+    Key("optimizer.foreach", "is_foreach", FOREACH),
     Key("optimizer.fused", "is_fused", SWITCH),
 )
 
@@ -203,6 +215,9 @@ def complete(reading: Reading) -> None:
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
+    del values["has_no_adapters"]
+    values.pop("class_of_adapters", None)
+    reading.taken = [one for one in reading.taken if one.field != "has_no_adapters"]
     take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
     _take_release(reading)
 
@@ -321,7 +336,7 @@ def _take_ranks(reading: Reading) -> None:
 def _take_types(reading: Reading) -> None:
     """Takes the types of shards, of what layers compute in, and of the gradients' reduction."""
     values = reading.values
-    storage, compute, reduced = values.pop("storage"), values.pop("compute"), values.pop("reduced")
+    storage, compute, reduced = values.pop("shards"), values.pop("compute"), values.pop("reduced")
     given = {key for key in reading.entries.by_key if key.startswith(f"{_POLICY}.")}
     if storage == "auto":
         reading.warnings.append(
@@ -360,10 +375,8 @@ def _take_rows(reading: Reading) -> None:
 
 def _take_optimizer(reading: Reading) -> None:
     values = reading.values
-    kind, is_foreach = str(values.pop("optimizer")), values.pop("is_foreach", None)
-    values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
-    if values.pop("is_fused", None):
-        values["adam_implementation"] = "fused"
+    kind = str(values.pop("optimizer"))
+    take_adam(reading)
     name = kind.rpartition(".")[2]
     _take_least(reading, kind)
     decay = reading.get("optimizer.weight_decay")
@@ -410,36 +423,37 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     state = scenario.state
-    is_fp32 = scenario.dtype == "fp32"
     shares_sequence = scenario.layout.sequence_parallel if scenario.layout.tensor_model_parallel_size > 1 else None
-    values = common(scenario, settings) | named(scenario)
+    values = composed_of_fsdp2(scenario, settings, "automodel") | named(scenario)
+    has_adapters = values.pop("has_adapters")
     return (
-        {name: value for name, value in values.items() if not name.startswith("lora_")}  # `cannot_write` names them
+        {name: value for name, value in values.items() if has_adapters or not name.startswith("lora_")}
+        | ({"class_of_adapters": _CLASS_OF_ADAPTERS} if has_adapters else {"has_no_adapters": False})
         | {
-            "storage": "fp32" if is_fp32 or state.fp32_sharded_params else "bf16",
-            "compute": scenario.dtype,
-            "reduced": "bf16" if state.grad_reduce_in_bf16 else "fp32",
             "gathers_ahead": bool(state.fsdp2_forward_prefetch_depth or state.fsdp2_backward_prefetch_depth),
             "data_ranks": scenario.layout.data_parallel_size,
             "checkpointing": "selective" if settings.selective_ac else settings.recompute_granularity,
+            "reshard_after_forward": state.reshard_after_forward,
             "longest": scenario.seq_length,
             "sequence_parallel": shares_sequence,
             "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
-            "is_foreach": False if state.adam_implementation == "for_loop" else None,
-            "is_fused": True if state.adam_implementation == "fused" else None,
         }
     )
 
 
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what a recipe cannot express of these settings."""
-    is_full = settings.recompute_granularity == "full"
-    if is_full and (settings.recompute_method, settings.recompute_num_layers) != ("uniform", 1):
-        return {"recompute_method": "Automodel checkpoints all layers, each by itself"}
-    return {}
+    """Names what a recipe cannot express of a job."""
+    state, checkpoints = scenario.state, own_checkpoints(settings, "Automodel")
+    del checkpoints["selective_ac"]
+    ahead = "Automodel gathers ahead only layers that are sharded again"
+    own: Own = {
+        name: (getattr(state, name) if state.reshard_after_forward != "none" else 0, ahead)
+        for name in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
+    }
+    own["offload_gradients"] = (False, _STAYS)
+    return of_other_values(scenario, settings, own | checkpoints | own_automodel(scenario, "Automodel"))
 
 
-_STAYS = "Automodel keeps it on the device between steps"
 _SHARDS = "Automodel shards with torch's fully_shard"
 AUTOMODEL = Framework(
     name="automodel",
@@ -458,13 +472,11 @@ AUTOMODEL = Framework(
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     versions=(_RELEASE, "36044ad3"),
-    cannot_write=no_adapters("memlab's writer of Automodel's recipes")
-    | {
+    cannot_write={
         "reshard_after_forward_ranks": "Automodel's reshard_after_forward is true, false or null",
         "cp_comm_type": "torch's context_parallel, which Automodel calls, exchanges keys and values",
         "fsdp_version": _SHARDS,
         "use_orig_params": _SHARDS,
-        "checkpoint_every": "Automodel checkpoints every layer",
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
         "reshard_root_after_forward": "Automodel keeps them until backward",
     }
@@ -475,6 +487,8 @@ AUTOMODEL = Framework(
     without_own_key=frozenset(
         (
             "dtype",
+            "lora_fsdp2_library",
+            "lora_enable_input_require_grads",
             "fp32_sharded_params",
             "grad_reduce_in_bf16",
             "adam_implementation",
@@ -482,8 +496,9 @@ AUTOMODEL = Framework(
             "recompute_method",
             "recompute_num_layers",
             "selective_ac",
+            "checkpoint_every",
         )
     ),
     render=yaml_lines,
-    written_with={"reduced": "compute"},
+    written_with={"reduced": "compute", "compute": "reduced"},
 )

@@ -6,18 +6,23 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from memlab.config.architectures import Architecture
-from memlab.config.lora import NAMES_OF_TRANSFORMERS
-from memlab.config.scenario import FAMILIES_OF_FSDP2
+from memlab.config.lora import NAMES_OF_TRANSFORMERS, LibraryOfFsdp2, LoRA
+from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
+from memlab.config.settings import MemorySettings
 from memlab.config.training_state import AttnImplementation
+from memlab.config.transformers_linears import adapted_linears, own_names
 from memlab.jobs.frameworks.adapters import ALL_LINEAR, LORA, RANK
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
+from memlab.jobs.frameworks.megatron_lm import common
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
 OWN_PLAN = "a plan of the job's own may divide other matrices"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
 ATTENTION = get_args(AttnImplementation)
+FLASH = "flash_attention_2"
+OUTPUT_LAYER = "lm_head"
 _CLASS_OF_AUTOMODEL = "PeftConfig"
 
 
@@ -30,6 +35,10 @@ def _read_resharding(value: Any) -> Any:
 RESHARDING = Conversion(_read_resharding, lambda value: {"all": True, "none": False}.get(value, value))
 """``reshard_after_forward`` of torch's `fully_shard`: whether layers are sharded again, or over how many ranks. Over a
 single rank is not at all (``_get_post_forward_mesh_info`` in ``_fully_shard/_fsdp_init.py``, torch 2.13)."""
+
+
+FOREACH = Conversion(lambda value: None if value is None else SWITCH.read(value), lambda value: value)
+"""``foreach`` of torch's Adam: None lets it decide, which it does for ``foreach`` on a GPU."""
 
 
 def take_resharding(reading: Reading) -> None:
@@ -69,18 +78,25 @@ def take_attention(reading: Reading, key: str) -> None:
 
     Args:
         reading: Of the job; its values have the type that layers compute in.
-        key: Which names another function; such as memlab does not have are named by it.
+        key: Of `attention_key`; functions that memlab does not have are named by it.
     """
-    given, has_flash = reading.get(key), reading.values["dtype"] == "bf16"
-    chosen = given or "flash_attention_2"
-    if chosen not in ATTENTION or (chosen == "flash_attention_2" and not has_flash):
+    given, values = reading.get(key), reading.values
+    chosen = values["attn_implementation"] or FLASH
+    is_of_memlab = chosen in ATTENTION and (chosen != FLASH or values["dtype"] == "bf16")
+    if not is_of_memlab:
         reading.miss(
             key, "either", f"memlab predicts torch's attention (sdpa), not {chosen}{'' if given else ', the default'}"
         )
         chosen = "sdpa"
+    reading.taken = [one for one in reading.taken if one.key != key]
     if given is not None:
         reading.take(key, "attn_implementation", chosen)
-    reading.values["attn_implementation"] = chosen
+    values["attn_implementation"] = chosen
+
+
+def attention_key(name: str) -> Key:
+    """Returns the key that names the function of transformers that attends; without it, it is flash-attn."""
+    return Key(name, "attn_implementation", TEXT, FLASH)
 
 
 def take_logprobs(reading: Reading, key: str, without_flash: str) -> None:
@@ -93,7 +109,7 @@ def take_logprobs(reading: Reading, key: str, without_flash: str) -> None:
         key: By which it is named that nothing says whether the package flash-attn is installed.
         without_flash: The loss of the scenario that has as much where it is not.
     """
-    has_flash = reading.values["attn_implementation"] == "flash_attention_2"
+    has_flash = reading.values["attn_implementation"] == FLASH
     reading.values["loss_of_transformers"] = "logprobs_flash_attn" if has_flash else without_flash
     if not has_flash:
         reading.miss(key, "less", "where the package flash-attn is installed, log-probabilities need the logits alone")
@@ -138,8 +154,8 @@ def take_peft(reading: Reading, key: str) -> None:
     values = reading.values
     targets, excluded = values.get("lora_target_modules") or (), values.get("lora_exclude_modules") or ()
     if ALL_LINEAR in targets:
-        targets, excluded = (), ("lm_head", *excluded)
-    lacks = [] if values["fp32_sharded_params"] else ["adapters of shards in bf16"]
+        targets, excluded = (), (OUTPUT_LAYER, *excluded)
+    lacks = [] if values["fp32_sharded_params"] or values["dtype"] == "fp32" else ["adapters of shards in bf16"]
     values |= {"lora_fsdp2_library": "peft", "lora_enable_input_require_grads": True}
     take_adapters(reading, key, tuple(targets), tuple(excluded), lacks)
 
@@ -260,3 +276,118 @@ def take_kept(reading: Reading, *, trains_all: bool, is_torch_adam: bool) -> Non
 def take_checkpointed_layers(reading: Reading) -> None:
     """Takes checkpoints of whole layers, each by itself, as transformers makes them."""
     reading.values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def take_adam(reading: Reading) -> None:
+    """Takes how torch's Adam updates parameters, from its arguments ``foreach`` and ``fused``."""
+    values = reading.values
+    is_foreach = values.pop("is_foreach", None)
+    values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
+    if values.pop("is_fused", None):
+        values["adam_implementation"] = "fused"
+
+
+def composed_of_fsdp2(scenario: Scenario, settings: MemorySettings, library: LibraryOfFsdp2) -> dict[str, Any]:
+    """Returns the values by the tables' fields from which these readers make types, shards and adapters."""
+    state, layout = scenario.state, scenario.layout
+    adapters = _composed_adapters(scenario, library)
+    others = {name: value for name, value in common(scenario, settings).items() if not name.startswith("lora_")}
+    resharding = "none" if state.reshard_after_forward == "none" else state.reshard_after_forward_ranks or "all"
+    return (
+        others
+        | adapters
+        | {
+            "shards": "fp32" if scenario.dtype == "fp32" or state.fp32_sharded_params else "bf16",
+            "compute": scenario.dtype,
+            "reduced": "bf16" if state.grad_reduce_in_bf16 else "fp32",
+            "reshard_after_forward": resharding,
+            "gathers_ahead": state.fsdp2_forward_prefetch_depth > 0,
+            "ranks_of_shards": scenario.ranks_of_shards if state.dp_replicate_size > 1 else -1,
+            "ulysses": layout.context_parallel_size,
+            "is_checkpointing": settings.recompute_granularity is not None,
+            "is_foreach": False if state.adam_implementation == "for_loop" else None,
+            "is_fused": True if state.adam_implementation == "fused" else None,
+        }
+    )
+
+
+def _composed_adapters(scenario: Scenario, library: LibraryOfFsdp2) -> dict[str, Any]:
+    """Returns the values of adapters, of which a section may not say anything where there are none."""
+    lora = scenario.state.lora
+    if lora is None:
+        return {"lora_rank": None, "has_adapters": False}
+    targets, excluded = (own_names(scenario.architecture, one) for one in (lora.target_modules, lora.exclude_modules))
+    is_of_all = not targets and not excluded
+    if library == "peft" and _has_patterns(lora):
+        found = adapted_linears(scenario.architecture, scenario.num_layers, lora)
+        targets, excluded = tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in found)), ()
+    elif library == "peft" and not targets:
+        targets, excluded = (ALL_LINEAR,), tuple(name for name in excluded if name != OUTPUT_LAYER)
+    return {
+        "has_adapters": True,
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "lora_dropout_position": lora.dropout_position,
+        "lora_of_all": is_of_all,
+        "lora_target_modules": targets or None,
+        "lora_exclude_modules": excluded or None,
+    }
+
+
+def _has_patterns(lora: LoRA) -> bool:
+    return any("*" in name for name in (*lora.target_modules, *lora.exclude_modules))
+
+
+Own = dict[str, tuple[Any, str]]
+"""By field of memlab the only value that a framework can have there, and why."""
+
+
+def of_other_values(scenario: Scenario, settings: MemorySettings, own: Own) -> dict[str, str]:
+    """Names the fields of a job that have another value than a framework can have, each with the reason."""
+    state, found = scenario.state.options(), {"allocator": scenario.allocator}
+    found |= {name: getattr(scenario.layout, name) for name in scenario.layout.__slots__}
+    found |= state | {name: getattr(settings, name) for name in settings.__slots__}
+    return {name: reason for name, (value, reason) in own.items() if found[name] != value}
+
+
+def own_checkpoints(settings: MemorySettings, title: str) -> Own:
+    """Returns the checkpoints of a framework that makes them of all layers, each by itself, or none."""
+    reason = f"{title} checkpoints all layers, each by itself, or none"
+    is_on = settings.recompute_granularity is not None
+    return {
+        "recompute_method": ("uniform" if is_on else None, reason),
+        "recompute_num_layers": (1 if is_on else None, reason),
+        "selective_ac": (False, reason),
+        "checkpoint_every": (None, reason),
+    }
+
+
+def own_peft(scenario: Scenario, title: str) -> Own:
+    """Returns what adapters of PEFT are, as `take_peft` reads them; nothing of a job without."""
+    state, lora = scenario.state, scenario.state.lora
+    if lora is None:
+        return {}
+    own: Own = {
+        "lora_fsdp2_library": ("peft", f"{title} trains the adapters of PEFT"),
+        "lora_enable_input_require_grads": (True, f"{title} lets the embedding's output require a gradient"),
+    }
+    if not state.fp32_sharded_params and scenario.dtype != "fp32":
+        own["lora_rank"] = (None, "memlab reads adapters of PEFT beside shards in fp32 only")
+    own["lora_dropout_position"] = ("pre", "PEFT drops the inputs of adapters")
+    if _has_patterns(lora):
+        reason = "PEFT takes names of linears, and no patterns"
+        own |= dict.fromkeys(("lora_target_modules", "lora_exclude_modules"), (None, reason))
+    elif not lora.target_modules and OUTPUT_LAYER not in own_names(scenario.architecture, lora.exclude_modules):
+        own["lora_exclude_modules"] = (None, "PEFT adds no adapter to the output layer unless it is named")
+    return own
+
+
+def own_automodel(scenario: Scenario, title: str) -> Own:
+    """Returns what adapters of NeMo Automodel are; nothing of a job without."""
+    if scenario.state.lora is None:
+        return {}
+    return {
+        "lora_fsdp2_library": ("automodel", f"{title} trains adapters of NeMo Automodel's own"),
+        "lora_enable_input_require_grads": (False, f"{title} lets no output of the embedding require a gradient"),
+    }

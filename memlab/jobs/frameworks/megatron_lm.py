@@ -10,7 +10,7 @@ from typing import Any
 
 from memlab.config.architectures import HUGGING_FACE_NAMES, published_architecture
 from memlab.config.option import unread
-from memlab.config.scenario import Scenario
+from memlab.config.scenario import LONGEST_OF_SOFTMAX_KERNEL, Scenario, has_softmax_kernel
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
@@ -387,13 +387,17 @@ def _ask_for_the_program(reading: Reading) -> None:
 def _complete_attention(reading: Reading) -> None:
     """Takes Megatron's own layers, or of them the scores of attention only, where memlab does not have the rest."""
     values = reading.values
-    if reading.entries.get("transformer_impl") == "inference_optimized":
+    if reading.entries.get("transformer_impl") not in (None, "transformer_engine", "local"):
         reading.miss("transformer_impl", "either", _ROW["transformer_impl"].reason)
     if values.get("transformer_impl") != "local":
         return
-    is_fused = not reading.get("no_masked_softmax_fusion") and (values.get("seq_length") or 0) <= _LONGEST_FUSED
-    others = [name for name in _NOT_WITH_OWN_LAYERS if values.get(name) not in (None, False, 1)]
-    if is_fused and not others and (values.get("dtype"), values.get("normalization")) == ("bf16", "LayerNorm"):
+    heads, ranks = values.get("num_attention_heads") or 4, values.get("tensor_model_parallel_size") or 1
+    matrices = (values.get("micro_batch_size") or 1) * heads // ranks
+    has_kernel = has_softmax_kernel(values.get("seq_length") or LONGEST_OF_SOFTMAX_KERNEL, matrices)
+    is_fused = has_kernel and not reading.get("no_masked_softmax_fusion")
+    has_more = any(values.get(name) not in (None, False, 1) for name in _NOT_WITH_OWN_LAYERS)
+    has_more |= values.get("num_labels") is not None
+    if is_fused and not has_more and (values.get("dtype"), values.get("normalization")) == ("bf16", "LayerNorm"):
         values["attention_backend"] = "auto"  # it is Transformer Engine's
         return
     values["transformer_impl"] = "transformer_engine"
@@ -414,9 +418,6 @@ _NOT_WITH_OWN_LAYERS = (
     *("num_moe_experts", "multi_latent_attention", "fp8_format", "context_parallel_size", "mtp_num_layers"),
     "window_size",
 )
-_LONGEST_FUSED = 4096
-"""Keys for which Megatron's own kernel of the softmax is there, which computes as it does without this option
-(``FusedScaleMaskSoftmax.is_kernel_available``, megatron-core 0.16.1)."""
 
 
 def check_backend(reading: Reading, default: str) -> None:

@@ -344,7 +344,8 @@ def _complete_trained(reading: Reading) -> None:
     _complete_adapters(reading)
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
-    if not reading.values.pop("removes_padding") and not reading.get("packing"):
+    reading.values["is_thd"] = reading.values.pop("removes_padding") or bool(reading.get("packing"))
+    if not reading.values["is_thd"]:
         # ``_data_collator`` in swift/template/base.py.
         reading.miss("padding_free", "more", "rows that are not packed have a mask of 1 byte for each pair of tokens")
 
@@ -502,6 +503,7 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         raise CannotStartError("task_type is seq_cls without num_labels, which ms-swift refuses: give num_labels")
     if reading.values["num_labels"] is not None and reading.values.get("mtp_num_layers"):
         reading.values["mtp_num_layers"] = None
+        reading.taken = [one for one in reading.taken if one.field != "mtp_num_layers"]
         reading.miss(
             "mtp_num_layers", "more", "layers of multi-token prediction beside a head, which memlab leaves out"
         )

@@ -626,7 +626,7 @@ NEMO_RL = Framework(
     signs=Signs(
         looked_for="policy.megatron_cfg",
         key="policy.megatron_cfg.",
-        of_tree=lambda begins: begins("policy.") and begins("defaults"),
+        of_tree=lambda begins: begins("policy.dtensor_cfg.") or (begins("policy.") and begins("defaults")),
     ),
     style="overrides",
     keys=KEYS,

@@ -11,23 +11,40 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FLASH,
+    FOREACH,
     FROZEN,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
+    Own,
     automodel_keys,
     block,
     check_family,
+    composed_of_fsdp2,
     freezes_language,
+    of_other_values,
+    own_automodel,
+    own_checkpoints,
+    take_adam,
     take_automodel_adapters,
     take_checkpointed_layers,
     take_kept,
     take_types,
 )
-from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, Key, Missing, is_given
+from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_given
+from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL, PAIRS, WITHOUT_GENERATION, complete_ranks, take_longest
-from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
+from memlab.jobs.frameworks.reinforcement import (
+    composed,
+    is_packed,
+    note_replaced_values,
+    take_rows,
+    take_sequences,
+)
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _DTENSOR = "policy.dtensor_cfg"
@@ -56,7 +73,9 @@ _MISSING_OF_METHODS = (
 
 KEYS = (
     *(key for key in NEMO_RL.keys if key.field in _OF_METHODS and not key.name.startswith(_MEGATRON)),
+    Key("policy.hf_config_overrides.num_hidden_layers", "num_layers", WHOLE),
     Key("policy.precision", "compute", LONG_DTYPE, "bf16"),
+    Key(f"{_DTENSOR}.enabled", "is_dtensor", SWITCH, False),
     Key(f"{_DTENSOR}._v2", "is_version_2", SWITCH, False),
     Key(f"{_DTENSOR}.cpu_offload", "fsdp_cpu_offload", SWITCH, False),
     Key(f"{_DTENSOR}.activation_checkpointing", "is_checkpointing", SWITCH, False),
@@ -69,7 +88,7 @@ KEYS = (
     Key(f"{_DTENSOR}.lora_cfg.enabled", "has_adapters", SWITCH, False),
     *automodel_keys(f"{_DTENSOR}.lora_cfg", match_all_linear=True),
     Key("policy.optimizer.name", "optimizer", TEXT, "torch.optim.AdamW"),
-    Key("policy.optimizer.kwargs.foreach", "is_foreach", SWITCH),
+    Key("policy.optimizer.kwargs.foreach", "is_foreach", FOREACH),
     Key("policy.optimizer.kwargs.fused", "is_fused", SWITCH),
 )
 FRAMEWORK_MISSING = (
@@ -99,7 +118,7 @@ def complete(reading: Reading) -> None:
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & WITHOUT_GENERATION
-    reading.known.add(f"{_DTENSOR}.enabled")
+    del values["is_dtensor"]
     complete_ranks(reading)
     _take_groups(reading)
     # ``from_pretrained`` makes fp32 parameters in both versions.
@@ -147,13 +166,11 @@ def _take_groups(reading: Reading) -> None:
 
 def _take_optimizer(reading: Reading) -> None:
     values, key = reading.values, "policy.optimizer.name"
-    kind, is_foreach = str(values.pop("optimizer")), values.pop("is_foreach", None)
+    kind = str(values.pop("optimizer"))
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
         reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
-    values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
-    if values.pop("is_fused", None):
-        values["adam_implementation"] = "fused"
+    take_adam(reading)
     trains_all = not values.pop("has_adapters")
     take_automodel_adapters(reading, f"{_DTENSOR}.lora_cfg", is_on=not trains_all)
     if not values["fsdp_cpu_offload"]:
@@ -179,7 +196,7 @@ def _take_rows(reading: Reading, *, pairs: bool) -> None:
             reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
     if is_packed:
         has_flash = values["dtype"] == "bf16"
-        values["attn_implementation"] = "flash_attention_2" if has_flash else "sdpa"
+        values["attn_implementation"] = FLASH if has_flash else "sdpa"
         if not has_flash:
             reading.miss(_PACKING, "either", "memlab predicts torch's attention (sdpa): flash-attn takes 16 bits only")
     elif values.pop("packed_sequences", None):
@@ -202,6 +219,55 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         )
 
 
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    values = composed(scenario, settings) | composed_of_fsdp2(scenario, settings, "automodel")
+    is_row, shares = values["is_packed"], scenario.layout.tensor_model_parallel_size > 1
+    return values | {
+        "is_dtensor": True,
+        "is_version_2": scenario.state.reshard_after_forward == "all_but_last",
+        "optimizer": "torch.optim.AdamW",
+        "is_dynamic": False,
+        "packed_tokens": scenario.seq_length if is_row else None,
+        "longest": values["longest"] if is_row else scenario.seq_length,
+        "sequence_multiple": 1,
+        "sequence_parallel": scenario.layout.sequence_parallel and shares,
+        "is_colocated": settings.offload_parameters or scenario.state.fsdp_cpu_offload,
+    }
+
+
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what NeMo-RL's DTensor policy cannot express of a job."""
+    state, title = scenario.state, "NeMo-RL"
+    is_version_2 = state.reshard_after_forward == "all_but_last"
+    moves = settings.offload_parameters and not state.fsdp_cpu_offload
+    is_flash = is_packed(scenario) and scenario.packed_sequences is not None and scenario.dtype == "bf16"
+    together = "NeMo-RL offloads parameters, gradients and optimizer state together, for generation"
+    own: Own = {
+        "fp32_sharded_params": (scenario.dtype != "fp32", "NeMo-RL's shards are fp32"),
+        "reshard_after_forward": (
+            "all_but_last" if is_version_2 else "all",
+            "the DTensor policy shards all layers again, in version 2 all but the last",
+        ),
+        "defer_fsdp_grad_sync": (
+            state.defer_fsdp_grad_sync and is_version_2,
+            "only version 2 of the DTensor policy reads it, which shards all layers but the last again",
+        ),
+        "attn_implementation": (FLASH if is_flash else "sdpa", "NeMo-RL takes flash-attn for packed rows only"),
+        "offload_parameters": (moves, "its cpu_offload keeps parameters and optimizer state on the host in any case"),
+        "offload_gradients": (moves, together),
+        "offload_optimizer": (moves, together),
+    }
+    if state.adam_implementation == "te_fused":
+        own["adam_implementation"] = ("foreach", "memlab reads torch's Adam from NeMo-RL's files, and no FusedAdam")
+    return of_other_values(scenario, settings, own | own_checkpoints(settings, title) | own_automodel(scenario, title))
+
+
+_SHARDS = "the DTensor policy shards with torch's fully_shard, and has no key for it"
+_DECIDED = (
+    *("fsdp_version", "use_orig_params", "reshard_after_forward_ranks", "separate_embeddings"),
+    *("reshard_root_after_forward", "fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"),
+)
 NEMO_RL_DTENSOR = Framework(
     name="nemo-rl-dtensor",
     title="NeMo-RL's DTensor policy",
@@ -217,5 +283,26 @@ NEMO_RL_DTENSOR = Framework(
     complete=complete,
     complete_of_model=complete_of_model,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+    compose=compose,
+    packs=is_packed,
+    cannot_write=dict.fromkeys(_DECIDED, _SHARDS)
+    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    | {
+        "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",
+        "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
+        "loss_of_transformers": "memlab takes the loss cross_entropy for NeMo-RL's",
+        "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
+        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+    },
+    cannot_write_of=cannot_write,
+    without_own_key=frozenset(
+        (
+            *("dtype", "fp32_sharded_params", "adam_implementation", "reshard_after_forward", "attn_implementation"),
+            *("offload_parameters", "offload_gradients", "offload_optimizer"),
+            *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
+            *("lora_fsdp2_library", "lora_enable_input_require_grads"),
+        )
+    ),
+    render=yaml_lines,
 )
-"""Read only: `memlab.jobs.frameworks.registry` says when."""
+"""`memlab.jobs.frameworks.registry` says which jobs are its."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from memlab.config.option import EngineName
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, verl_fsdp, verl_sft_fsdp
 from memlab.jobs.frameworks.automodel import AUTOMODEL
@@ -32,8 +33,7 @@ _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]]
     "verl": (verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP),
     "verl-sft": (verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP),
 }
-"""For a framework that has several engines: whether the values of a job by key choose the other one, whose jobs memlab
-reads and does not write."""
+"""For a framework that has several engines: whether the values of a job by key choose the other one."""
 OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {
     VERL_CRITIC.name: (VERL.name, VERL_CRITIC),
     SLIME_CRITIC.name: (SLIME.name, SLIME_CRITIC),
@@ -89,6 +89,17 @@ def table_of(name: str, values: dict[str, Any]) -> Framework:
     """
     chooses, other = _OF_OTHER_ENGINES.get(name, (None, None))
     return other if chooses is not None and other is not None and chooses(values) else TABLES[name]
+
+
+def writer_of(name: str, engine: EngineName) -> Framework:
+    """Returns the table by which memlab writes a framework's jobs of an engine; its usual one if it has none of it.
+
+    Raises:
+        ValueError: If there is no such framework.
+    """
+    usual = framework_named(name)
+    _, other = _OF_OTHER_ENGINES.get(name, (None, usual))
+    return other if other.engine == engine else usual
 
 
 def framework_named(name: str, others: Iterable[str] = ()) -> Framework:

@@ -303,8 +303,9 @@ def note_replaced_values(reading: Reading, prefix: str) -> None:
         reading: The job.
         prefix: Of the mapping that the framework passes on, such as ``policy.hf_config_overrides``.
     """
+    taken = {one.key for one in reading.taken}
     for key, entry in reading.entries.by_key.items():
-        if not key.startswith(f"{prefix}."):
+        if not key.startswith(f"{prefix}.") or key in taken:
             continue
         reading.known.add(key)
         if key.endswith(".freeze_moe_router"):

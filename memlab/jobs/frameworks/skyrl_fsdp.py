@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FLASH,
     RESHARDING,
+    Own,
+    attention_key,
     check_family,
     check_shards,
+    composed_of_fsdp2,
+    of_other_values,
+    own_checkpoints,
+    own_peft,
     peft_keys,
     take_attention,
     take_checkpointed_layers,
@@ -27,7 +37,15 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_units,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, NUMBER, SWITCH, WHOLE, Key, Missing, is_false, is_given
-from memlab.jobs.frameworks.reinforcement import note_replaced_values, note_segments, take_rows, take_sequences
+from memlab.jobs.frameworks.lines import plain_lines
+from memlab.jobs.frameworks.reinforcement import (
+    composed,
+    is_packed,
+    note_replaced_values,
+    note_segments,
+    take_rows,
+    take_sequences,
+)
 from memlab.jobs.frameworks.skyrl import SKYRL
 
 _POLICY = "trainer.policy"
@@ -53,6 +71,8 @@ _TRAINER = (
 
 KEYS = (
     *(key for key in SKYRL.keys if key.field in _TRAINER),
+    Key(f"{_POLICY}.model_config_kwargs.num_hidden_layers", "num_layers", WHOLE),
+    attention_key(f"{_POLICY}.model_config_kwargs.attn_implementation"),
     Key(f"{_FSDP}.cpu_offload", "fsdp_cpu_offload", SWITCH, False),
     Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
     Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
@@ -143,6 +163,59 @@ def _take_rows(reading: Reading) -> None:
         take_sequences(reading, longest, sequences, packed_by=key)
 
 
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    is_away = settings.offload_parameters
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    return (
+        composed(scenario, settings)
+        | composed_of_fsdp2(scenario, settings, "peft")
+        | {
+            "strategy": "fsdp",
+            "is_colocated": is_away or scenario.state.fsdp_cpu_offload,
+            "leaves_after_step": settings.offload_optimizer or not is_away,
+            "expandable_segments": scenario.allocator.expandable_segments,
+            "tokens_per_rank": tokens if is_packed(scenario) else -1,
+            "input_length": None,
+        }
+    )
+
+
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what SkyRL cannot express of a job."""
+    state, title = scenario.state, "SkyRL"
+    moves = settings.offload_parameters and not state.fsdp_cpu_offload
+    frees = state.reshard_after_forward != "none"
+    segments = AllocatorSettings(expandable_segments=scenario.allocator.expandable_segments)
+    loss = "logprobs_flash_attn" if state.attn_implementation == FLASH else "cross_entropy"
+    own: Own = {
+        "tensor_model_parallel_size": (1, "SkyRL has no tensor parallelism with FSDP2"),
+        "cp_comm_type": (
+            "a2a" if scenario.layout.context_parallel_size > 1 else "p2p",
+            "SkyRL's ranks that share rows exchange heads (Ulysses)",
+        ),
+        "fp32_sharded_params": (scenario.dtype != "fp32", "SkyRL's shards are fp32"),
+        "reshard_after_forward": ("all" if frees else "none", "SkyRL shards all layers again, or none"),
+        "reshard_after_forward_ranks": (
+            state.reshard_after_forward_ranks if frees else None,
+            "SkyRL has one key for it and for reshard_after_forward",
+        ),
+        "separate_embeddings": ("input", "SkyRL shards the embedding by itself"),
+        "reshard_root_after_forward": (frees, "SkyRL's reshard_after_forward decides it"),
+        "loss_of_transformers": (loss, "SkyRL computes log-probabilities, with flash-attn's kernel where it attends"),
+        "offload_parameters": (moves, "its cpu_offload keeps parameters and optimizer state on the host in any case"),
+        "offload_gradients": (moves, "SkyRL offloads gradients where it offloads parameters"),
+        "offload_optimizer": (
+            settings.offload_optimizer and moves,
+            "SkyRL offloads the optimizer state only where it offloads parameters",
+        ),
+        "allocator": (segments, "set the environment variable PYTORCH_CUDA_ALLOC_CONF"),
+    }
+    return of_other_values(scenario, settings, own | own_checkpoints(settings, title) | own_peft(scenario, title))
+
+
+_NO_KEY = ("fsdp_version", "use_orig_params", "defer_fsdp_grad_sync", "adam_implementation")
+_NONE_AHEAD = ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
 SKYRL_FSDP = Framework(
     name="skyrl-fsdp",
     title="SkyRL with FSDP2",
@@ -156,5 +229,23 @@ SKYRL_FSDP = Framework(
     complete_of_model=check_family,
     check=check,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+    compose=compose,
+    packs=is_packed,
+    cannot_write={"offload_optimizer_except_update": "SkyRL loads the optimizer state before the step"}
+    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
+    | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead"),
+    cannot_write_of=cannot_write,
+    without_own_key=frozenset(
+        (
+            *("dtype", "fp32_sharded_params", "grad_reduce_in_bf16", "cp_comm_type", "allocator"),
+            *("reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
+            *("reshard_root_after_forward", "loss_of_transformers"),
+            *("offload_parameters", "offload_gradients", "offload_optimizer"),
+            *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
+            *("lora_dropout_position", "lora_fsdp2_library", "lora_enable_input_require_grads"),
+        )
+    ),
+    render=plain_lines,
 )
-"""Read only: `memlab.jobs.frameworks.registry` says when."""
+"""`memlab.jobs.frameworks.registry` says which jobs are its."""

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    FLASH,
+    FOREACH,
     RESHARDING,
+    Own,
+    attention_key,
     block,
     check_family,
     check_shards,
+    composed_of_fsdp2,
+    of_other_values,
+    own_checkpoints,
+    own_peft,
     peft_keys,
+    take_adam,
     take_attention,
     take_checkpointed_layers,
     take_kept,
@@ -27,8 +38,16 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_units,
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
-from memlab.jobs.frameworks.reinforcement import note_replaced_values, take_rows, take_sequences
-from memlab.jobs.frameworks.verl import VERL, note_critic
+from memlab.jobs.frameworks.lines import hydra_lines
+from memlab.jobs.frameworks.reinforcement import (
+    composed,
+    is_packed,
+    note_replaced_values,
+    only_segments,
+    take_rows,
+    take_sequences,
+)
+from memlab.jobs.frameworks.verl import VERL, note_critic, take_allocator
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -45,6 +64,7 @@ _TRAINER = (
     "prompts",
     "responses_per_prompt",
     "allocator",
+    "is_colocated",
     "prompt_length",
     "response_length",
 )
@@ -67,7 +87,11 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
         Key(f"{engine}.use_orig_params", "use_orig_params", SWITCH, False),
         Key(f"{optim}.optimizer", "optimizer", TEXT, "AdamW"),
         Key(f"{optim}.optimizer_impl", "library", TEXT, "torch.optim"),
+        Key(f"{optim}.override_optimizer_config.foreach", "is_foreach", FOREACH),
+        Key(f"{optim}.override_optimizer_config.fused", "is_fused", SWITCH),
         Key(f"{model}.path", "architecture", TEXT),
+        Key(f"{model}.override_config.num_hidden_layers", "num_layers", WHOLE),
+        attention_key(f"{model}.override_config.attn_implementation"),
         Key(f"{model}.enable_gradient_checkpointing", "is_checkpointing", SWITCH, True),
         Key(f"{model}.use_remove_padding", "removes_padding", SWITCH, True),
         *peft_keys(model, "lora_"),
@@ -100,7 +124,8 @@ FRAMEWORK_MISSING = (
       and not row.name.startswith(_OF_MEGATRON)),
     Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
     Missing(f"{_ACTOR}.calculate_entropy", "more", "verl keeps probabilities for backward"),
-    Missing(f"{_FSDP}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
+    *(Missing(f"{section}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens")
+      for section in (_ACTOR, _FSDP)),
     Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
     Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
     *engine_missing(_FSDP, _MODEL),
@@ -138,6 +163,8 @@ def complete(reading: Reading) -> None:
     note_critic(reading, "critic.fsdp")
     complete_engine(reading, *_PREFIXES, strategy=f"{_ACTOR}.strategy", loss=f"{_ACTOR}.policy_loss")
     _take_rows(reading)
+    if values.pop("is_colocated"):
+        take_allocator(reading)
     reading.warnings.append(
         "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
     )
@@ -209,6 +236,7 @@ def _take_version(reading: Reading) -> None:
 def _take_optimizer(reading: Reading, optim: str) -> None:
     values = reading.values
     kind = f"{values.pop('library')}.{values.pop('optimizer')}"
+    take_adam(reading)
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
         reading.miss(f"{optim}.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
@@ -232,6 +260,90 @@ def _take_rows(reading: Reading) -> None:
         take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
 
 
+def composed_of_engine(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns the values by the fields of `engine_keys`, from which `complete_engine` makes the same job."""
+    return (
+        composed(scenario, settings)
+        | composed_of_fsdp2(scenario, settings, "peft")
+        | {
+            "strategy": "fsdp" if scenario.state.fsdp_version == 1 else "fsdp2",
+            "library": "torch.optim",
+            "optimizer": "AdamW",
+        }
+    )
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    is_row = is_packed(scenario)
+    return composed_of_engine(scenario, settings) | {
+        "model_engine": "dp",
+        "allocator": None,
+        "is_colocated": True,
+        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else 16384,
+        "micro_batch_size": None if is_row else scenario.micro_batch_size,
+    }
+
+
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what verl's engine cannot express of a job."""
+    state, title = scenario.state, "verl"
+    is_first, frees = state.fsdp_version == 1, state.reshard_after_forward != "none"
+    gathers = min(state.fsdp2_forward_prefetch_depth, 1) if frees else 0
+    stays = state.fsdp_cpu_offload
+    policy = "its offload_policy keeps parameters and optimizer state on the host in any case"
+    loss = "logprobs_flash_attn" if state.attn_implementation == FLASH else "logprobs_by_row"
+    own: Own = {
+        "tensor_model_parallel_size": (1, "verl has no tensor parallelism with FSDP"),
+        "cp_comm_type": (
+            "a2a" if scenario.layout.context_parallel_size > 1 else "p2p",
+            "verl's ranks that share rows exchange heads (Ulysses)",
+        ),
+        "use_orig_params": (state.use_orig_params and is_first, "verl reads it with FSDP1 only"),
+        "reshard_after_forward": ("all" if frees else "none", "verl shards all layers again, or none"),
+        "reshard_after_forward_ranks": (
+            state.reshard_after_forward_ranks if frees else None,
+            "verl has one key for it and for reshard_after_forward",
+        ),
+        "fsdp2_forward_prefetch_depth": (gathers, "verl gathers one layer ahead, where layers are sharded again"),
+        "fsdp2_backward_prefetch_depth": (0, "verl gathers no layer ahead in backward"),
+        "separate_embeddings": ("none" if is_first else "both", "verl's strategy decides it"),
+        "reshard_root_after_forward": (frees and not is_first, "verl's strategy and reshard_after_forward decide it"),
+        "loss_of_transformers": (loss, "verl computes log-probabilities, with flash-attn's kernel where it attends"),
+        "offload_parameters": (settings.offload_parameters and not stays, policy),
+        "offload_optimizer": (settings.offload_optimizer and not stays, policy),
+        "offload_gradients": (
+            settings.offload_parameters and not stays,
+            "verl frees the gradients where it offloads the parameters",
+        ),
+        "lora_dropout": (0.0, "memlab knows no key of verl for it under FSDP"),
+    }
+    return of_other_values(
+        scenario, settings, own | own_checkpoints(settings, title) | own_peft(scenario, title)
+    ) | _of_adam(scenario)
+
+
+def _of_adam(scenario: Scenario) -> dict[str, str]:
+    if scenario.state.adam_implementation != "te_fused":
+        return {}
+    return {"adam_implementation": "memlab reads torch's Adam from verl's files, and no FusedAdam"}
+
+
+CANNOT_WRITE = {"offload_optimizer_except_update": "verl loads the optimizer state before the step"} | dict.fromkeys(
+    ("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters"
+)
+"""Fields that no trainer of verl with FSDP expresses, each with the reason."""
+WITHOUT_OWN_KEY = frozenset(
+    (
+        *("dtype", "fp32_sharded_params", "grad_reduce_in_bf16", "adam_implementation", "fsdp_version"),
+        *("cp_comm_type", "reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
+        *("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"),
+        *("reshard_root_after_forward", "loss_of_transformers", "offload_gradients"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
+        *("lora_dropout", "lora_dropout_position", "lora_fsdp2_library", "lora_enable_input_require_grads"),
+    )
+)
+"""Fields of which `composed_of_engine` makes several keys, or which `cannot_write` names."""
 VERL_FSDP = Framework(
     name="verl-fsdp",
     title="verl with FSDP",
@@ -249,5 +361,11 @@ VERL_FSDP = Framework(
     check=check_shards,
     versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+    compose=compose,
+    packs=is_packed,
+    cannot_write=CANNOT_WRITE,
+    cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
+    without_own_key=WITHOUT_OWN_KEY,
+    render=hydra_lines,
 )
-"""Read only: `memlab.jobs.frameworks.registry` says when."""
+"""`memlab.jobs.frameworks.registry` says which jobs are its."""

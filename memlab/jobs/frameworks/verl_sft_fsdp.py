@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import check_family, check_shards
 from memlab.jobs.frameworks.keys import TEXT, Key
-from memlab.jobs.frameworks.reinforcement import take_rows, take_sequences
-from memlab.jobs.frameworks.verl_fsdp import complete_engine, engine_keys, engine_missing
+from memlab.jobs.frameworks.lines import hydra_lines
+from memlab.jobs.frameworks.reinforcement import is_packed, take_rows, take_sequences
+from memlab.jobs.frameworks.verl_fsdp import (
+    CANNOT_WRITE,
+    WITHOUT_OWN_KEY,
+    cannot_write,
+    complete_engine,
+    composed_of_engine,
+    engine_keys,
+    engine_missing,
+)
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -47,6 +58,15 @@ def complete(reading: Reading) -> None:
         )
 
 
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    is_row = is_packed(scenario)
+    return composed_of_engine(scenario, settings) | {
+        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else 8192,
+        "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
+    }
+
+
 VERL_SFT_FSDP = Framework(
     name="verl-sft-fsdp",
     title="verl's SFT trainer with FSDP",
@@ -61,5 +81,11 @@ VERL_SFT_FSDP = Framework(
     check=check_shards,
     versions=VERL_SFT.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
+    compose=compose,
+    packs=is_packed,
+    cannot_write=CANNOT_WRITE | {"allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
+    cannot_write_of=cannot_write,
+    without_own_key=WITHOUT_OWN_KEY,
+    render=hydra_lines,
 )
-"""Read only: `memlab.jobs.frameworks.registry` says when."""
+"""`memlab.jobs.frameworks.registry` says which jobs are its."""

@@ -92,7 +92,10 @@ def version_lines(record: StepRecord) -> list[str]:
         return []
     scenario, core = record.scenario, record.versions.get("megatron-core", "")
     ring = scenario.layout.context_parallel_size
-    remarks = scenario.versions.remarks(scenario.state, ring, core) if scenario.engine == "megatron" else []
+    if scenario.engine == "megatron":
+        remarks = scenario.versions.remarks(scenario.state, ring, core)
+    else:
+        remarks = scenario.versions.remarks_of_fsdp2(record.versions.get("torch", ""))
     return [f"versions: {scenario.versions.words(scenario.engine, core)}", *remarks]
 
 

@@ -2,8 +2,8 @@
 
 After ``AttnFuncWithCPAndQKVOA2A`` and ``flash_attn_a2a_communicate`` of Transformer Engine (``context_parallel.py`` in
 ``transformer_engine/pytorch/attention/dot_product_attention``, 2.16.1) as they go for bf16 tensors [sequence, batch,
-heads, channels] on cuDNN: the same buffers are made, and the same tensors saved for backward. A rank has an early and a
-late chunk of the sequence (`training_step.chunks_of_this_rank`).
+heads, channels] on cuDNN, and [batch, sequence, heads, channels] on flash-attn: the same buffers are made, and the same
+tensors saved for backward. A rank has an early and a late chunk of the sequence (`training_step.chunks_of_this_rank`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.layers.torch_functions import attend, attend_backward
+from memlab.engines.megatron.layers.context_parallel import FUSED, Kernel
 
 
 class AllToAllAttention(torch.autograd.Function):
     """`torch_functions.CausalAttention` of a rank's share of the heads.
 
-    Saves query, key, value and output of whole sequences, and the log-sum-exp of each row (fp32). The output that the
-    layer returns is another tensor, of the rank's own tokens and all heads.
+    Saves query, key, value and output of whole sequences, the log-sum-exp of each row (fp32), and what else the kernel
+    saves. The output that the layer returns is another tensor, of the rank's own tokens and all heads.
     """
 
     @staticmethod
@@ -32,58 +32,63 @@ class AllToAllAttention(torch.autograd.Function):
         group: Any,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+        kernel: Kernel = FUSED,
     ) -> torch.Tensor:
-        query, key, value = _to_heads([query.contiguous(), key.contiguous(), value.contiguous()], group)
+        inputs, dim = [query.contiguous(), key.contiguous(), value.contiguous()], kernel.sequence_dim
+        query, key, value = _to_heads(inputs, group, dim)
         own_sinks = None if sinks is None else sinks.chunk(group.size(), 1)[group.rank()].contiguous()
-        output, log_sum_exp = attend(query, key, value, scale, window=window, sinks=own_sinks)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, own_sinks)
-        ctx.scale, ctx.group, ctx.window = scale, group, window
-        (of_rank,) = _to_tokens([output], group)
+        ctx.options = {"window": window} if kernel is FUSED else {"causal": True}  # flash-attn has neither of the two
+        of_sinks = {} if own_sinks is None else {"sinks": own_sinks}
+        output, log_sum_exp, *others = kernel.attend(query, key, value, scale, **ctx.options, **of_sinks)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, own_sinks, *others)
+        ctx.scale, ctx.group, ctx.kernel = scale, group, kernel
+        (of_rank,) = _to_tokens([output], group, dim)
         return of_rank.view(*of_rank.shape[:2], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, output, log_sum_exp, sinks = ctx.saved_tensors
-        ranks = ctx.group.size()
-        grad = grads[0].view(len(output) // ranks, output.shape[1], ranks * output.shape[2], output.shape[3])
-        (of_heads,) = _to_heads([grad], ctx.group)
-        of_inputs = attend_backward(
-            of_heads, query, key, value, output, log_sum_exp, ctx.scale, window=ctx.window, sinks=sinks
+        query, key, value, output, log_sum_exp, sinks, *_ = ctx.saved_tensors
+        ranks, dim = ctx.group.size(), ctx.kernel.sequence_dim
+        grad = grads[0].view(*grads[0].shape[:2], ranks * output.shape[2], output.shape[3])
+        (of_heads,) = _to_heads([grad], ctx.group, dim)
+        of_sinks = {} if sinks is None else {"sinks": sinks}
+        of_inputs = ctx.kernel.attend_backward(
+            of_heads, query, key, value, output, log_sum_exp, ctx.scale, **ctx.options, **of_sinks
         )
         grad_sinks = _of_all_heads(of_inputs[3], ctx.group) if sinks is not None else None
-        return *_to_tokens(list(of_inputs[:3]), ctx.group), None, None, None, grad_sinks
+        return *_to_tokens(list(of_inputs[:3]), ctx.group, dim), None, None, None, grad_sinks, None
 
 
-def _to_heads(tensors: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """Sends [tokens of the rank, batch, heads, channels], and returns whole sequences of the rank's heads."""
+def _to_heads(tensors: list[torch.Tensor], group: Any, dim: int) -> list[torch.Tensor]:
+    """Sends the rank's tokens of all heads, and returns whole sequences of the rank's heads.
+
+    Dimension `dim` of two is the sequence. Transformer Engine compiles what orders the chunks: no copy is between.
+    """
     ranks = group.size()
-    order = [2 * rank for rank in range(ranks)] + [2 * rank + 1 for rank in reversed(range(ranks))]
+    order = [(rank, 0) for rank in range(ranks)] + [(rank, 1) for rank in reversed(range(ranks))]
     sent, received = [], []
     for tensor in tensors:
         by_rank = tensor.view(*tensor.shape[:2], ranks, -1, tensor.shape[3]).movedim(2, 0)
         sent.append(by_rank.contiguous())  # all of them stay until the last one has arrived
         arrived = _exchanged(sent[-1], group)
-        chunks = arrived.view(2 * ranks, -1, *arrived.shape[2:])
-        received.append(_in_order(chunks, order).view(-1, *arrived.shape[2:]))
-        del arrived, chunks
+        received.append(torch.cat([arrived[rank].chunk(2, dim)[half] for rank, half in order], dim))
+        del arrived
     return received
 
 
-def _to_tokens(tensors: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """Sends whole sequences of the rank's heads, and returns [tokens of the rank, batch, heads, channels]."""
+def _to_tokens(tensors: list[torch.Tensor], group: Any, dim: int) -> list[torch.Tensor]:
+    """Sends whole sequences of the rank's heads, and returns the rank's tokens of all heads."""
     ranks = group.size()
     order = [number for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)]
     sent, received = [], []
     for tensor in tensors:
-        chunks = tensor.view(2 * ranks, -1, *tensor.shape[1:])
-        sent.append(_in_order(chunks, order).view(ranks, -1, *tensor.shape[1:]))
-        arrived = _exchanged(sent[-1], group).movedim(0, 2).contiguous()
-        received.append(arrived.view(*arrived.shape[:2], -1, arrived.shape[-1]))
+        chunks = tensor.unsqueeze(0).chunk(2 * ranks, 1 + dim)
+        in_order = torch.cat([chunks[number] for number in order])
+        sent.append(in_order.view(ranks, 2, *in_order.shape[1:]))
+        arrived = _exchanged(sent[-1], group).movedim(0, 3).movedim(0, dim).contiguous()
+        received.append(arrived.flatten(dim, dim + 1).flatten(2, 3))
+        del arrived
     return received
-
-
-def _in_order(chunks: torch.Tensor, order: list[int]) -> torch.Tensor:
-    return torch.cat([chunks[number : number + 1] for number in order])
 
 
 def _exchanged(sent: torch.Tensor, group: Any) -> torch.Tensor:

@@ -5,7 +5,8 @@ The buffers are those of ``mha_fwd`` and ``mha_bwd`` in flash-attn's ``csrc/flas
 of steps with flash-attn 2.8.3 on an H200 were within 0.012 % of it (`labs/RESULTS.md`). Where the package flash-attn-3
 is installed, Transformer Engine calls that one on a Hopper GPU, and its buffers are others. For fewer than about 100
 blocks of 64 queries (sequences x heads x blocks) flash-attn splits the keys and allocates more than is allocated
-here. Where ranks share sequences, the rings of `context_parallel` and `packed_context_parallel` call it tile by tile.
+here. Where ranks share sequences, the rings of `context_parallel` and `packed_context_parallel` call it tile by tile,
+and `all_to_all_attention` with whole sequences.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from memlab.engines.megatron.layers import context_parallel, packed_context_parallel
+from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
 from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.torch_functions import (
     Dropped,
@@ -33,7 +35,14 @@ _CHANNELS_PER_BLOCK = 32
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float = 0.0, group: Any = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    drop: float = 0.0,
+    group: Any = None,
+    *,
+    exchanges_heads: bool = False,
 ) -> torch.Tensor:
     """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
 
@@ -42,8 +51,9 @@ def flash_attention(
         key: Like `query`.
         value: Like `query`.
         scale: Of the scores.
-        drop: The share of probabilities that dropout drops, which a ring does not take.
+        drop: The share of probabilities that dropout drops, which several ranks do not take.
         group: The ranks that share the sequence; None is this one alone.
+        exchanges_heads: Whether these ranks exchange heads, and do not pass keys and values around.
 
     Returns:
         Shape [sequence, batch, heads * channels].
@@ -53,8 +63,10 @@ def flash_attention(
     rows = (tensor.transpose(0, 1).contiguous() for tensor in copied)
     if group is None:
         output = _FlashAttention.apply(*rows, scale, drop)
+    elif exchanges_heads:
+        output = AllToAllAttention.apply(*rows, scale, group, None, None, _OF_RANKS)
     else:
-        output = context_parallel.RingAttention.apply(*rows, scale, group, _OF_A_RING)
+        output = context_parallel.RingAttention.apply(*rows, scale, group, _OF_RANKS)
     result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
     return result
 
@@ -314,5 +326,5 @@ def backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[
 
 
 # Before Transformer Engine 2.15 the gradient of a micro-batch of several sequences was copied first.
-_OF_A_RING = context_parallel.Kernel(_attend_in_a_ring, _attend_backward, sequence_dim=1, takes_strides=True)
+_OF_RANKS = context_parallel.Kernel(_attend_in_a_ring, _attend_backward, sequence_dim=1, takes_strides=True)
 _OF_A_PACKED_RING = packed_context_parallel.PackedKernel(_attend_each, _attend_each_backward, has_heads_first=True)

@@ -274,14 +274,15 @@ class TorchAttention(torch.nn.Module):
                 query, key, value, self.softmax_scale, ends, self.window, self._sinks()
             )
             return packed
+        drop = self.config.attention_dropout if self.training else 0.0
+        if is_flash:
+            heads_go = self.config.cp_comm_type == "a2a"
+            return flash_attention(query, key, value, self.softmax_scale, drop, group, exchanges_heads=heads_go)
         if group is not None and self.config.cp_comm_type == "a2a":
             of_heads: torch.Tensor = AllToAllAttention.apply(
                 query, key, value, self.softmax_scale, group, self.window, self._sinks()
             )
             return of_heads
-        drop = self.config.attention_dropout if self.training else 0.0
-        if is_flash:
-            return flash_attention(query, key, value, self.softmax_scale, drop, group)
         if group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, group)
             return ring
