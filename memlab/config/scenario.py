@@ -451,6 +451,12 @@ class Scenario:
                 "Automodel: choose a divisor",
                 "tensor_model_parallel_size",
             )
+        if self.state.loss_of_transformers.startswith("logprobs"):
+            raise RuleError(
+                f"{given} and loss_of_transformers {self.state.loss_of_transformers!r}, which memlab does not predict "
+                "together: choose cross_entropy or masked_cross_entropy, or tensor_model_parallel_size 1",
+                *("tensor_model_parallel_size", "loss_of_transformers"),
+            )
         options = {"sequence_parallel": self.layout.sequence_parallel and model.family == "phi3"}
         options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
         for name, is_on in options.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_ranks_exchange_heads_around_flash_attn(
 def test_what_ulysses_needs_is_named(state: dict[str, Any], ranks: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(of(VERL | ULYSSES | state), layout=Layout(context_parallel_size=ranks))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_log_probabilities_of_a_divided_vocabulary_are_refused(loss: str) -> None:
+    refused = pytest.raises(ValueError, match=f"loss_of_transformers '{loss}', which memlab does not predict together")
+    with refused if loss.startswith("logprobs") else nullcontext():
+        replace(of({"loss_of_transformers": loss}), layout=Layout(tensor_model_parallel_size=2))
 
 
 def test_what_does_nothing_is_named() -> None:
