@@ -186,7 +186,8 @@ def check_fp8_support(state: TrainingState) -> None:
             "another fp8_recipe, or predict the step (memlab predict, backend 'simulated')"
         )
 
-    needs_none = torch.cuda.get_device_capability() >= _FIRST_WITHOUT_TRANSPOSES
+    capability = torch.cuda.get_device_capability()
+    needs_none = (10, 0) <= capability < (12, 0) or capability >= (13, 0)
     if state.fp8_recipe in ("delayed", "tensorwise") and state.non_tn_fp8_gemm != needs_none:
         raise ValueError(
             f"non_tn_fp8_gemm is {state.non_tn_fp8_gemm}, must be {needs_none} on this GPU, which decides it: give "
@@ -194,8 +195,6 @@ def check_fp8_support(state: TrainingState) -> None:
         )
 
 
-_FIRST_WITHOUT_TRANSPOSES = (10, 0)
-"""Compute capability (``is_non_tn_fp8_gemm_supported`` in transformer_engine/pytorch/utils.py, 2.16.1)."""
 _FP8_SUPPORT = {
     "delayed": "is_fp8_available",
     "tensorwise": "is_fp8_available",

@@ -25,6 +25,8 @@ class ModelType:
     """The field that says whether queries and keys are normalised, if one does."""
     qkv_bias_field: str = ""
     """The field that says whether queries, keys and values have biases, if one does and other matrices have none."""
+    has_qkv_bias: bool = False
+    """Whether they have where this field is left out."""
     rotary_percent: float = 1.0
     """The share of the channels that is rotated, where the field is left out."""
     uses_window: bool = True
@@ -104,9 +106,9 @@ class ConfigJson:
             raise ValueError(f"{name} is {shortened(value)}, must be true or false: correct it")
         return value
 
-    def says(self, name: str) -> bool:
+    def says(self, name: str, *, default: bool = False) -> bool:
         """Whether a field that may be left out says so; False without a name."""
-        return bool(name) and self.flag(name, default=False)
+        return bool(name) and self.flag(name, default=default)
 
     def _field(self, name: str, default: Any) -> Any:
         if default is None and name not in self.values:

@@ -59,7 +59,9 @@ _MODEL_TYPES = {
     "gemma3_text": ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, qk_layernorm=True, window_pattern=6),
     "granite": ModelType(),
     "olmo2": ModelType(qk_layernorm=True, norms_all_heads=True),
-    "glm": ModelType(num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", rotary_percent=0.5),
+    "glm": ModelType(
+        num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True, rotary_percent=0.5
+    ),
     "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
@@ -99,13 +101,19 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     fields = ConfigJson(config)
     _check_parts(fields, kind)
     rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
-    of_windows = rope.get("sliding_attention") or {"rope_theta": config.get("rope_local_base_freq", 10000.0)}
-    if name == "gemma3_text" and of_windows.get("rope_theta", 10000.0) != 10000.0:
+    kinds = () if not isinstance(rope, dict) else ("sliding_attention", "full_attention")
+    for part in (rope, *(rope.get(each) or {} for each in kinds)):
+        if not isinstance(part, dict):
+            raise ValueError(
+                f"rope_parameters is {shortened(rope)}, must be an object, or one with an object for each kind of "
+                "layers: correct it"
+            )
+    of_windows = ConfigJson(rope.get("sliding_attention") or {})
+    local = of_windows.number("rope_theta", default=fields.number("rope_local_base_freq", default=10000.0))
+    if name == "gemma3_text" and local != 10000.0:
         raise ValueError(
-            f"the rotary base of layers with windows is {shortened(of_windows['rope_theta'])}, must be 10000, the only "
-            "one that memlab has for gemma3_text: correct rope_local_base_freq or rope_parameters"
+            f"the rotary base of layers with windows is {local:g}, must be 10000, the only one that memlab has for "
+            "gemma3_text: correct rope_local_base_freq or rope_parameters"
         )
     rope = rope.get("full_attention") or rope
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.

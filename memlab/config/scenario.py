@@ -583,8 +583,8 @@ class Scenario:
             raise RuleError(
                 f"attention_backend is 'flash', must be another one for {model.name}, whose heads of keys have "
                 f"{model.qk_head_dim + model.qk_pos_emb_head_dim} channels and those of values {model.v_head_dim}: "
-                "Transformer Engine refuses flash-attn 2 there, and memlab does not predict flash-attn 3: choose auto "
-                "or fused",
+                "Transformer Engine refuses flash-attn 2 there, and memlab predicts neither flash-attn 3 nor the "
+                "padded values of packed rows in Megatron-Core 0.18: choose auto or fused",
                 "attention_backend",
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":

@@ -774,7 +774,8 @@ class TrainingState:
             given = f"fp8_recipe {self.fp8_recipe!r} and fp8_param_gather {self.fp8_param_gather}"
             raise RuleError(
                 f"reuse_grad_buf_for_mxfp8_param_ag is {self.reuse_grad_buf_for_mxfp8_param_ag} with {given}, must be "
-                "True with 'mxfp8' and True, and False otherwise, by a rule of Megatron-Core: change one of the three",
+                "True with 'mxfp8' and True, since Transformer Engine moves no MXFP8 parameter into DDP's buffer, and "
+                "False otherwise, where memlab does not have it: change one of the three",
                 *("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp8_recipe"),
             )
         if self.reuse_grad_buf_for_mxfp8_param_ag and self.overlap_param_gather_with_optimizer_step:

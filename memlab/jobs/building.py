@@ -211,7 +211,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     _check_whole_sequences(reading, layout, seq_length)
     is_megatron = values.get("engine") in (None, "megatron")
     if is_megatron:
-        _drop_flash_attention(reading, architecture)
+        _note_latent_attention(reading, architecture)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading)
     try:
@@ -311,16 +311,30 @@ def _drop_beside_biases(reading: Reading) -> None:
         values[field] = None
 
 
-def _drop_flash_attention(reading: Reading, architecture: Architecture) -> None:
-    """Names flash-attn where Transformer Engine has none but version 3 (`Architecture.has_kernel_of_flash_attn_2`)."""
+def _note_latent_attention(reading: Reading, architecture: Architecture) -> None:
+    """Names what frameworks do so that flash-attn 2 takes latent attention (`Architecture.has_kernel_of_flash_attn_2`).
+
+    Packed rows are padded by Megatron-Core since 0.18, by mcore-bridge 1.6.5 for ms-swift, and by verl for the releases
+    before 0.16.2 (``apply_patch`` in verl/models/mcore/patch.py).
+    """
     values = reading.values
-    if values.get("attention_backend") != "flash" or architecture.has_kernel_of_flash_attn_2:
+    has_no_batch = values.pop("is_thd", False) or values.get("packed_sequences") is not None
+    if architecture.has_kernel_of_flash_attn_2:
+        return
+    if has_no_batch:
+        reading.miss(
+            "multi_latent_attention",
+            "more",
+            "Megatron-Core since 0.18, mcore-bridge and verl pad the values of packed rows to the size of keys, and "
+            "memlab predicts them as 0.16 has them",
+        )
+    if values.get("attention_backend") != "flash":
         return
     keys = [one.key for one in reading.taken if one.field == "attention_backend"]
     reading.miss(
         (keys or ["attention_backend"])[-1],
         "either",
-        "Transformer Engine has no flash-attn 2 for latent attention, and memlab predicts cuDNN, not flash-attn 3",
+        "Transformer Engine has flash-attn 2 for latent attention with padded values only, and memlab predicts cuDNN",
     )
     values["attention_backend"] = "auto"
 

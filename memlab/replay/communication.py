@@ -52,8 +52,8 @@ class Communication:
         Raises:
             NotReplayableError: If a collective allocates or frees memory.
         """
-        config = self._layers[0][0].ddp_config
-        overlaps = config.overlap_param_gather or config.overlap_grad_reduce
+        configs = [chunk.ddp_config for chunk, _ in self._layers]  # none on a stage without layers
+        overlaps = any(config.overlap_param_gather or config.overlap_grad_reduce for config in configs)
         names = ("start_param_sync", "start_grad_sync") if overlaps else ()
         with patched({f"{_GROUP}.{name}": self._follow(getattr(_ParamAndGradBucketGroup, name)) for name in names}):
             yield

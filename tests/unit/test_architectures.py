@@ -466,6 +466,7 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
         ({"rope_theta": True}, "rope_theta is True"),
         ({"rope_theta": 10**400}, "rope_theta is a number of more than 100 digits"),
         ({"rope_parameters": [1]}, "rope_parameters is "),
+        ({"rope_parameters": {"full_attention": "x"}}, "rope_parameters is "),
         ({"router_aux_loss_coef": float("inf")}, "router_aux_loss_coef is inf"),
         ({"router_aux_loss_coef": "x"}, "router_aux_loss_coef is 'x'"),
         ({"num_key_value_heads": 5}, "num_attention_heads is 32, must be a multiple"),

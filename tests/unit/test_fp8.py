@@ -11,6 +11,7 @@ import megatron.core
 import pytest
 import torch
 
+from memlab.backends import cuda
 from memlab.backends.simulated import of_labs_before_0_4, of_the_cpu_backend
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
@@ -133,6 +134,22 @@ def test_only_recipes_with_transposed_copies_can_leave_them_out() -> None:
     assert "must have delayed or tensorwise" in refusal(lambda: fp8("blockwise", non_tn_fp8_gemm=True))
 
 
+@pytest.mark.parametrize(
+    ("capability", "needs_none"), [((9, 0), False), ((10, 3), True), ((11, 0), True), ((12, 0), False), ((13, 0), True)]
+)
+def test_the_gpu_decides_whether_copies_are_left_out(
+    capability: tuple[int, int], needs_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``is_non_tn_fp8_gemm_supported`` of Transformer Engine 2.16.1, by which 12.0, as of an RTX 5090, has copies."""
+    engine = SimpleNamespace(is_fp8_available=lambda return_reason: (True, ""))
+    monkeypatch.setattr(cuda, "import_module", lambda name: engine)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    cuda.check_fp8_support(fp8("delayed", non_tn_fp8_gemm=needs_none))
+    assert f"must be {needs_none}" in refusal(
+        lambda: cuda.check_fp8_support(fp8("delayed", non_tn_fp8_gemm=not needs_none))
+    )
+
+
 @pytest.mark.usefixtures("exact_bytes")
 def test_mxfp8_parameters_are_outside_ddp_s_buffers_and_core_0_16_keeps_the_others_twice() -> None:
     model = replace(find_architecture("phi-4-tiny"), hidden_size=512, ffn_hidden_size=1024)
@@ -166,7 +183,9 @@ def test_mxfp8_parameters_are_gathered_in_forward_too() -> None:
     ],
 )
 def test_mxfp8_parameters_and_no_others_are_gathered_in_the_gradients_buffer(recipe: Fp8Recipe, given: Any) -> None:
-    assert "must be True with 'mxfp8' and True, and False otherwise" in refusal(lambda: fp8(recipe, **given))
+    assert "must be True with 'mxfp8' and True, since Transformer Engine moves no MXFP8 parameter" in refusal(
+        lambda: fp8(recipe, **given)
+    )
 
 
 def _tiles(rows: int, width: int, height_of_tile: int, width_of_tile: int) -> int:

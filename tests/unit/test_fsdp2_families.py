@@ -85,3 +85,12 @@ def test_a_window_of_a_config_counts_below_the_longest_sequence(
     }
     fields = architecture_fields({"model_type": "mistral", "max_position_embeddings": longest} | values | given)
     assert Architecture(name="a", **fields).window_size == window
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_bias": True}, {"attention_bias": False}])
+def test_the_biases_of_a_glm_are_those_of_transformers(given: dict[str, bool]) -> None:
+    from transformers import GlmConfig
+
+    config = GlmConfig(**given).to_dict()
+    config = {name: value for name, value in config.items() if name != "attention_bias"} | given
+    assert architecture_fields(config)["add_qkv_bias"] == GlmConfig(**given).attention_bias

@@ -122,7 +122,8 @@ def test_its_windows_are_refused_where_no_kernel_has_them() -> None:
 def test_the_rotary_base_of_layers_with_windows_is_transformers_default_or_refused() -> None:
     """Another one was dropped in silence; the newer form of a ``config.json`` gives each kind of layer its own."""
     of_both = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 10000.0}}
-    assert gemma("gemma3_text", rope_local_base_freq=10000).rotary_base == 1e6
+    for freq in (10000, None):  # null counts as left out
+        assert gemma("gemma3_text", rope_local_base_freq=freq).rotary_base == 1e6
     assert gemma("gemma3_text", rope_parameters=of_both).rotary_base == 5e5
     of_both["sliding_attention"]["rope_theta"] = 2e4
     for values in ({"rope_local_base_freq": 20000}, {"rope_parameters": of_both}):

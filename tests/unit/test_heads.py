@@ -249,3 +249,19 @@ def test_layers_of_multi_token_prediction_beside_a_head_are_named_and_not_said_t
     assert job.required()[0].state.mtp_num_layers is None
     assert [one.effect for one in job.not_modelled if one.key == "mtp_num_layers"] == ["more"]
     assert not [one for one in job.taken if one.field == "mtp_num_layers"]
+
+
+_CLASSIC = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --advantage-estimator ppo --bf16
+--num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 2048 --vocab-size 50257
+--seq-length 1024 --rollout-max-context-len 1024 --micro-batch-size 1 --global-batch-size 8 --qkv-format bshd
+--transformer-impl local""".replace("\n", " ")
+
+
+def test_a_critic_of_megatron_s_own_layers_is_predicted_with_scores_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(_CLASSIC)
+    actor, critic = Job.read(path), Job.read(path, format_name="slime-critic")
+    assert actor.required()[0].state.transformer_impl == "local"
+    state = critic.required()[0].state
+    assert (state.transformer_impl, state.attention_backend) == ("transformer_engine", "unfused")
+    assert "transformer_impl" in {one.key for one in critic.not_modelled}

@@ -80,7 +80,7 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("mistralai/Mistral-Large-Instruct-2411", "mistral-large-123b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", None),  # its embeddings are not tied
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepseek-r1-distill-qwen-1.5b"),
         ("Qwen/Qwen2-7B-Instruct", "qwen2.5-7b"),
     ],
 )
@@ -867,3 +867,19 @@ def test_a_kernel_that_memlab_replaces_is_named_by_the_job_s_own_key(ranks: int,
         job = _job("bridge", tmp_path, f"model.hf_model_id={model}", *keys)
         assert job.required()[0].state.attention_backend == backend
         assert ("model.attention_backend" in {one.key for one in job.not_modelled}) == (backend == "auto")
+
+
+def test_packed_rows_of_latent_attention_are_said_to_have_padded_values(tmp_path: Path) -> None:
+    """``MultiLatentAttention.forward`` in mcore-bridge 1.6.5 and Megatron-Core 0.18.2 and 0.19.2; 0.16.1 pads none."""
+    for model, packs, is_padded in (
+        ("moonshotai/Moonlight-16B-A3B", "true", True),
+        ("moonshotai/Moonlight-16B-A3B", "false --padding_free false", False),
+        ("Qwen/Qwen3-30B-A3B", "true", False),
+    ):
+        path = tmp_path / "run.sh"
+        path.write_text(
+            f"{_BASES['ms-swift'].replace('Qwen/Qwen3-30B-A3B', model)} --max_length 4096 --packing {packs}"
+        )
+        said = [one for one in Job.read(path).not_modelled if "pad the values of packed rows" in one.reason]
+        assert bool(said) == is_padded
+        assert not said or said[0].effect == "more"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.backends.cuda_on_cpu import is_on_host
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.cli import build_parser
 from memlab.commands.shared.asked_step import asked_step
@@ -22,6 +23,7 @@ from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
+from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 
 DEEPSEEK = ARCHITECTURES["deepseek-tiny"]
@@ -173,6 +175,23 @@ def test_overlapped_shared_experts_are_predicted_to_the_byte_and_change_no_value
     assert real.loss == plain.loss
     assert real.activation_peak_bytes == fake.activation_peak_bytes
     assert real.residual_bytes == fake.residual_bytes
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        TrainingState(use_distributed_optimizer=False),
+        TrainingState(lora=LoRA(rank=8, target_modules=("linear_qkv",))),
+        TrainingState(),
+    ],
+    ids=["without the distributed optimizer", "adapters", "distributed optimizer"],
+)
+def test_the_gate_of_shared_experts_is_on_the_device(state: TrainingState) -> None:
+    """Megatron-Core makes it on the host."""
+    with Lab("qwen2-moe-tiny", backend="simulated", num_layers=1, seq_length=32, state=state) as lab:
+        lab.step(warm_up=False)
+        parameters = inside(lab).model.engine.live.chunk.module.named_parameters()
+        assert [name for name, parameter in parameters if is_on_host(parameter)] == []
 
 
 @pytest.mark.parametrize(

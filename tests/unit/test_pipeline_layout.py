@@ -73,6 +73,16 @@ def test_a_stage_may_have_no_layer_and_chunks_may_differ() -> None:
     assert [*map(list, scenario.chunks)] == [*map(list, layers)]
 
 
+def test_a_stage_without_layers_is_predicted_where_passes_may_be_replayed() -> None:
+    layout = Layout(pipeline_model_parallel_size=3, rank=2, pipeline_model_parallel_layout="Ett|tt|L")
+    small: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "num_microbatches": 4, "layout": layout}
+    peaks = []
+    for replay in (True, False):
+        with Lab("phi-4-tiny", backend="simulated", replay=replay, **small) as lab:
+            peaks.append(lab.step().peak_allocated_bytes)
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.parametrize(
     ("text", "stages", "words"),
     [

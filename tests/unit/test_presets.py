@@ -30,8 +30,12 @@ def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
     for architecture in ARCHITECTURES.values():
         if architecture.multi_latent_attention and architecture.rope_type == "rope" and preset.state.apply_rope_fusion:
             continue  # Megatron-Core refuses it
-        if architecture.softmax_type == "learnable" and preset.state.attention_backend == "flash":
-            continue  # Transformer Engine has no such kernel
+        has_flash = architecture.softmax_type == "vanilla" and architecture.window_size is None
+        has_flash &= architecture.has_kernel_of_flash_attn_2
+        if preset.state.attention_backend == "flash" and not has_flash:
+            continue  # Transformer Engine has no such kernel, or memlab does not predict it
+        if preset.engine != "fsdp2" and architecture.only_in_transformers:
+            continue  # memlab has it with FSDP2 only
         if preset.engine == "fsdp2" and architecture.family not in FAMILIES_OF_FSDP2:
             continue  # the engine does not build it
         scenario = Scenario.of(architecture, state=preset.state, engine=preset.engine or "megatron")

@@ -93,7 +93,7 @@ class GroupedQueryAttention(Part):
             "qk_layernorm": kind.qk_layernorm or config.says(kind.qk_norm_field),
             "norms_all_heads": kind.norms_all_heads,
             "norms_all_heads_fused": kind.norms_all_heads_fused,
-            "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field),
+            "add_qkv_bias": kind.add_qkv_bias or config.says(kind.qkv_bias_field, default=kind.has_qkv_bias),
             **(_sinks_of_config(config) if kind.has_sinks else {}),
             **(_windows_of_config(config, kind) if kind.window_pattern else {}),
             **(_window_of_all_layers(config, kind) if kind.has_window else {}),

@@ -160,10 +160,9 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
                 _freeze_routers(model)
             state = scenario.state
             if not state.use_distributed_optimizer or state.trains_in_part or state.reuse_grad_buf_for_mxfp8_param_ag:
-                # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
-                # buffers do, since they take every trained parameter over, but not beside those in MXFP8.
-                for router in [layer.mlp.router for layer in _layers_of(model) if layer.is_moe_layer]:
-                    router.cuda()
+                # What is on the host moves with `get_model`, and with the distributed optimizer to DDP's buffers, which
+                # take every trained parameter over, but not beside those in MXFP8.
+                _move_from_host(model)
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
             is_whole = number > 0 or state.overlap_param_gather_with_optimizer_step
             chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=is_whole))
@@ -271,6 +270,16 @@ def _spread_experts(model: GPTModel) -> None:
     for layer in _layers_of(model):
         for weight in layer.mlp.experts.parameters() if layer.is_moe_layer else ():
             weight.allreduce = False
+
+
+def _move_from_host(model: GPTModel) -> None:
+    # MoE layers make these weights on the host (moe/router.py and moe/shared_experts.py in megatron/core/transformer).
+    for layer in _layers_of(model):
+        if layer.is_moe_layer:
+            layer.mlp.router.cuda()
+            gate = getattr(layer.mlp.shared_experts, "gate_weight", None)
+            if gate is not None:
+                gate.data = gate.data.cuda()
 
 
 def _exchange_nothing_in_shared_experts(model: GPTModel) -> None:

@@ -395,8 +395,9 @@ def _complete_attention(reading: Reading) -> None:
     matrices = (values.get("micro_batch_size") or 1) * heads // ranks
     has_kernel = has_softmax_kernel(values.get("seq_length") or LONGEST_OF_SOFTMAX_KERNEL, matrices)
     is_fused = has_kernel and not reading.get("no_masked_softmax_fusion")
-    others = [name for name in _NOT_WITH_OWN_LAYERS if values.get(name) not in (None, False, 1)]
-    if is_fused and not others and (values.get("dtype"), values.get("normalization")) == ("bf16", "LayerNorm"):
+    has_more = any(values.get(name) not in (None, False, 1) for name in _NOT_WITH_OWN_LAYERS)
+    has_more |= values.get("num_labels") is not None
+    if is_fused and not has_more and (values.get("dtype"), values.get("normalization")) == ("bf16", "LayerNorm"):
         values["attention_backend"] = "auto"  # it is Transformer Engine's
         return
     values["transformer_impl"] = "transformer_engine"

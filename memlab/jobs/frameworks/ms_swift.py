@@ -344,7 +344,8 @@ def _complete_trained(reading: Reading) -> None:
     _complete_adapters(reading)
     if "muon" in str(reading.get("optimizer", "adam")):
         reading.take("optimizer", "use_distributed_optimizer", value=False)
-    if not reading.values.pop("removes_padding") and not reading.get("packing"):
+    reading.values["is_thd"] = reading.values.pop("removes_padding") or bool(reading.get("packing"))
+    if not reading.values["is_thd"]:
         # ``_data_collator`` in swift/template/base.py.
         reading.miss("padding_free", "more", "rows that are not packed have a mask of 1 byte for each pair of tokens")
 

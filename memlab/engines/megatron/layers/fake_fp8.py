@@ -396,8 +396,8 @@ def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor, *, colu
         return recipe.quantize(rows, width, columnwise=columnwise)
     own = recipe.quantize(rows, width, columnwise=columnwise and not recipe.gathers_rows_only)
     gathered, arriving = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=columnwise)
-    # `te.Linear` empties the gathered values where it makes a weight's gradient (linear.py, 2.16.1); those of a frozen weight may be kept as well.
-    # Scales that arrive in tensors of their own are not the operand's.
+    # `te.Linear` empties the gathered values where it makes a weight's gradient (linear.py, 2.16.1); those of a frozen
+    # weight may be kept as well. Scales that arrive in tensors of their own are not the operand's.
     received = [] if columnwise else gathered.rowwise[:1] if arriving else gathered.rowwise
     _note_kept(recipe, [*own.tensors(), *arriving, *received])
     del own
