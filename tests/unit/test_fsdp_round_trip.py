@@ -242,3 +242,10 @@ def test_what_is_written_for_the_dtensor_policy_is_recognized(tmp_path: Path) ->
     scenario = Scenario.of("qwen3-8b", seq_length=1024, engine="fsdp2", layout=Layout(data_parallel_size=2))
     (tmp_path / "config.yaml").write_text("\n".join(written("nemo-rl", scenario, MemorySettings()).lines))
     assert Job.read(tmp_path / "config.yaml").framework == "nemo-rl-dtensor"
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_verl_s_engine_is_a_group_which_hydra_does_not_add_by_force(engine: Any) -> None:
+    """Hydra 1.3.2: "force-add of config groups is not supported: '++model_engine=dp'"."""
+    lines = written("verl", Scenario.of("qwen3-8b", seq_length=1024, engine=engine), MemorySettings()).lines
+    assert [line for line in lines if "model_engine" in line] in (["model_engine=dp"], ["model_engine=megatron"])

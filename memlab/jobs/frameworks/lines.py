@@ -20,8 +20,8 @@ def removal(flags: list[str]) -> list[str]:
 
 
 def hydra_lines(values: dict[str, Any]) -> list[str]:
-    """Writes Hydra's overrides; ``++`` adds a key or replaces it."""
-    return [_argument(f"++{name}=", value) for name, value in values.items()]
+    """Writes Hydra's overrides; ``++`` adds a key or replaces it, and Hydra 1.3.2 refuses it for a group of files."""
+    return [_argument(f"{'' if name in _GROUPS else '++'}{name}=", value) for name, value in values.items()]
 
 
 def plain_lines(values: dict[str, Any]) -> list[str]:
@@ -51,6 +51,8 @@ def _nested(tree: dict[str, Any], indent: str) -> list[str]:
     return lines
 
 
+_GROUPS = ("model_engine",)
+"""Of ``ppo_trainer.yaml`` (verl 0.9.1)."""
 _SIMPLE = re.compile(r"[\w./@%+-]+", re.ASCII)
 """Texts that a shell, Hydra's grammar and YAML take as they are."""
 
