@@ -224,7 +224,7 @@ FRAMEWORK_MISSING = (
 
 _BLACKWELL = re.compile(r"_(g?b[123]00|vr?200|r100)_")
 """GPUs, by the names of recipes, whose matrix products take FP8 in any layout (``is_non_tn_fp8_gemm_supported`` in
-``transformer_engine/pytorch/utils.py``, 2.16.1: from compute capability 10.0 on)."""
+``transformer_engine/pytorch/utils.py``, 2.16.1: compute capability 10 and 11, and from 13.0 on)."""
 _PACKED = ("dataset.packed_sequence_specs.packed_sequence_size", "dataset.offline_packing_specs.packed_sequence_size")
 """The tokens of a row of packed sequences, in 0.6.2 and in main of August 2026."""
 
