@@ -138,11 +138,13 @@ def hooked(models: tuple[GPTModel, ...], outputs: list[torch.Tensor]) -> Iterato
     ]
     for model in models:
         model.compute_language_model_loss = lambda labels, logits: torch.zeros_like(labels, dtype=logits.dtype)
-    yield
-    for handle in handles:
-        handle.remove()
-    for model in models:
-        del model.compute_language_model_loss
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for model in models:
+            del model.compute_language_model_loss
 
 
 def logits_kl(own: torch.Tensor, of_teacher: torch.Tensor) -> torch.Tensor:

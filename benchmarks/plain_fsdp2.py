@@ -625,7 +625,8 @@ def predicted_of(job: Job) -> dict[str, int]:
 
 
 def predict(file: Path) -> int:
-    """Prints the errors of memlab's predictions; returns how many peaks are more than 1 % off."""
+    """Prints the errors of memlab's predictions; returns how many are not there, or have a peak more than 1 % off."""
+    not_predicted = 0
     errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
     for row in map(json.loads, file.read_text().splitlines()):
         if "error" in row:
@@ -637,11 +638,12 @@ def predict(file: Path) -> int:
             predicted = predicted_of(job)
         except ValueError as error:
             print(f"{row['name']}: not predicted: {error}")
+            not_predicted += 1
             continue
         words = compared(predicted, measured, errors)
         print(f"{job.name}: {words or predicted}", flush=True)
     print_summary(errors)
-    return sum(abs(percent) > 1 for percent in errors["peak"])
+    return not_predicted + sum(abs(percent) > 1 for percent in errors["peak"])
 
 
 def compared(predicted: dict[str, int], measured: dict[str, int], errors: dict[str, list[float]]) -> str:

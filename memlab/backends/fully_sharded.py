@@ -1,4 +1,4 @@
-"""FSDP2 without CUDA: what of `torch.distributed.fsdp` and of DTensor asks for a device that is not there."""
+"""FSDP1 and FSDP2 without CUDA: what of `torch.distributed.fsdp` and of DTensor asks for a device that is not there."""
 
 from __future__ import annotations
 

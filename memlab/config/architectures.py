@@ -645,7 +645,7 @@ HUGGING_FACE_NAMES = {
     "gemma-7b": "google/gemma-7b",
     "gemma-2-9b": "google/gemma-2-9b",
     "gemma-3-270m": "google/gemma-3-270m",
-    "granite-3.3-2b": "ibm-granite/granite-3.3-2b-base",
+    "granite-3.3-2b": "ibm-granite/granite-3.3-2b-instruct",
     "olmo-2-1b": "allenai/OLMo-2-0425-1B",
     "glm-4-9b": "zai-org/glm-4-9b-hf",
     "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",

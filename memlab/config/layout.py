@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 from memlab.config.architectures import Architecture
@@ -82,6 +83,8 @@ class Layout:
             value = getattr(self, field.name)
             if field.name in ("rank", "sequence_parallel", FIELD) or (value is None and field.default is None):
                 continue
+            if isinstance(value, Integral) and not isinstance(value, int):  # numpy's whole numbers
+                object.__setattr__(self, field.name, value := int(value))
             check_whole_number(field.name, value, at_most=MOST_RANKS)
         if not isinstance(self.sequence_parallel, bool):
             raise RuleError(

@@ -333,7 +333,7 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
     if isinstance(value, str) or not isinstance(value, Iterable):
         remedy = (
             f"write [{shortened(value)}] for a single one"
-            if isinstance(value, str)
+            if isinstance(value, str) and value in choices
             else f"name some of {', '.join(choices)}"
         )
         raise RuleError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}", name)

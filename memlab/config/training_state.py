@@ -612,7 +612,8 @@ class TrainingState:
         needs="fp8_format",
     )
     """Of the recipes ``delayed`` and ``tensorwise``. The GPU decides it, by ``is_non_tn_fp8_gemm_supported`` of
-    Transformer Engine 2.16.1: from compute capability 10.0 on. No prediction with it was compared with a GPU."""
+    Transformer Engine 2.16.1: of compute capability 10 and 11, and from 13.0 on. No prediction with it was compared
+    with a GPU."""
     fp8_param_gather: bool = option(
         False, "store the weight matrices in FP8", **_FP8, needs="fp8_format", megatron="model.fp8_param ddp"
     )

@@ -28,7 +28,7 @@ class Trainer:
     """
 
     def __init__(self, lab: Any, *, is_offload_param: bool, slowness: float = 1.0) -> None:
-        self.is_offload_param = is_offload_param
+        self._is_offload_param = is_offload_param
         self._slowness = slowness
         self.complaint = ""
         """The first thing that was out of order; empty if nothing was."""
@@ -37,6 +37,16 @@ class Trainer:
         self._num_reads = 0
         self._queue_ends = 0.0
         self._done: list[str] = []
+
+    @property
+    def is_offload_param(self) -> bool:
+        """Whether parameters stay on the host between steps."""
+        return self._is_offload_param
+
+    @is_offload_param.setter
+    def is_offload_param(self, value: object) -> None:
+        # The check asks for the switch too: a sync that could set it would choose what it is checked for.
+        self._complain("your sync changes is_offload_param, a switch of the job: only read it")
 
     def time(self) -> float:
         """Returns the seconds on the clock, as ``time.time()``."""

@@ -214,6 +214,12 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         _note_latent_attention(reading, architecture)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading)
+    if is_megatron and architecture.only_in_transformers:
+        raise ValueError(
+            f"the job's model is {architecture.name}, whose {architecture.only_in_transformers} memlab does not have "
+            "in Megatron's layers: give --architecture with a similar model for an estimate, or see this model under "
+            f"FSDP2 by memlab predict {architecture.name} --engine fsdp2"
+        )
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except RuleError as error:

@@ -77,7 +77,7 @@ class KeptGathers:
             if dropped_by >= 0 and (dropped is None or dropped >= num_events):
                 kept[max(num_opening_events + num_events - 1, 0)] += num_bytes
                 if dropped is not None:
-                    kept[num_opening_events + dropped - 1] -= num_bytes
+                    kept[max(num_opening_events + dropped - 1, 0)] -= num_bytes
         in_step = slice(max(num_opening_events - 1, 0), None)
         allocated, kept = np.cumsum(np.where(columns[2] == _DEVICE, columns[1], 0)), np.cumsum(kept)
         return int((allocated + kept)[in_step].max() - allocated[in_step].max())

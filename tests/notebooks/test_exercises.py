@@ -457,7 +457,10 @@ EXERCISES = {
                 step('MemorySettings(offload_optimizer=True, offload_modules=["expert_fc1"])'),
                 step(f"MemorySettings(offload_optimizer=True, {FULL_RECOMPUTE})"),
             ),
-            also_right=(step("MemorySettings(offload_optimizer=True, offload_gradients=True)"),),
+            also_right=(
+                step("MemorySettings(offload_optimizer=True, offload_gradients=True)"),
+                step("MemorySettings(offload_optimizer=True, offload_optimizer_except_update=True)"),
+            ),
         ),
         Exercise(
             solution="mine = [3 * 2 * buffer for buffer in buffers]",
@@ -472,7 +475,15 @@ EXERCISES = {
             ),
             also_right=("import numpy as np; mine = 6 * np.array(buffers)",),
         ),
-        Exercise(solution=SYNC.strip(), wrong=("return 0.0", "trainer.hand_over(); return 0.0, 0.0")),
+        Exercise(
+            solution=SYNC.strip(),
+            wrong=(
+                "return 0.0",
+                "trainer.hand_over(); return 0.0, 0.0",
+                # The sync chooses what it is checked for.
+                "trainer.is_offload_param = True\n" + SYNC.strip(),
+            ),
+        ),
     ],
     "07_full_size": [
         Exercise(
@@ -588,7 +599,9 @@ EXERCISES = {
                 f'{stages(1, 1)}; job = job | {{"num_layers": 4}}',
                 OtherLine(stages(2, 2), "lab.step()", "lab.step(full_recompute)"),
                 OtherLine(stages(2, 2), "lab.step()", "lab.step(MemorySettings(offload_optimizer_except_update=True))"),
+                "first_stage, last_stage = 1.0, 3.0",
             ),
+            also_right=("import numpy as np; first_stage, last_stage = np.array([1, 3])",),
         ),
         Exercise(
             solution=offload(*ALL_MODULES),

@@ -292,6 +292,8 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
          {"model.backend.rms_norm": "less", "model.backend.rope": "more"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B}",
          {"model.backend.rms_norm": "less", "model.backend.rope": "more", "distributed.activation_checkpointing": "either"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, distributed.dp_size: 1, distributed.activation_checkpointing: false, peft.dim: 8}",
+         {"distributed.dp_size": "less", "model.backend.rms_norm": "less", "model.backend.rope": "more", "peft": "more"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.force_hf: true}", {}),
         ("{distributed.activation_checkpointing: selective}", {}),
         ("{peft.use_dora: true}", {"peft": "less"}),

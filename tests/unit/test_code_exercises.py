@@ -327,6 +327,20 @@ WRONG_SYNCS = {
         "read trainer.time() at both ends of both timers, 4 times",
     ),
     "no condition": (SYNC.replace("if trainer.is_offload_param:", "if True:"), "loads weights that are on the device"),
+    "sets the switch, and then has no condition": (
+        "trainer.is_offload_param = True\n" + SYNC.replace("if trainer.is_offload_param:", "if True:").strip(),
+        "with param_offload: your sync changes is_offload_param, a switch of the job: only read it",
+    ),
+    "sets the switch only where it is false": (
+        "if not trainer.is_offload_param: trainer.is_offload_param = True\n" + SYNC.strip(),
+        "without param_offload: your sync changes is_offload_param",
+    ),
+    "changes the switch after the load, and back after the offload": (
+        "away = trainer.is_offload_param\n" + SYNC.replace("if trainer.is_offload_param", "if away")
+        .replace("trainer.hand_over()", "trainer.is_offload_param = False\ntrainer.hand_over()")
+        .replace("trainer.broadcast()", "trainer.is_offload_param = away\ntrainer.broadcast()").strip(),
+        "your sync changes is_offload_param",
+    ),
     "no load": (SYNC.replace("    trainer.load(load_grad=False)\n", ""), "hand_over comes while the weights are on the"),
     "no hand over": (SYNC.replace("trainer.hand_over()\n", ""), "offload comes before hand_over"),
     "no offload": (SYNC.replace("    trainer.offload()\n", ""), "the weights stay on the device during the broadcast"),

@@ -11,7 +11,7 @@ import torch
 from memlab import Lab
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
-from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.architectures import ARCHITECTURES, HUGGING_FACE_NAMES, Architecture, find_architecture
 from memlab.config.hugging_face import architecture_fields
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
@@ -55,6 +55,12 @@ def test_a_step_has_transformers_loss_and_is_predicted(name: str) -> None:
     tokens = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(scenario.seed))
     own = model(input_ids=tokens, labels=tokens, position_ids=torch.arange(64).unsqueeze(0)).loss.item()
     assert live.loss == pytest.approx(own, rel=1e-3)
+
+
+def test_granite_is_named_after_the_model_whose_sizes_it_has() -> None:
+    """The instruct model's ``config.json``, from which the row is, has 49,159 tokens."""
+    assert HUGGING_FACE_NAMES["granite-3.3-2b"] == "ibm-granite/granite-3.3-2b-instruct"
+    assert find_architecture("ibm-granite/granite-3.3-2b-instruct").vocab_size == 49159
 
 
 @pytest.mark.parametrize(

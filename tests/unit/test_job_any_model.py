@@ -147,3 +147,15 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text(SWIFT.format(model="Qwen/Qwen3-8B", more=""))
     assert main(["job", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["of_any_model"] is None
+
+
+def test_a_question_beside_a_model_that_memlab_has_says_nothing_against_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+        "actor_rollout_ref.actor.megatron.dtype=float16 trainer.nnodes=1 trainer.n_gpus_per_node=8\n"
+    )
+    assert main(["job", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "with any model, memlab has to know this too: " in said and "--framework-version" in said

@@ -460,3 +460,34 @@ def test_the_gpu_of_a_recipe_decides_whether_fp8_matrices_are_transposed(
     assert [one.effect for one in found] == said
     of_job = job.required()[0].state
     assert {name: getattr(of_job, name) for name in state} == state
+
+
+@pytest.mark.parametrize("section", ["ddp", "optimizer"])
+@pytest.mark.parametrize(
+    "precision", ["{fp8: hybrid, fp8_recipe: tensorwise, fp8_param_gather: true}", "{bf16: true}", "bf16_mixed"]
+)
+def test_mixed_precision_replaces_the_reuse_of_the_gradients_buffer(
+    section: str, precision: str, tmp_path: Path
+) -> None:
+    """``update_config_with_precision_overrides`` (0.6.2) writes its own value, False, into the other sections."""
+    key = "reuse_grad_buf_for_mxfp8_param_ag"
+    text = (
+        "world_size: 8\nmodel: {hf_model_id: meta-llama/Llama-3.1-8B, seq_length: 4096}\n"
+        f"train: {{micro_batch_size: 1, global_batch_size: 8}}\nmixed_precision: {precision}\n"
+        f"{section}: {{{key}: true}}\n"
+    )
+    (path := tmp_path / "run_config.yaml").write_text(text)
+    job = Job.read(path, format_name="bridge")
+    assert not job.required()[0].state.reuse_grad_buf_for_mxfp8_param_ag
+    assert "mixed_precision" in job.without_effect[f"{section}.{key}"]
+    assert f"{section}.{key}" not in {one.key for one in job.taken}
+
+
+def test_a_job_of_a_model_that_megatron_s_layers_do_not_have_is_told_what_its_owner_can_do(tmp_path: Path) -> None:
+    """Bridge has no other engine to choose."""
+    (path := tmp_path / "run_config.yaml").write_text(
+        "world_size: 8\nmodel: {hf_model_id: google/gemma-7b, seq_length: 4096}\n"
+        "train: {micro_batch_size: 1, global_batch_size: 8}\n"
+    )
+    said = Job.read(path, format_name="bridge").not_supported or ""
+    assert "gemma-7b, whose GELU gates" in said and "give --architecture" in said and "choose engine" not in said

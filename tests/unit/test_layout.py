@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from memlab.analysis.diagnosis import worst
@@ -284,3 +285,17 @@ def test_biases_of_experts_and_a_norm_of_all_heads_limit_tensor_parallelism(
 ) -> None:
     with nullcontext() if words is None else pytest.raises(RuleError, match=words):
         Scenario.of(architecture, layout=Layout(**sizes))
+
+
+def test_whole_numbers_of_numpy_make_the_same_layout() -> None:
+    """They come out of an array. Its fractions stay refused, whole ones too."""
+    first, last = np.array([1, 3])
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    found = Layout(pipeline_model_parallel_size=np.int64(4), **ends)
+    assert found == Layout(
+        pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3
+    )
+    assert type(found.num_layers_in_first_pipeline_stage) is type(found.pipeline_model_parallel_size) is int
+    for refused in (np.float64(2.0), np.bool_(True), np.int64(0)):
+        with pytest.raises(RuleError, match="must be a whole number of at least 1"):
+            Layout(pipeline_model_parallel_size=refused)

@@ -13,6 +13,8 @@ import pytest
 import memlab
 from memlab.cli import build_parser
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.option import options_of
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.regression.suite.notebooks import read_notebook
 
@@ -90,6 +92,14 @@ def test_make_targets_names_and_keys_exist() -> None:
     assert len(keys) > 8
     assert [key for key in keys if key not in StepRecord.__slots__] == []
     assert [name for name in ARCHITECTURES if f"`{name}`" not in (BOOK / "commands.md").read_text()] == []
+
+
+def test_the_section_of_fsdp2_names_each_flag_that_only_fsdp2_has() -> None:
+    section = (BOOK / "commands.md").read_text().partition("## FSDP2")[2].partition("\n## ")[0]
+    options = options_of(TrainingState).items()
+    flags = [f"--{name.replace('_', '-')}" for name, one in options if one.engines == ("fsdp2",)]
+    assert len(flags) > 15
+    assert [flag for flag in ("--cp-comm-type", *flags) if flag not in section] == []
 
 
 def test_the_top_block_says_of_three_commands_what_they_do_and_how_long_they_take() -> None:

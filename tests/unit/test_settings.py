@@ -12,6 +12,7 @@ from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, validation_error
+from memlab.config.validation import RuleError
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 
@@ -187,3 +188,10 @@ def test_offload_beside_full_recompute_is_refused_on_pipeline_stages_alone() -> 
     check_on_model(settings, Scenario.of(MOE, num_layers=4))
     with pytest.raises(ValueError, match="on pipeline stages, because"):
         check_on_model(settings, Scenario.of(MOE, num_layers=4, layout=Layout(pipeline_model_parallel_size=2)))
+
+
+def test_one_name_that_is_no_list_is_told_to_become_one_only_where_it_is_a_module() -> None:
+    with pytest.raises(RuleError, match=r"must be a list of module names: write \['core_attn'\] for a single one"):
+        MemorySettings(offload_modules="core_attn")  # type: ignore[arg-type]
+    with pytest.raises(RuleError, match=r"is 'all', must be a list of module names: name some of .*core_attn"):
+        MemorySettings(offload_modules="all")  # type: ignore[arg-type]

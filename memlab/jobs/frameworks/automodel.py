@@ -416,6 +416,8 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         return
     reading.miss("model.backend.rms_norm", "less", "Automodel's norms keep no copies of their inputs in fp32")
     reading.miss("model.backend.rope", "more", "Automodel keeps cosines and sines of all positions")
+    if _trains_adapters(reading) and reading.values["world_size"] == 1:
+        reading.miss("peft", "more", "Automodel fuses no MLP of its own classes with adapters: it begins on meta")
     if reading.values.get("recompute_granularity") == "full":
         reading.miss(_CHECKPOINTING, "either", "Automodel checkpoints the parts of a layer of its own classes, each")
 

@@ -224,7 +224,7 @@ FRAMEWORK_MISSING = (
 
 _BLACKWELL = re.compile(r"_(g?b[123]00|vr?200|r100)_")
 """GPUs, by the names of recipes, whose matrix products take FP8 in any layout (``is_non_tn_fp8_gemm_supported`` in
-``transformer_engine/pytorch/utils.py``, 2.16.1: from compute capability 10.0 on)."""
+``transformer_engine/pytorch/utils.py``, 2.16.1: compute capability 10 and 11, and from 13.0 on)."""
 _PACKED = ("dataset.packed_sequence_specs.packed_sequence_size", "dataset.offline_packing_specs.packed_sequence_size")
 """The tokens of a row of packed sequences, in 0.6.2 and in main of August 2026."""
 
@@ -411,12 +411,32 @@ def _complete_gradients(reading: Reading) -> None:
         _take_mixed_precision(reading, values["mixed_precision"])
     elif reading.entries.get("mixed_precision.fp8") and "mixed_precision.fp8_recipe" not in reading.entries.by_key:
         reading.take("mixed_precision.fp8", "fp8_recipe", "tensorwise")  # the default there, unlike the model's
+    _drop_replaced_reuse(reading)
     if "grad_reduce_in_bf16" not in values:
         reading.warnings.append(
             "ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as the recipe bf16_mixed does"
         )
         values["grad_reduce_in_bf16"] = False
     _complete_overlap(reading)
+
+
+_REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
+
+
+def _drop_replaced_reuse(reading: Reading) -> None:
+    """Drops what other sections set of it, where mixed_precision has its own value, False unless it is given.
+
+    See ``update_config_with_precision_overrides`` in training/mixed_precision.py (0.6.2).
+    """
+    values, name = reading.values, reading.values.get("mixed_precision")
+    precision = [key for key in reading.entries.by_key if key.partition(".")[0] == "mixed_precision"]
+    is_mxfp8 = values.get("fp8_format") and values.get("fp8_recipe") == "mxfp8"
+    if is_mxfp8 or not precision or (name is not None and name.replace("-", "_") not in _RECIPES):
+        return
+    values[_REUSE] = bool(reading.get(f"mixed_precision.{_REUSE}"))
+    replaced = {one.key for one in reading.taken if one.field == _REUSE and one.key not in precision}
+    reading.taken = [one for one in reading.taken if one.key not in replaced]
+    reading.without_effect |= dict.fromkeys(replaced, "Megatron-Bridge replaces it by that of mixed_precision")
 
 
 _WITH_STEP = next(key for key in OPTIMIZER if key.field == "overlap_param_gather_with_optimizer_step")

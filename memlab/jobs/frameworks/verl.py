@@ -222,8 +222,9 @@ def check(reading: Reading) -> None:
     """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py, and of ``engine_workers.py`` (0.9.1).
 
     Raises:
-        CannotStartError: If it refuses the job.
+        CannotStartError: If it refuses the job, or the first backward fails (`_check_entropy`).
     """
+    _check_entropy(reading)
     key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
     is_dynamic = reading.get(own) or False
     of_passes = reading.get(key, is_dynamic) or False
@@ -246,6 +247,19 @@ def check(reading: Reading) -> None:
         )
     if key in reading.entries.by_key:
         reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
+
+
+def _check_entropy(reading: Reading) -> None:
+    """Refuses chunks of an entropy with a gradient; the rule is that of `Scenario`, and its sources are there."""
+    values, key = reading.values, f"{_ACTOR}.entropy_from_logits_chunk_size"
+    size, tokens = values["entropy_chunk_size"], values["seq_length"] // (values.get("context_parallel_size") or 1)
+    if values["entropy_loss"] and size is not None and size < tokens:
+        raise CannotStartError(
+            f"{key} is {size} and the loss has the entropy, so it must be at least the {tokens} tokens of a row, since "
+            "verl's backward of several chunks fails: give a larger one, or switch entropy_from_logits_with_chunking "
+            "off",
+            *("entropy_chunk_size", "entropy_loss"),
+        )
 
 
 def check_engine(reading: Reading) -> None:

@@ -94,7 +94,7 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
     if common.cannot_start is not None:
         return [f"with any model, this job cannot start as its file stands: {common.cannot_start}"]
     if not common.values:
-        return [f"memlab cannot read the rest of it either: {question}" for question in common.questions]
+        return [f"with any model, memlab has to know this too: {question}" for question in common.questions]
     lines = [f"of any model (the same with {', '.join(common.models)} in place of the job's own)"]
     for part in ("workload", "layout", "state", "allocator", "settings"):
         said = {name: v for name, v in common.values[part].items() if v not in (None, _OWN_DEFAULTS.get(name))}
