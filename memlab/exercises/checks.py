@@ -45,8 +45,7 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
         if measured.refusal:
             return RefusedCheck(measured.refusal)
         measured = measured.record
-    if isinstance(measured, OffloadAudit):
-        measured = measured.offloaded
+    measured = _unwrapped(measured)
     if isinstance(measured, StepRecord):
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
@@ -71,6 +70,14 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
         f"check got an answer of the type {type(measured).__name__}, must be a record (or an audit, the bytes that a "
         f"formula gives, or a function): {action}"
     )
+
+
+def _unwrapped(measured: Any) -> Any:
+    """Returns an audit's step with offload, None for functions that a cell has already judged, else what it got."""
+    if isinstance(measured, OffloadAudit):
+        return measured.offloaded
+    is_judged = isinstance(measured, tuple) and set(map(type, measured)) == {type(None)}
+    return None if is_judged else measured
 
 
 def _plain(measured: Any) -> list[Any]:

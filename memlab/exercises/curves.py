@@ -22,7 +22,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
     Their shapes differ from those of lab 06 in what a careless rule looks at: peaks vary under a leak, a leak begins
     late or rises by less than 1 % in each step, a spike comes in the first or in the last step, state is allocated in
     the third step, late or in two steps, or takes little more than 1 %, a retention lies under peaks that vary, one
-    step alone has a residual, growth comes with a retention, a start rises and falls back, or falls, and caches for new
+    step alone has a residual, growth comes with a retention, a start rises and falls back, or falls, or falls a little
+    at the end, a rise ends one step before the last, a retention takes less than 1 % of the start, and caches for new
     lengths lift the start of a spike by less than 1 %, or that of growth in the last step.
     """
     flat = [60.0] * 8
@@ -46,6 +47,10 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("spike", _steps([26.0, 26.0, *[20.0] * 6], varying)),
         ("growth", _steps([40.0] * 5 + [44.0] * 3, flat)),
         ("growth", _steps([40.0] + [40.6] * 7, flat)),
+        ("growth", _steps([10.0, *[30.0] * 5, 33.0, 33.0], [50.0] * 8)),
+        ("growth", _steps([40.0, *[50.0] * 6, 50.3], [70.0] * 8)),
+        ("growth", _steps([40.0, 40.0, *[44.3] * 5, 44.0], flat)),
+        ("retention", _steps([74.0] * 8, [76.3] * 8, [0.25] * 8)),
     ]
 
 

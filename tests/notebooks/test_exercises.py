@@ -421,6 +421,12 @@ EXERCISES = {
                 for_each("tokens", LONGEST, "steps"),
                 for_each("(room - start) / (peak - start)", LONGEST, "steps"),
                 for_each("8192", LONGEST, "steps"),
+                # They use the lengths that the lab prints, and no bytes.
+                "mine = [8192, 4096]",
+                "mine = [8192, 4096, 8192]",
+                "mine = [step[2] for step in reversed(steps)]",
+                for_each("12288 - tokens", LONGEST, "steps"),
+                for_each("8192 * 4096 / tokens", LONGEST, "steps"),
                 for_each("(room - peak) / (peak - start) * tokens", LONGEST, "steps"),  # what is left, not the whole
             ),
         ),

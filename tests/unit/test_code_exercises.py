@@ -67,6 +67,17 @@ OTHER_MOVES = {
             "        s.resize_(sizes[id(b)]); b.grad_data.data.zero_()"
         ),
     ),
+    "sizes on the model": (
+        (
+            f"if not hasattr(model, 'sizes'): model.sizes = [b.grad_data.storage().size() for b in {ALL}]\n"
+            f"for b in {ALL}: b.grad_data.storage().resize_(0)"
+        ),
+        (
+            "if hasattr(model, 'sizes'):\n"
+            f"    for b, size in zip({ALL}, model.sizes):\n"
+            "        b.grad_data.storage().resize_(size); b.grad_data.zero_()"
+        ),
+    ),
     "a load that zeroes what is on the device, as the merged one does": (
         RELEASE,
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data.numel()); b.grad_data.zero_()",
@@ -446,6 +457,18 @@ WRONG_KINDS = {
         KIND_OF.replace("rise = starts[-1]", "rise = max(starts)"),
         "your function says growth, which is wrong",
     ),
+    "1 % of the rise": (KIND_OF.replace("0.05 * rise", "0.01 * rise"), "your function says leak, which is wrong"),
+    "the last two rises": (KIND_OF.replace("starts[-2]", "starts[-3]"), "your function says leak, which is wrong"),
+    "a change at the end": (
+        KIND_OF.replace("starts[-1] - starts[-2]", "abs(starts[-1] - starts[-2])"),
+        "your function says leak, which is wrong",
+    ),
+    "residuals above 1 % of the start": (
+        KIND_OF.replace(
+            "min(step.residual_bytes for step in steps)", "min(s.residual_bytes for s in steps) > 0.01 * starts[0]"
+        ),
+        "your function says spike, which is wrong",
+    ),
     "a rise or a fall": (
         KIND_OF.replace("rise >= 0.01", "abs(rise) >= 0.01"),
         "your function says leak, which is wrong",
@@ -544,3 +567,14 @@ def test_a_value_that_is_off_is_named(answer: Any, line: str, capsys: pytest.Cap
 def test_one_function_where_two_belong_together_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert not check(function(RELEASE, "model")).moves_gradients_of(None)
     assert capsys.readouterr().out.endswith("must get two. Hint: write check((release, load)).\n")
+
+
+def test_functions_that_a_cell_has_judged_already_are_asked_for_again() -> None:
+    with pytest.raises(ValueError, match=r"NoneType, .* run the cell of the answer first"):
+        check((None, None))
+
+
+def test_an_error_in_a_release_gets_a_hint_about_a_release(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    body = f"{RELEASE.strip()}\nfor buffer in {ALL}: buffer.grad_data.zero_()"
+    assert not check((function(body, "model"), function(LOAD, "model"))).moves_gradients_of(lab)
+    assert "writes nothing" in capsys.readouterr().out

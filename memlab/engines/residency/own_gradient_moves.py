@@ -36,6 +36,7 @@ class OwnGradientMoves(Residency):
         self._buffers = [(name, _Buffer(buffer)) for name, buffer in buffers]
         self._gradients = [buffer.grad_data for _, buffer in self._buffers]  # a function may take them off a buffer
         self._release, self._load = release, load
+        self._model = SimpleNamespace()  # one for all calls: it keeps an attribute that a function adds
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
         """Offloads as always, and gradients by the reader's function.
@@ -63,8 +64,9 @@ class OwnGradientMoves(Residency):
         if "gradients" not in groups:
             return {}
         before = self._num_bytes()
-        lists = {name: [mine for of, mine in self._buffers if of == name] for name in _LISTS}
-        move(SimpleNamespace(**lists))
+        for name in _LISTS:
+            setattr(self._model, name, [mine for of, mine in self._buffers if of == name])
+        move(self._model)
         moved = abs(self._num_bytes() - before)
         return {"gradients": moved} if moved else {}
 
