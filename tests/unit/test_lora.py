@@ -273,7 +273,7 @@ def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
             lab.step(recompute(module))
         assert error.value.fields == ("recompute_modules", "lora_target_modules")
         monkeypatch.setattr(model_restrictions, "_check_frozen_layers", lambda *_: None)
-        with pytest.raises(TypeError, match="missing"):
+        with pytest.raises((TypeError, RuntimeError), match=r"missing|a second time"):  # torch 2.13, torch 2.11
             lab.step(recompute(module))
 
 

@@ -33,6 +33,7 @@ def test_each_model_can_be_opened_with_the_layers_that_the_row_proposes(row: Ope
         row.open_button.click()
         assert isinstance(row.lab, Asked), row.said.value
         assert row.lab.name == name
+        assert row.lab.options["engine"] == ("fsdp2" if ARCHITECTURES[name].only_in_transformers else "megatron")
         assert row.lab.options["backend"] == ("auto" if name.endswith("-tiny") else "simulated")
         assert 1 <= row.lab.options["num_layers"] <= 4
 

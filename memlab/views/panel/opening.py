@@ -65,7 +65,9 @@ class Opening(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no typ
         super().__init__([row])
         self.add_class("memlab-opening")
         self.open_button.on_click(lambda _: self.open_chosen())
-        self.model.observe(lambda _: self._propose_layers(), names=["value"])
+        self._engine_before: str | None = None
+        """What the engine's control had before a model that one engine alone has; None if it is what somebody chose."""
+        self.model.observe(lambda _: self._propose(), names=["value"])
         self._say("Choose a model, and press Open.")
 
     def open_chosen(self) -> None:
@@ -95,8 +97,13 @@ class Opening(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no typ
         self.children = [self._row, self._panel_of(self.lab)]
         self._say(f"{name} {'trains in this process' if _trains_here(name) else 'is predicted'}.")
 
-    def _propose_layers(self) -> None:
-        self.layers.value = min(_FEW_LAYERS, ARCHITECTURES[self.model.value].num_layers)
+    def _propose(self) -> None:
+        model = ARCHITECTURES[self.model.value]
+        self.layers.value = min(_FEW_LAYERS, model.num_layers)
+        if self._engine_before is not None:
+            self.engine.value, self._engine_before = self._engine_before, None
+        if model.only_in_transformers:
+            self._engine_before, self.engine.value = self.engine.value, "fsdp2"
 
     def _say(self, text: str) -> None:
         self.said.value = f'<div role="status">{html.escape(text, quote=False)}</div>'
