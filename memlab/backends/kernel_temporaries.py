@@ -92,6 +92,40 @@ def bytes_of_sum(outputs: int, rows: int) -> int:
     return 4 * outputs * shares * width if shares > 1 else 0
 
 
+_TOPK_THREADS, _TOPK_DIGITS, _TOPK_REGISTERS, _TOPK_MOST_VALUES, _TOPK_LEAST_VALUES = 256, 256, 40, 64, 4
+_REGISTERS_OF_SM = 65536
+_MULTIBLOCK = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (2**32, 400))
+"""Rows up to which several blocks share one where it has at least so many values (``should_use_multiblock``)."""
+
+
+def topk(values: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+    """Replaces ``torch.topk`` in the last dimension."""
+    assert dim in (-1, values.dim() - 1), dim
+    found = torch.topk(values, k, dim, **options)
+    temporaries = [
+        torch.empty(num_bytes, dtype=torch.uint8, device=values.device)
+        for num_bytes in bytes_of_topk(values.numel() // values.shape[-1], values.shape[-1])
+    ]
+    del temporaries
+    return found
+
+
+def bytes_of_topk(rows: int, values: int) -> list[int]:
+    """Returns the tensors that torch's kernel of ``topk`` allocates beside its result, on an H100 or H200.
+
+    Where several blocks share a row, they count digits of its values in 32 bits (``mbtopk::launch`` and
+    ``get_items_per_thread`` in ``aten/src/ATen/native/cuda/TensorTopK.cu``, torch 2.11), up to 4,096 results of a row.
+    """
+    least = next(least for most, least in _MULTIBLOCK if rows <= most)
+    if values < least:
+        return []
+    blocks_of_sm = _REGISTERS_OF_SM // (_TOPK_REGISTERS * _TOPK_THREADS)
+    of_thread = -(-values * rows // (_SMS * blocks_of_sm * _TOPK_THREADS))
+    of_thread = max(_TOPK_LEAST_VALUES, min(of_thread, _TOPK_MOST_VALUES))
+    blocks = rows * -(-values // (of_thread * _TOPK_THREADS))
+    return [4 * rows, 4 * rows, 8 * rows, 8 * rows, 2 * _TOPK_DIGITS * blocks, 4 * blocks, 4 * blocks]
+
+
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Replaces ``Tensor.copy_``: between host and device it converts another dtype on the device.
 
