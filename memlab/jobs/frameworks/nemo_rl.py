@@ -6,6 +6,7 @@ Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -157,6 +158,8 @@ KEYS = (
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
     Key("distillation.topk_logits_k", "topk_logits_k", COUNT),
+    Key("distillation.num_prompts_per_step", "prompts_of_teacher", COUNT, None),
+    Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
     Key("policy.logprob_chunk_size", "logprobs_chunk_size", COUNT, None),
     Key(f"{_MEGATRON}.defer_fp32_logits", "is_deferred", SWITCH, False),
     Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
@@ -214,11 +217,9 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.top_k", "either", _FILTERED_LOGITS, lambda value: value not in (None, -1, 0)),
     Missing(f"{_GENERATION}.top_p", "either", _FILTERED_LOGITS, lambda value: value not in (None, 1)),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
-    # ``distillation_train`` in nemo_rl/algorithms/distillation.py: ``offload_after_refit`` before the student trains.
-    Missing("teacher.model_name", "more",
-            "the teacher's passes run between the steps, in a process of its own whose weights leave the device before "
-            "the training step: memlab predict NAME --forward-only, with its layout, predicts them, beside gradients "
-            "and optimizer state that a teacher does not have", is_given),
+    # `memlab.jobs.frameworks.nemo_rl_teacher` predicts them where it can.
+    Missing("teacher.model_name", "more", "the teacher's passes run between the steps, in processes of its own",
+            is_given),
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
@@ -248,6 +249,9 @@ def complete(reading: Reading) -> None:
     take_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = take_longest(reading), values.pop("sequences")
+    is_teacher, of_teacher = values.pop("is_teacher", False), _sequences_of_teacher(reading)
+    if is_teacher:
+        sequences = of_teacher or sequences
     if not generates and sections & PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2
@@ -255,26 +259,56 @@ def complete(reading: Reading) -> None:
     is_fused = values.pop("is_fused") or not is_packed_row
     values["loss"] = "logprobs_one_hot" if is_fused else "logprobs_by_sequence"
     if "distillation" in sections:
-        values["loss"], values["logprobs_chunk_size"] = "topk_logits", None
+        values["loss"] = "topk_logits"
+        if not is_teacher:
+            _drop_chunks(reading)
         _drop_filters(reading)
     if not is_packed_row:
         _take_mask(reading, is_dynamic=is_dynamic)
-    per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
+    if is_teacher:  # it has such passes alone
+        packed, dynamic, values["micro_batch_size"] = of_packed, of_dynamic, rows
+    per_micro_batch = longest * values["micro_batch_size"]
     of_log_probs = longest
     if is_packed_row or is_dynamic:
         of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
     _take_rollout(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
-        key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
+        of_what = "logprob" if is_teacher else "train"
+        key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.{of_what}_mb_tokens"
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
         # The budget counts tokens before context parallel ranks share them.
         context = values.get("context_parallel_size") or 1
         take_rows(reading, key, -(-tokens // context), longest, sequences)
+        if is_teacher and reading.rollout is not None:
+            passes = reading.most_micro_batches
+            reading.rollout = replace(reading.rollout, num_passes=passes)
+            # In place of `take_rows`' note, by which more passes need no more memory.
+            reading.warnings[-1] = (
+                f"{key}: passes are filled up to a budget, so their number depends on the data; memlab predicts "
+                f"{passes or values['num_microbatches']}, all full, of each of which the largest logits stay until "
+                "the last one has ended"
+            )
         return
     take_sequences(reading, longest, sequences)
+
+
+def _sequences_of_teacher(reading: Reading) -> int | None:
+    """Returns the sequences of a step that a teacher gets, which are all that were generated."""
+    prompts, responses = (reading.values.pop(f"{name}_of_teacher", None) for name in ("prompts", "responses"))
+    reading.taken = [one for one in reading.taken if not one.field.endswith("_of_teacher") or one.place != "default"]
+    return None if prompts is None else prompts * (responses or 1)
+
+
+def _drop_chunks(reading: Reading) -> None:
+    """Moves the chunks of log-probabilities to what has no effect, of a student that computes none."""
+    key = "policy.logprob_chunk_size"
+    reading.values["logprobs_chunk_size"] = None
+    reading.taken = [one for one in reading.taken if one.field != "logprobs_chunk_size"]
+    if key in reading.entries.by_key:
+        reading.without_effect[key] = "the student's loss reads whole rows, and only a teacher's passes have chunks"
 
 
 def _take_model_of_guide(reading: Reading) -> None:
@@ -311,13 +345,16 @@ def _take_rollout(
         reading.taken = [one for one in reading.taken if one.field != "bucket"]
         reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
     if not generates:
-        del values["engine_share"], values["engine_ranks"], values["frees_optimizer"]
+        del values["engine_share"], values["engine_ranks"], values["frees_optimizer"], values["moves_for_teacher"]
         return
     engine = _take_engine(reading)
     _note_skipped_passes(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
     on_device = {"gradients": not values["offload_gradients"], "optimizer state": not values["offload_optimizer"]}
+    # ``offload_before_refit``, which ``distillation_train`` calls before a teacher's passes where other GPUs generate.
+    moves = values.pop("moves_for_teacher")
+    for_teacher = [name for name, is_there in on_device.items() if is_there and (moves or name == "gradients")]
     on_device["optimizer state"] &= values.pop("frees_optimizer")
     freed = [] if _trains_in_parts(reading) else [name for name, is_freed in on_device.items() if is_freed]
     take_rollout(
@@ -333,6 +370,8 @@ def _take_rollout(
         engine=engine,
         quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
     )
+    assert reading.rollout is not None, "it was taken"
+    reading.rollout = replace(reading.rollout, freed_for_teacher=tuple(for_teacher))
 
 
 def _drop_filters(reading: Reading) -> None:
@@ -369,6 +408,7 @@ def _take_offload(reading: Reading, *, is_colocated: bool, generates: bool) -> N
     values["offload_parameters"] = is_colocated and generates
     values["offload_gradients"] = generates and (is_colocated or _engine_of(reading) == "megatron")
     is_moved = values.pop("moves_optimizer") and not values.get("optimizer_cpu_offload")
+    values["moves_for_teacher"] = is_moved
     values["offload_optimizer"] = values["offload_gradients"] and is_moved
     if values["offload_optimizer"] and values.get("use_precision_aware_optimizer") is False:
         reading.warnings.append(
@@ -584,9 +624,10 @@ def check(reading: Reading) -> None:
             "overlap_param_gather",
         )
     deferred = f"{_MEGATRON}.defer_fp32_logits"
-    if reading.values.get("logprobs_chunk_size") and not reading.entries.get(deferred):
+    chunk = reading.get("policy.logprob_chunk_size")
+    if isinstance(chunk, int) and chunk > 0 and not reading.entries.get(deferred):
         raise CannotStartError(
-            f"policy.logprob_chunk_size is {reading.values['logprobs_chunk_size']} without {deferred}, which NeMo-RL "
+            f"policy.logprob_chunk_size is {chunk} without {deferred}, which NeMo-RL "
             f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out",
             *("is_deferred", "logprobs_chunk_size"),
         )

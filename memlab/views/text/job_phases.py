@@ -35,6 +35,15 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         lines.append(f"the reference model takes {format_bytes(job.reference_bytes)}, which is counted above")
     if job.kept_buffer_bytes:
         lines.append(f"every phase counts {format_bytes(job.kept_buffer_bytes)} that the weight sync keeps")
+    if job.teacher_left_bytes is not None:
+        (passes,) = (phase for phase in job.phases if phase.name == "teacher's passes")
+        peaks = (passes.allocated_bytes, passes.active_bytes, passes.reserved_bytes)
+        named = zip(("allocated", "active", "reserved"), peaks, strict=True)
+        lines.append(
+            f"the teacher's process at the peak of its passes: "
+            f"{', '.join(f'{name} {format_bytes(size or 0)}' for name, size in named)}; every other phase counts "
+            f"{format_bytes(job.teacher_left_bytes)} that it keeps, and what is outside torch counts both processes"
+        )
     for phase in job.phases:
         short = _short(phase)
         is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)

@@ -1,0 +1,54 @@
+"""The teacher of NeMo-RL's distillation, which has processes of its own on the student's GPUs: a policy by its keys.
+
+``setup`` in nemo_rl/algorithms/distillation.py (7ea279ab) makes a policy of the section ``teacher``, without gradients
+and optimizer, on the ranks that train. The student decides how long sequences are, and where they are generated.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from memlab.jobs.entries import Entries
+from memlab.jobs.frameworks.nemo_rl import NEMO_RL
+
+_OF_STUDENT = ("policy.generation", "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by")
+_OF_TRAINING = (
+    *("policy.megatron_cfg.optimizer", "policy.megatron_cfg.distributed_data_parallel_config", "policy.draft"),
+    *("policy.megatron_cfg.empty_unused_memory_level", "policy.router_replay", "teacher", "loss_fn"),
+)
+"""What a model without gradients and optimizer does not read."""
+_SECTION = re.compile(rf"\bpolicy\.(?!{'|'.join(re.escape(key.partition('.')[2]) for key in _OF_STUDENT)})")
+
+
+def of_section(entries: Entries) -> Entries:
+    """Returns the entries of a job whose policy is the teacher."""
+    kept = {
+        key: entry
+        for key, entry in entries.by_key.items()
+        if key.startswith(_OF_STUDENT) or not key.startswith(("policy.", "teacher."))
+    }
+    for key, entry in entries.by_key.items():
+        name = key.replace("teacher.", "policy.", 1)
+        if key.startswith("teacher.") and not name.startswith(_OF_STUDENT):
+            kept[name] = replace(entry, key=name)
+    return replace(entries, by_key=kept)
+
+
+def as_in_file(text: str) -> str:
+    """Names the keys of a text as the file does."""
+    return _SECTION.sub("teacher.", text)
+
+
+NEMO_RL_TEACHER = replace(
+    NEMO_RL,
+    name="nemo-rl-teacher",
+    title="the teacher of NeMo-RL's distillation",
+    missing=tuple(row for row in NEMO_RL.missing if not row.name.startswith(_OF_TRAINING)),
+    without_effect=NEMO_RL.without_effect
+    | {row.name for row in NEMO_RL.missing if row.name.startswith(_OF_TRAINING)},
+    decided_by=("teacher.model_name",),
+    fixed={"is_teacher": True},
+    own_entries=of_section,
+    as_in_file=as_in_file,
+)
