@@ -257,7 +257,7 @@ def _jsd(
         of_chunk = others[:, start : start + _CHUNK_OF_GKD]
         student = _log_softmax_of_swift(_Slice.apply(own, start, of_chunk.shape[1], sums), group)
         target = _log_softmax_of_swift(of_chunk, group)
-        mixture = torch.logsumexp(torch.stack([student + of_own, (target + of_teacher).to(own.dtype)]), dim=0)
+        mixture = torch.logsumexp(torch.stack([student + of_own, target + of_teacher]), dim=0)
         of_rank = beta * (torch.exp(target) * (target - mixture)).sum(-1)
         of_rank = of_rank + (1 - beta) * (torch.exp(student) * (student - mixture)).sum(-1)
         parts.append(_SumOfRanks.apply(of_rank, group, False))
