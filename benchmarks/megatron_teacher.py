@@ -4,8 +4,8 @@
     python -m benchmarks.megatron_teacher predict FOLDER/passes.jsonl     anywhere; without a file: only the predictions
 
 Written after ``get_topk_logits``, ``TopkLogitsPostProcessor``, ``distributed_vocab_topk`` and ``move_model`` of NeMo-RL
-(7ea279ab): a model in 16 bits without DDP comes from the host, runs all micro-batches of a step without gradients, keeps
-of each token the k largest logits until the last has ended, and leaves. Measuring imports nothing of memlab.
+(7ea279ab): a model in 16 bits without DDP comes from the host, runs all micro-batches of a step without gradients,
+keeps of each token the k largest logits until the last has ended, and leaves. Measuring imports nothing of memlab.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,121 +77,141 @@ CASES = (
 def run(case: Case, result: Path) -> None:
     """Measures a case in a process of its own, and writes a line."""
     import torch
-    from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
     from benchmarks import megatron_rank as of_rank
 
     on_gpu = torch.cuda.is_available()
     job = case.job(tiny=not on_gpu)
-    k, row = min(case.k, job.vocab_size // 2), dict[str, Any](name=case.name, steps=[])
+    row = {"name": case.name, "steps": list[dict[str, int]](), **asdict(case)}
     with tempfile.TemporaryDirectory() as folder, of_rank.on_device(0):
-        store = torch.distributed.FileStore(str(Path(folder) / "store"), -1)
+        store = torch.distributed.FileStore(str(Path(folder) / "store"), -1)  # type: ignore[attr-defined]
         of_rank.join(store, 0, 1, job)
-        of_rank.model_parallel_cuda_manual_seed(of_rank.SEED, force_reset_rng=True)
+        of_rank.model_parallel_cuda_manual_seed(of_rank.SEED, force_reset_rng=True)  # type: ignore[attr-defined]
         config = of_rank.transformer_config(job)
         model = Float16Module(config, of_rank.gpt_model(job, config).cuda()).requires_grad_(False).eval()
-        group = parallel_state.get_tensor_model_parallel_group()
-        length = job.seq_length // (case.sequences or 1)
-        packed = {}
-        if case.sequences:
-            ends = torch.arange(0, job.seq_length + 1, length, dtype=torch.int32).cuda()
-            names = ("cu_seqlens_q", "cu_seqlens_kv")
-            packed["packed_seq_params"] = PackedSeqParams(
-                qkv_format="thd", max_seqlen_q=length, max_seqlen_kv=length, **dict.fromkeys(names, ends)
-            )
-
-        def largest(logits: Any) -> tuple[Any, Any]:
-            all_values, all_places = [], []
-            size = case.chunk or logits.shape[1]
-            for start in range(0, logits.shape[1], size):
-                part = logits[:, start : start + size, :].to(dtype=torch.float32)
-                own, own_places = torch.topk(part, k, dim=-1)
-                places = own_places + 0
-                of_values = [torch.empty_like(own) for _ in range(group.size())]
-                of_places = [torch.empty_like(places) for _ in range(group.size())]
-                torch.distributed.all_gather(of_values, own, group=group)
-                torch.distributed.all_gather(of_places, places, group=group)
-                together, their_places = torch.cat(of_values, dim=-1), torch.cat(of_places, dim=-1)
-                values, chosen = torch.topk(together, k, dim=-1)
-                picked = torch.gather(their_places, dim=-1, index=chosen)
-                all_values.append(values)
-                all_places.append(picked)
-            if len(all_values) == 1:
-                found = all_values[0], all_places[0]
-            else:
-                found = torch.cat(all_values, dim=1), torch.cat(all_places, dim=1)
-            if not case.sequences:
-                return found
-            unpacked = [torch.zeros((case.sequences, length, k), dtype=each.dtype, device=each.device) for each in found]
-            for number in range(case.sequences):
-                for to, each in zip(unpacked, found, strict=True):
-                    to[number, :length, :] = each[0, number * length : (number + 1) * length, :]
-            return unpacked[0], unpacked[1]
-
-        def forward(data: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
-            tokens = next(data).cuda()
-            positions = torch.arange(length).repeat(job.seq_length // length).unsqueeze(0).expand_as(tokens).cuda()
-            logits = chunk(tokens, positions, None, fp32_output=case.fp32, **packed)
-
-            def keep(output: Any) -> tuple[Any, dict[str, Any]]:
-                values, places = largest(output)
-                return output.new_zeros(()), {"values": values, "places": places}
-
-            return logits, keep
-
-        def batches() -> Iterator[Any]:
-            generator = torch.Generator().manual_seed(1)
-            for _ in range(job.num_microbatches):
-                yield torch.randint(job.vocab_size, (case.rows, job.seq_length), generator=generator)
-
-        for _ in range(STEPS):
-            if on_gpu:
-                model.to("cpu", non_blocking=True)
-                gc.collect()
-                torch.cuda.empty_cache()
-            step = {"left_bytes": of_rank.allocated_bytes()}
-            if on_gpu:
-                model.to("cuda", non_blocking=True)
-            of_rank.synchronize()
-            step["start_bytes"] = of_rank.allocated_bytes()
-            of_rank.reset_peak()
-            with torch.no_grad():
-                found = get_forward_backward_func()(
-                    forward_step_func=forward,
-                    data_iterator=batches(),
-                    model=model,
-                    num_microbatches=job.num_microbatches,
-                    seq_length=job.seq_length,
-                    micro_batch_size=case.rows,
-                    forward_only=True,
-                )
-                step["passes_peak_bytes"] = of_rank.peak_bytes()
-                sent = [torch.cat([each[name] for each in found], dim=0) for name in ("values", "places")]
-            del found
-            of_rank.synchronize()
-            step |= {"peak_bytes": of_rank.peak_bytes(), "peak_reserved_bytes": of_rank.peak_reserved_bytes()}
-            on_host = [each.cpu() for each in sent]
-            step["sent_bytes"] = sum(each.numel() * each.element_size() for each in on_host)
-            del sent
-            step["outside_torch_bytes"] = of_rank.outside_torch_bytes()
-            row["steps"].append(step)
+        row["steps"] = [take_passes(case, job, model, on_gpu=on_gpu) for _ in range(STEPS)]
         row["environment"] = of_rank.environment()
         torch.distributed.destroy_process_group()
     with result.open("a") as lines:
-        lines.write(json.dumps(row | asdict(case)) + "\n")
+        lines.write(json.dumps(row) + "\n")
 
 
-def measure(folder: Path, first: int = 0) -> int:
-    """Measures each case from a number on; returns how many failed."""
+def take_passes(case: Case, job: Job, model: Any, *, on_gpu: bool) -> dict[str, int]:
+    """Moves the weights to the host and back, and takes all passes of a step; returns what was held."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from benchmarks import megatron_rank as of_rank
+
+    if on_gpu:
+        model.to("cpu", non_blocking=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    step = {"left_bytes": of_rank.allocated_bytes()}
+    if on_gpu:
+        model.to("cuda", non_blocking=True)
+    of_rank.synchronize()
+    step["start_bytes"] = of_rank.allocated_bytes()
+    of_rank.reset_peak()
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=partial(forward, case, job),
+            data_iterator=batches(case, job),
+            model=model,
+            num_microbatches=job.num_microbatches,
+            seq_length=job.seq_length,
+            micro_batch_size=case.rows,
+            forward_only=True,
+        )
+        step["passes_peak_bytes"] = of_rank.peak_bytes()
+        sent = [torch.cat([each[name] for each in found], dim=0) for name in ("values", "places")]
+    del found
+    of_rank.synchronize()
+    step |= {"peak_bytes": of_rank.peak_bytes(), "peak_reserved_bytes": of_rank.peak_reserved_bytes()}
+    step["sent_bytes"] = sum(each.numel() * each.element_size() for each in (one.cpu() for one in sent))
+    del sent
+    step["outside_torch_bytes"] = of_rank.outside_torch_bytes()
+    return step
+
+
+def batches(case: Case, job: Job) -> Iterator[Any]:
+    """Yields the tokens of a step's micro-batches, on the host."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(job.num_microbatches):
+        yield torch.randint(job.vocab_size, (case.rows, job.seq_length), generator=generator)
+
+
+def forward(case: Case, job: Job, data: Iterator[Any], model: Any) -> tuple[Any, Any]:
+    """Runs one micro-batch, whose logits are then searched."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, packed = next(data).cuda(), {}
+    length = job.seq_length // (case.sequences or 1)
+    if case.sequences:
+        ends = torch.arange(0, job.seq_length + 1, length, dtype=torch.int32).cuda()
+        names = ("cu_seqlens_q", "cu_seqlens_kv")
+        packed["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd", max_seqlen_q=length, max_seqlen_kv=length, **dict.fromkeys(names, ends)
+        )
+    positions = torch.arange(length).repeat(job.seq_length // length).unsqueeze(0).expand_as(tokens).cuda()
+    logits = model(tokens, positions, None, fp32_output=case.fp32, **packed)
+    k = min(case.k, job.vocab_size // 2)
+
+    def keep(output: Any) -> tuple[Any, dict[str, Any]]:
+        found = largest(output, k, case.chunk)
+        values, places = unpacked(found, case.sequences, length) if case.sequences else found
+        return output.new_zeros(()), {"values": values, "places": places}
+
+    return logits, keep
+
+
+def largest(logits: Any, k: int, chunk: int | None) -> tuple[Any, Any]:
+    """Returns the k largest logits of each token and their places, by the operations of NeMo-RL's function."""
+    import torch
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    all_values, all_places = [], []
+    size = chunk or logits.shape[1]
+    for start in range(0, logits.shape[1], size):
+        part = logits[:, start : start + size, :].to(dtype=torch.float32)
+        own, own_places = torch.topk(part, k, dim=-1)
+        places = own_places + 0
+        of_values = [torch.empty_like(own) for _ in range(group.size())]
+        of_places = [torch.empty_like(places) for _ in range(group.size())]
+        torch.distributed.all_gather(of_values, own, group=group)
+        torch.distributed.all_gather(of_places, places, group=group)
+        together, their_places = torch.cat(of_values, dim=-1), torch.cat(of_places, dim=-1)
+        values, chosen = torch.topk(together, k, dim=-1)
+        picked = torch.gather(their_places, dim=-1, index=chosen)
+        all_values.append(values)
+        all_places.append(picked)
+    if len(all_values) == 1:
+        return all_values[0], all_places[0]
+    return torch.cat(all_values, dim=1), torch.cat(all_places, dim=1)
+
+
+def unpacked(found: tuple[Any, Any], sequences: int, length: int) -> tuple[Any, Any]:
+    """Returns the sequences of a packed row as rows of their own."""
+    rows = [each.new_zeros((sequences, length, each.shape[-1])) for each in found]
+    for number in range(sequences):
+        for to, each in zip(rows, found, strict=True):
+            to[number, :length, :] = each[0, number * length : (number + 1) * length, :]
+    return rows[0], rows[1]
+
+
+def measure(folder: Path) -> int:
+    """Measures each case; returns how many failed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     folder.mkdir(parents=True, exist_ok=True)
     result, failed = folder / "passes.jsonl", 0
     context = multiprocessing.get_context("spawn")
-    for case in CASES[first:]:
+    for case in CASES:
         process = context.Process(target=run, args=(case, result))
         process.start()
         process.join(SECONDS)
@@ -210,7 +231,12 @@ def predicted(case: Case, environment: dict[str, str]) -> dict[str, int]:
     from memlab.config.scenario import Scenario
     from memlab.lab.teacher_pass import TeacherPeaks
 
-    state = {"loss": "topk_logits", "topk_logits_k": case.k, "fp32_output": case.fp32, "logprobs_chunk_size": case.chunk}
+    state = {
+        "loss": "topk_logits",
+        "topk_logits_k": case.k,
+        "fp32_output": case.fp32,
+        "logprobs_chunk_size": case.chunk,
+    }
     scenario = Scenario.of(
         find_architecture(case.model).with_layers(case.num_layers),
         seq_length=case.seq_length,

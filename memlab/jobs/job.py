@@ -31,8 +31,8 @@ from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
-from memlab.jobs.teacher import with_teacher
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
+from memlab.jobs.teacher import with_teacher
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
 """Fields that concern experts only, and that a job may give a model of any name."""
@@ -148,7 +148,7 @@ class Job:
             if of_framework == framework.name and not missing.isdisjoint(table.decided_by):
                 again = [f"{key}={text}" for key, text in given.items()]
                 second = cls._read(path, own_name, again, version, None, world_size, arguments)
-                if table.fixed.get("is_teacher"):
+                if table.is_teacher:
                     job = with_teacher(job, second)
                     continue
                 bounded = bounded_by(job.not_modelled, table.decided_by, second.scenario)

@@ -34,7 +34,8 @@ def with_teacher(job: Job, teacher: Job) -> Job:
         job,
         rollout=replace(job.rollout, teacher=passes),
         taken=job.taken + tuple(one for one in teacher.taken if _is_given(one.key, one.place)),
-        without_effect={key: reason for key, reason in job.without_effect.items() if not key.startswith(_SECTION)} | own,
+        without_effect={key: reason for key, reason in job.without_effect.items() if not key.startswith(_SECTION)}
+        | own,
         not_modelled=others + tuple(one for one in teacher.not_modelled if one.key.startswith(_SECTION)),
         warnings=job.warnings + tuple(f"teacher: {each}" for each in teacher.warnings if each not in job.warnings),
     )

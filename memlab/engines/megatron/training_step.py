@@ -145,9 +145,7 @@ def _share_largest(live: LiveModel, of_micro_batches: list[tuple[torch.Tensor, t
         found = [torch.cat(parts) for parts in zip(*of_micro_batches, strict=True)]
     else:
         scenario, lengths = live.scenario, live.scenario.sequence_lengths
-        rows, tokens = (
-            (len(lengths), max(lengths)) if lengths else (scenario.micro_batch_size, scenario.seq_length)
-        )
+        rows, tokens = (len(lengths), max(lengths)) if lengths else (scenario.micro_batch_size, scenario.seq_length)
         shape = (scenario.num_microbatches * rows, tokens, scenario.state.topk_logits_k)
         found = [torch.empty(shape, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.int64)]
     group = parallel_state.get_pipeline_model_parallel_group()

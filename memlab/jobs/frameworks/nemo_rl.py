@@ -158,8 +158,6 @@ KEYS = (
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
     Key("distillation.topk_logits_k", "topk_logits_k", COUNT),
-    Key("distillation.num_prompts_per_step", "prompts_of_teacher", COUNT, None),
-    Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
     Key("policy.logprob_chunk_size", "logprobs_chunk_size", COUNT, None),
     Key(f"{_MEGATRON}.defer_fp32_logits", "is_deferred", SWITCH, False),
     Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
@@ -249,9 +247,6 @@ def complete(reading: Reading) -> None:
     take_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     complete_adapters(reading, f"{_PEFT}.enabled", lacks_of_section(reading, _PEFT))
     longest, sequences = take_longest(reading), values.pop("sequences")
-    is_teacher, of_teacher = values.pop("is_teacher", False), _sequences_of_teacher(reading)
-    if is_teacher:
-        sequences = of_teacher or sequences
     if not generates and sections & PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2
@@ -259,56 +254,26 @@ def complete(reading: Reading) -> None:
     is_fused = values.pop("is_fused") or not is_packed_row
     values["loss"] = "logprobs_one_hot" if is_fused else "logprobs_by_sequence"
     if "distillation" in sections:
-        values["loss"] = "topk_logits"
-        if not is_teacher:
-            _drop_chunks(reading)
+        values["loss"], values["logprobs_chunk_size"] = "topk_logits", None
         _drop_filters(reading)
     if not is_packed_row:
         _take_mask(reading, is_dynamic=is_dynamic)
+    per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
-    if is_teacher:  # it has such passes alone
-        packed, dynamic, values["micro_batch_size"] = of_packed, of_dynamic, rows
-    per_micro_batch = longest * values["micro_batch_size"]
     of_log_probs = longest
     if is_packed_row or is_dynamic:
         of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
     _take_rollout(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
-        of_what = "logprob" if is_teacher else "train"
-        key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.{of_what}_mb_tokens"
+        key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
         # The budget counts tokens before context parallel ranks share them.
         context = values.get("context_parallel_size") or 1
         take_rows(reading, key, -(-tokens // context), longest, sequences)
-        if is_teacher and reading.rollout is not None:
-            passes = reading.most_micro_batches
-            reading.rollout = replace(reading.rollout, num_passes=passes)
-            # In place of `take_rows`' note, by which more passes need no more memory.
-            reading.warnings[-1] = (
-                f"{key}: passes are filled up to a budget, so their number depends on the data; memlab predicts "
-                f"{passes or values['num_microbatches']}, all full, of each of which the largest logits stay until "
-                "the last one has ended"
-            )
         return
     take_sequences(reading, longest, sequences)
-
-
-def _sequences_of_teacher(reading: Reading) -> int | None:
-    """Returns the sequences of a step that a teacher gets, which are all that were generated."""
-    prompts, responses = (reading.values.pop(f"{name}_of_teacher", None) for name in ("prompts", "responses"))
-    reading.taken = [one for one in reading.taken if not one.field.endswith("_of_teacher") or one.place != "default"]
-    return None if prompts is None else prompts * (responses or 1)
-
-
-def _drop_chunks(reading: Reading) -> None:
-    """Moves the chunks of log-probabilities to what has no effect, of a student that computes none."""
-    key = "policy.logprob_chunk_size"
-    reading.values["logprobs_chunk_size"] = None
-    reading.taken = [one for one in reading.taken if one.field != "logprobs_chunk_size"]
-    if key in reading.entries.by_key:
-        reading.without_effect[key] = "the student's loss reads whole rows, and only a teacher's passes have chunks"
 
 
 def _take_model_of_guide(reading: Reading) -> None:

@@ -10,6 +10,8 @@ import re
 from dataclasses import replace
 
 from memlab.jobs.entries import Entries
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import COUNT, Key
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 
 _OF_STUDENT = ("policy.generation", "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by")
@@ -40,15 +42,54 @@ def as_in_file(text: str) -> str:
     return _SECTION.sub("teacher.", text)
 
 
+_AS_TRAINED = {
+    "log_prob_packed_tokens": "packed_tokens",
+    "log_prob_dynamic_tokens": "dynamic_tokens",
+    "log_prob_micro_batch_size": "micro_batch_size",
+}
+
+
+def complete(reading: Reading) -> None:
+    """Derives what the policy's keys mean where its rows are those of passes without gradients, of all sequences."""
+    values = reading.values
+    prompts, responses = values.pop("prompts_of_teacher"), values.pop("responses_of_teacher")
+    if prompts is not None:
+        values["sequences"] = prompts * (responses or 1)
+    for own, trained in _AS_TRAINED.items():
+        given = values.get(own)
+        if trained != "micro_batch_size" or given is not None:
+            values[trained] = given
+    chunk = values["logprobs_chunk_size"]
+    NEMO_RL.complete(reading)
+    values["logprobs_chunk_size"] = chunk
+    passes = reading.most_micro_batches
+    if reading.rollout is None or passes == 0:
+        return
+    reading.rollout = replace(reading.rollout, num_passes=passes)
+    *others, row = reading.taken
+    reading.taken = [*others, replace(row, key=row.key.replace("train_mb", "logprob_mb"))]
+    # In place of the last note, by which more passes need no more memory.
+    reading.warnings[-1] = (
+        f"{reading.taken[-1].key}: passes are filled up to a budget, so their number depends on the data; memlab "
+        f"predicts {passes or values['num_microbatches']}, all full, of each of which the largest logits stay until "
+        "the last has ended"
+    )
+
+
 NEMO_RL_TEACHER = replace(
     NEMO_RL,
     name="nemo-rl-teacher",
     title="the teacher of NeMo-RL's distillation",
     missing=tuple(row for row in NEMO_RL.missing if not row.name.startswith(_OF_TRAINING)),
-    without_effect=NEMO_RL.without_effect
-    | {row.name for row in NEMO_RL.missing if row.name.startswith(_OF_TRAINING)},
+    without_effect=NEMO_RL.without_effect | {row.name for row in NEMO_RL.missing if row.name.startswith(_OF_TRAINING)},
     decided_by=("teacher.model_name",),
-    fixed={"is_teacher": True},
+    keys=(
+        *NEMO_RL.keys,
+        Key("distillation.num_prompts_per_step", "prompts_of_teacher", COUNT, None),
+        Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
+    ),
+    complete=complete,
+    is_teacher=True,
     own_entries=of_section,
     as_in_file=as_in_file,
 )

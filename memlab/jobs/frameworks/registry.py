@@ -40,8 +40,8 @@ OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {
     SLIME_CRITIC.name: (SLIME.name, SLIME_CRITIC),
     NEMO_RL_TEACHER.name: (NEMO_RL.name, NEMO_RL_TEACHER),
 }
-"""Tables of a second model that a framework's jobs train, or that is a teacher, by the name that ``--format`` takes, each with the framework
-whose files have it."""
+"""Tables of a second model that a framework's jobs train, or that is a teacher, by the name that ``--format`` takes,
+each with the framework whose files have it."""
 TABLES: dict[str, Framework] = (
     FRAMEWORKS
     | {one.name: one for _, one in (*_OF_OTHER_ENGINES.values(), *OF_OTHER_MODELS.values())}
