@@ -425,7 +425,8 @@ def add_adapters_of_ms_swift(model: GPTModel, options: dict[str, Any]) -> None:
         lora.TELayerNormColumnParallelLinear = layers.TorchNormLinear
         lora.TEColumnParallelGroupedLinear = layers.TorchGroupedLinear
         lora.TERowParallelGroupedLinear = layers.TorchGroupedRowLinear
-        lora._is_replicated_base, lora.is_expert_layer = lambda _: False, lambda base: hasattr(base, "num_gemms")
+        lora._is_replicated_base = lambda base: type(base) is layers.TorchLinear
+        lora.is_expert_layer = lambda base: hasattr(base, "num_gemms")
     for parameter in model.parameters():
         parameter.requires_grad = False
     targets = options.get("lora_target_modules", ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))

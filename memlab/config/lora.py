@@ -287,9 +287,9 @@ class LoRA:
     def weights(self, linear: Weight, name: str, model: Architecture, layout: Layout) -> Iterator[Weight]:
         """Yields the weights of a linear's adapter, or of those of its parts.
 
-        Of the first, tensor parallel ranks share what they share of the linear's: its rows, or its columns. Of the
-        second they always share the rows (``ParallelLinearAdapter`` in ``peft/utils.py``). Of ms-swift's two, they
-        share only that which has the linear's split side.
+        Of the first, tensor parallel ranks share what they share of the linear's: its rows, or its columns; its rows
+        too where each rank has the whole linear. Of the second they always share the rows (``ParallelLinearAdapter`` in
+        ``peft/utils.py``). Of ms-swift's two, they share only that which has the linear's split side.
 
         Args:
             linear: The linear's weight.
@@ -301,7 +301,7 @@ class LoRA:
         rank = self.rank_of(linear, model, layout)
         if count and self.library == "megatron_bridge" and self.share_expert_adapters:
             count = layout.expert_model_parallel_size
-        splits: tuple[int | None, int | None] = linear.split, 0
+        splits: tuple[int | None, int | None] = linear.split or 0, 0
         if self.library == "mcore_bridge":
             splits = (None, linear.split) if linear.split == 0 else (linear.split, None)
         for part in self.parts(name) or ("",):

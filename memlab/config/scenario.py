@@ -682,12 +682,6 @@ class Scenario:
                     "since the step of Megatron-Bridge 0.6.2 fails otherwise: name all of them, or none",
                     "lora_target_modules",
                 )
-            if own in OF_LATENT_ATTENTION and layout.tensor_model_parallel_size > 1:
-                raise RuleError(
-                    f"tensor_model_parallel_size is {layout.tensor_model_parallel_size}, must be 1 with adapters of "
-                    f"{own}, which memlab does not predict across ranks yet: choose 1, or name other linears",
-                    *("tensor_model_parallel_size", "lora_target_modules"),
-                )
             if linear.num_experts and lora.normalize_moe_lora and lora.rank % model.moe_router_topk:
                 raise RuleError(
                     f"lora_rank is {lora.rank} with lora_normalize_moe_lora, must be a multiple of "
@@ -703,7 +697,13 @@ class Scenario:
                 )
             name = "expert_tensor_parallel_size" if linear.num_experts else "tensor_model_parallel_size"
             ranks = layout.expert_tensor_size if linear.num_experts else layout.tensor_model_parallel_size
-            if of_bridge and linear.split == 0 and lora.rank_of(linear, model, layout) % ranks:
+            if of_bridge and linear.split is None and linear.shape[0] % ranks:
+                raise RuleError(
+                    f"{name} is {ranks}, must divide {linear.shape[0]}, the outputs of {own}, which the ranks share in "
+                    "its adapter, by a rule of Megatron-Core: choose another, or name other linears",
+                    *(name, "lora_target_modules"),
+                )
+            if of_bridge and linear.split != 1 and lora.rank_of(linear, model, layout) % ranks:
                 raise RuleError(
                     f"lora_rank is {lora.rank}, must be a multiple of {name}, {ranks}, by a rule of Megatron-Core, "
                     "whose ranks share the rows of an adapter: choose another",

@@ -85,7 +85,11 @@ class OutsideTorch:
 
 
 def estimate_outside_torch(
-    layout: Layout, model: Architecture | None = None, state: TrainingState | None = None
+    layout: Layout,
+    model: Architecture | None = None,
+    state: TrainingState | None = None,
+    *,
+    trains_experts: bool = True,
 ) -> OutsideTorch:
     """Estimates what the GPU of a rank of Megatron-Core holds outside torch's allocator.
 
@@ -97,6 +101,7 @@ def estimate_outside_torch(
             embedding too, how tokens get to their experts, whether a head takes the place of the output layer, whose
             kernels attention has, and whether an FP8 recipe reduces over ranks. None: no such layers, alltoall, an
             output layer, cuDNN's kernels and bf16.
+        trains_experts: Whether experts, if there are any, have gradients: frozen ones without adapters have none.
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
@@ -104,7 +109,7 @@ def estimate_outside_torch(
     # ms-swift's GKD reduces over tensor parallel ranks only where there are several (gkd_loss.py, 3602360).
     is_alone = state is not None and state.loss == "jsd" and layout.tensor_model_parallel_size == 1
     has_logits = is_last_stage and not has_head and not is_alone
-    rings = _groups_that_reduce(layout, has_experts=has_experts, has_logits=has_logits)
+    rings = _groups_that_reduce(layout, has_experts=has_experts, trains_experts=trains_experts, has_logits=has_logits)
     is_tied = bool(model and model.share_embeddings_and_output_weights) and not has_head
     has_copies = is_tied or bool(state and state.mtp_num_layers)
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0
@@ -139,7 +144,8 @@ def estimate_outside_torch(
 def outside_torch_of(job: Scenario) -> OutsideTorch:
     """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is."""
     if job.engine == "megatron":
-        return estimate_outside_torch(job.layout, job.architecture, job.state)
+        trains_experts = job.state.lora is None or any(weight.num_experts for weight in job.weights_of_adapters())
+        return estimate_outside_torch(job.layout, job.architecture, job.state, trains_experts=trains_experts)
     num_groups = _num_groups_of_fsdp2(job)
     is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
     return OutsideTorch(
@@ -170,7 +176,7 @@ def outside_torch_of_every_stage(job: Scenario) -> OutsideTorch:
     return max(map(outside_torch_of, stages), key=lambda one: one.total_bytes)
 
 
-def _groups_that_reduce(layout: Layout, *, has_experts: bool, has_logits: bool) -> list[int]:
+def _groups_that_reduce(layout: Layout, *, has_experts: bool, trains_experts: bool, has_logits: bool) -> list[int]:
     """Returns how many ranks each group has that a step of this rank reduces or gathers over."""
     tensor, context, stages = (
         layout.tensor_model_parallel_size,
@@ -184,7 +190,7 @@ def _groups_that_reduce(layout: Layout, *, has_experts: bool, has_logits: bool) 
     if has_experts:
         # The auxiliary loss, the numbers of tokens, and the experts' inputs where their matrices are divided.
         groups += [size for size in (tensor * context, expert * expert_tensor, expert_tensor) if size > 1]
-    if expert > 1:
+    if expert > 1 and trains_experts:
         groups.append(layout.world_size // (expert * expert_tensor * stages))  # gradients of experts
     return groups
 

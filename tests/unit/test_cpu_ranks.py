@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -196,7 +196,8 @@ def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario)
     rows, *columns = parameter.shape
     is_row_parallel = path[-2] in ("linear_proj", "linear_fc2")
     is_head = path[0] == "output_layer" and scenario.state.num_labels is not None
-    if is_head or path[-2] in ("router", "position_embeddings") or (is_row_parallel and not columns):
+    is_whole = path[-2] in ("router", "position_embeddings") or path[-2].endswith("_down_proj")
+    if is_head or is_whole or (is_row_parallel and not columns):
         ranks = 1
     whole = (rows, columns[0] * ranks) if is_row_parallel and columns else (rows * ranks, *columns)
     generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
@@ -261,10 +262,16 @@ PLAIN = MemorySettings()
 EXTRA = TrainingState(mtp_num_layers=1)
 ONE_GROUP = {"num_attention_heads": 4, "num_query_groups": 1}
 
+OF_EXPERTS = [each.name for each in fields(LATENT) if each.name.startswith("moe_")]
+DENSE_LATENT = replace(LATENT, num_moe_experts=None, **{name: getattr(PHI, name) for name in OF_EXPERTS})
 OF_FOUR_HEADS = replace(PHI, **ONE_GROUP)
 OF_TWO_GROUPS = replace(OF_FOUR_HEADS, num_query_groups=2)
 OF_ALL_LINEARS, OF_PARTS = (LoRA(rank=4, alpha=4, target_modules=targets) for targets in ((), CANONICAL))
 OF_EACH_EXPERT = LoRA(rank=8, normalize_moe_lora=True, share_expert_adapters=False)
+# Without sequence parallelism, Megatron-Core reduces no gradients of the keys' part that all heads share, which come
+# from linear_kv_down_proj; with it, Megatron-Bridge's adapters of linears that each rank has whole mix tokens of ranks.
+OF_LATENTS = LoRA(rank=4, alpha=4, target_modules=("linear_q_down_proj", "linear_*_up_proj", "linear_proj"))
+OF_ALL_LATENTS = LoRA(rank=3, alpha=3, target_modules=("*_proj",), library="mcore_bridge")
 OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
 TWO = [
@@ -313,6 +320,18 @@ TWO = [
         (PLAIN,),
         OF_FOUR_HEADS,
         TrainingState(lora=OF_MS_SWIFT),
+    ),
+    Job(
+        {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+        (PLAIN, FULL),
+        DENSE_LATENT,
+        TrainingState(lora=OF_LATENTS),
+    ),
+    Job(
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        (PLAIN,),
+        LATENT,
+        TrainingState(lora=OF_ALL_LATENTS),
     ),
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
     Job({"tensor_model_parallel_size": 2}, architecture=GPT),

@@ -124,6 +124,21 @@ def test_adapters_that_a_layout_or_a_model_cannot_have_are_refused(lora: LoRA, l
         Scenario.of("qwen3-30b-a3b", layout=layout, state=TrainingState(lora=lora))
 
 
+def test_ranks_share_the_rows_of_an_adapter_even_if_each_has_the_whole_linear() -> None:
+    def splits(rank: int, ranks: int, **given: Any) -> list[int | None]:
+        lora = LoRA(rank=rank, target_modules=("linear_kv_down_proj",), **given)
+        layout = Layout(tensor_model_parallel_size=ranks, expert_tensor_parallel_size=1)
+        scenario = Scenario.of("deepseek-v3", num_layers=1, layout=layout, state=TrainingState(lora=lora))
+        return [weight.split for weight in scenario.weights_of_adapters()]
+
+    assert splits(8, 2) == [0, 0]
+    assert splits(7, 2, library="mcore_bridge") == [None, None]
+    with pytest.raises(RuleError, match="lora_rank is 7, must be a multiple of tensor_model_parallel_size, 2"):
+        splits(7, 2)
+    with pytest.raises(RuleError, match="tensor_model_parallel_size is 128, must divide 576, the outputs of linear_kv"):
+        splits(128, 128)
+
+
 LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 
 
@@ -466,10 +481,8 @@ def test_a_predicted_step_with_adapters_of_latent_attention_is_the_cpu_s_to_the_
     assert real == fake
 
 
-def test_adapters_of_latent_attention_are_refused_where_memlab_does_not_predict_them() -> None:
-    state = TrainingState(lora=LoRA(target_modules=("linear_kv_up_proj",)))
-    with pytest.raises(RuleError, match="must be 1 with adapters of linear_kv_up_proj"):
-        Scenario.of("moonlight-16b-a3b", layout=Layout(tensor_model_parallel_size=2), state=state)
+def test_adapters_inside_the_checkpoint_of_latent_attention_are_refused_where_they_get_no_gradient() -> None:
+    state = TrainingState(lora=LoRA(rank=48, target_modules=("linear_kv_up_proj",)))
     with pytest.raises(RuleError, match="gives none to the adapters inside it"):
         model_restrictions.check_on_model(recompute("mla_up_proj"), Scenario.of("moonlight-16b-a3b", state=state))
 

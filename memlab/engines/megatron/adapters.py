@@ -159,7 +159,10 @@ class Adapter(torch.nn.Module):
         self.is_expert = bool(weight.num_experts)
         self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
         is_parallel = config.sequence_parallel and not self.is_expert
-        self.gathers, self.scatters = is_parallel and gathers and not is_row, is_parallel and is_row
+        # Megatron-Bridge's adapter of a linear that each rank has whole gathers no tokens, although ranks share its
+        # rows and gather what those make: of the tokens of several ranks.
+        self.gathers = is_parallel and gathers and weight.split == 0
+        self.scatters = is_parallel and is_row
         self.ranks_of_expert = config.expert_tensor_parallel_size
         groups = parallel_state
         self.group = (
@@ -180,7 +183,7 @@ class Adapter(torch.nn.Module):
                     **common,
                 )  # fmt: skip
             self.linear_out: Any = ColumnParallelLinear(
-                lora.rank, outputs, gather_output=is_row, init_method=_zero, **common
+                lora.rank, outputs, gather_output=weight.split != 0, init_method=_zero, **common
             )
         finally:
             config.sequence_parallel = was_parallel
@@ -324,8 +327,8 @@ class EngineAdapter(torch.nn.Module):
     """An adapter whose two linears are Transformer Engine's; of experts, one for each expert of the rank.
 
     As ms-swift adds them (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5): that linear is parallel
-    which has the side that the adapted linear splits, and each rank has the other one whole. Experts have grouped
-    linears of the class of the adapted one, and no expert tensor parallelism.
+    which has the side that the adapted linear splits, and each rank has the other one whole; both, of a linear that it
+    has whole. Experts have grouped linears of the class of the adapted one, and no expert tensor parallelism.
 
     Args:
         to_wrap: The adapted linear.
@@ -358,7 +361,8 @@ class EngineAdapter(torch.nn.Module):
         else:
             parallel = partial(provider.column_parallel_linear(), gather_output=False, **common)
             self.linear_in = whole(inputs, lora.rank, init_method=_xavier)
-            self.linear_out = parallel(lora.rank, outputs, init_method=_zero)
+            second = whole if weight.split is None else parallel
+            self.linear_out = second(lora.rank, outputs, init_method=_zero)
 
     def forward(self, inputs: torch.Tensor, *tokens_per_expert: Any) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]; of experts, `tokens_per_expert` rows for each expert in turn."""
