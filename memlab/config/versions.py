@@ -31,6 +31,7 @@ READ = {
 OLDER_FILES = {"transformer_engine": "2.12"}
 """What memlab predicted before a scenario had versions."""
 _FIRST_WITH_BF16_UPDATES, _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS = (2, 13), (2, 19)
+_FIRST_THAT_HOLDS_REPLACED_WEIGHTS, _LAST_THAT_KEEPS_TENSORWISE_SCALES = (2, 15), (2, 15)
 _FIRST_THAT_FREES_GATHERS = (2, 14)
 _LAST_WITH_A_BUFFER_FOR_EACH_RANK = (2, 16)
 _RANKS_WITH_TWO_BUFFERS = 2
@@ -103,6 +104,23 @@ class Versions:
         linear quantizes its weight column-wise too, and full recompute holds these values from the first pass on.
         """
         return _numbers(self.transformer_engine) >= _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS
+
+    @property
+    def holds_replaced_weights(self) -> bool:
+        """Whether a cached FP8 weight that is replaced lives until the linear's forward pass has ended.
+
+        ``weight_workspaces`` in ``transformer_engine/pytorch/module/grouped_linear.py``, since 2.15.0. Before,
+        ``get_weight_workspace`` freed it before it made the new one.
+        """
+        return _numbers(self.transformer_engine) >= _FIRST_THAT_HOLDS_REPLACED_WEIGHTS
+
+    @property
+    def keeps_tensorwise_scales(self) -> bool:
+        """Whether each quantizer of the recipe ``tensorwise`` keeps a scale and an amax between steps.
+
+        ``Float8CurrentScalingQuantizer`` in ``transformer_engine/pytorch/tensor/float8_tensor.py``, before 2.16.0.
+        """
+        return _numbers(self.transformer_engine) <= _LAST_THAT_KEEPS_TENSORWISE_SCALES
 
     @property
     def keeps_freed_gathers(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.fp8_parameters import Fp8Parameter
 from memlab.engines.megatron.layers.fp8_recipes import OF_BLACKWELL, RECIPES, Quantized, Recipe, Splits
@@ -73,6 +74,7 @@ class _Fp8Module(torch.nn.Module):
         global _latest_recipe  # noqa: PLW0603  # as in TE (`FP8GlobalStateManager`), which pads experts' rows by it
         recipes = OF_BLACKWELL if config.memlab_non_tn_fp8_gemm else RECIPES
         self.recipe = _latest_recipe = recipes[config.fp8_recipe]
+        self.versions: Versions = config.memlab_versions
         self.is_first_microbatch = True
         """Set by Megatron at the start of a step (``MegatronModule.set_is_first_microbatch``)."""
         self.num_matrix_products = num_matrix_products
@@ -89,20 +91,24 @@ class _Fp8Module(torch.nn.Module):
     def _keep_quantizers(self) -> None:
         if not self.quantizers:
             with keeping("workspace"):
-                self.quantizers["all"] = [QuantizerState(self.recipe.state(self.num_matrix_products))]
+                self.quantizers["all"] = [QuantizerState(self.recipe.state(self.num_matrix_products, self.versions))]
 
-    def quantize_weight(self, *, columnwise: bool) -> None:
-        """Keeps the weight in FP8 (``get_weight_workspace``), allocated or completed where that is needed.
+    def quantize_weight(self, *, columnwise: bool) -> Quantized | None:
+        """Keeps the weight in FP8 (``quantize_weight``), allocated or completed where that is needed.
 
         Args:
             columnwise: Whether this pass asks for column-wise values.
+
+        Returns:
+            What was kept before and has been replaced, which some versions hold until the forward pass has ended.
         """
         self._keep_quantizers()
         if self._stores_fp8:
-            return
-        kept = self._fp8_workspaces.get("weight")
+            return None
+        replaced, kept = None, self._fp8_workspaces.get("weight")
         if kept is not None and columnwise and not kept.columnwise and self.recipe.renews_incomplete:
-            del self._fp8_workspaces["weight"]
+            replaced = self._fp8_workspaces.pop("weight") if self.versions.holds_replaced_weights else None
+            self._fp8_workspaces.clear()
             kept = None
         if kept is None:
             with keeping("workspace"):
@@ -111,6 +117,7 @@ class _Fp8Module(torch.nn.Module):
         elif self.is_first_microbatch and not self._updates_columnwise:
             kept.columnwise = []  # an update leaves what the tensor was made with
         self.is_first_microbatch = False
+        return replaced
 
     def complete_weight(self) -> None:
         """Adds the column-wise values that the product in backward reads, where forward left them out."""
@@ -204,7 +211,7 @@ class _Linear(torch.autograd.Function):
         columnwise = is_trained and not ctx.saves_inputs and not keeps_rows
         quantized = recipe.quantize(rows, width, columnwise=columnwise)
         entered, _ = _entered(layer, quantized, rows, width, rowwise=True, columnwise=False)
-        layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
+        _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         output = split.leave(inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0])))
         del entered
         if is_training:
@@ -267,7 +274,7 @@ class _NormLinear(torch.autograd.Function):
             entered = recipe.quantize(_entered_shape(inputs, split)[0] * inputs.shape[1], width, columnwise=False)
         else:
             entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
-        layer.quantize_weight(columnwise=is_training)
+        _held = layer.quantize_weight(columnwise=is_training)
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
         if is_training:
@@ -333,7 +340,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         saves_inputs, is_trained = layer.save_original_input, is_training and weights[0].requires_grad
         quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_trained and not saves_inputs)
-        layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
+        _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
         if is_training:
             quantized.rowwise = []

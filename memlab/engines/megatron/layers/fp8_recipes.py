@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from memlab.config.versions import Versions
+
 _ROUNDED_SCALAR = 128
 """fp32 elements of the 512 bytes that torch's allocator takes for a tensor of one element."""
 _BULK_ALIGNMENT, _SCALE_ALIGNMENT = 256, 16
@@ -94,7 +96,7 @@ class Recipe(ABC):
         ]
         return _joined(parts)
 
-    def state(self, num_matrix_products: int) -> list[torch.Tensor]:
+    def state(self, num_matrix_products: int, versions: Versions) -> list[torch.Tensor]:
         """Returns what the quantizers of a module keep: three for forward, two for backward per matrix product."""
         return []
 
@@ -119,9 +121,9 @@ class TensorRecipe(Recipe):
     ) -> Quantized:
         return self._with_scales([rows] * count, width, rowwise=rowwise, columnwise=columnwise or not self.transposes)
 
-    def state(self, num_matrix_products: int) -> list[torch.Tensor]:
+    def state(self, num_matrix_products: int, versions: Versions) -> list[torch.Tensor]:
         # Each quantizer has a scale and an amax, tensors of one element.
-        return [_scalars(2 * 5 * num_matrix_products)]
+        return [_scalars(2 * 5 * num_matrix_products)] if versions.keeps_tensorwise_scales else []
 
     def _with_scales(self, splits: list[int] | Splits, width: int, *, rowwise: bool, columnwise: bool) -> Quantized:
         made = Quantized()
@@ -141,7 +143,7 @@ class DelayedRecipe(TensorRecipe):
     fuses_norm = True
     spans_layers = True
 
-    def state(self, num_matrix_products: int) -> list[torch.Tensor]:
+    def state(self, num_matrix_products: int, versions: Versions) -> list[torch.Tensor]:
         # Scales and amaxes of all quantizers, in forward and in backward; a history of one amax is Megatron's default
         # (``DelayedScalingRecipeState``, quantization.py; ``fp8_amax_history_len``, transformer_config.py).
         return [_scales(count * num_matrix_products) for count in (3, 3, 2, 2)]
