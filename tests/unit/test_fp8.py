@@ -21,6 +21,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import Fp8Recipe, TrainingState
 from memlab.engines.megatron.layers.fake_fp8 import Fp8Padding
 from memlab.engines.megatron.training_step import _labels_in_engine_checkpoints
+from memlab.config.versions import Versions
 from memlab.lab.lab import Lab
 from memlab.meter import kept_gathers
 from memlab.meter.labels import Labels
@@ -112,8 +113,24 @@ def test_weights_stay_allocated_in_fp8_by_row_and_by_column(recipe: Fp8Recipe, s
     with Lab(model, **SMALL) as lab:
         without = lab.step().static_bytes
     expected = sum(2 * rows * width + scale_bytes(rows, width) for rows, width in matrices)
-    quantizers = {"tensorwise": 2 * 5 * 512 + 512, "delayed": 10 * 4 + 512}.get(recipe, 0)
+    quantizers = {"tensorwise": 512, "delayed": 10 * 4 + 512}.get(recipe, 0)
     assert before - without == expected + len(matrices) * quantizers
+
+
+@pytest.mark.parametrize(("version", "keeps_scales", "holds"), [("2.14", 1, 0), ("2.15", 1, 1), ("2.16", 0, 1)])
+@pytest.mark.usefixtures("exact_bytes")
+def test_a_version_keeps_scales_of_each_quantizer_or_holds_a_replaced_weight(
+    version: str, keeps_scales: int, holds: int
+) -> None:
+    versions = Versions(transformer_engine=version)
+    with Lab("qwen3-moe-tiny", state=fp8(), num_layers=1, seq_length=64, versions=versions, backend="simulated") as lab:
+        linear = inside(lab).model.engine.live.layers[0].mlp.experts.linear_fc1
+        submit = inside(lab).worker.submit
+        first = submit(lambda: (linear.quantize_weight(columnwise=False), linear._fp8_workspaces["weight"])[1]).result()
+        held = submit(lambda: linear.quantize_weight(columnwise=True)).result()
+        assert (held is first) == holds and linear._fp8_workspaces["weight"] is not first
+        scales = [tensor.nbytes for state in linear.quantizers["all"] for tensor in state.tensors]
+        assert scales == [2 * 5 * 8 * 512] * keeps_scales
 
 
 @pytest.mark.parametrize(("recipe", "stored"), [("delayed", {}), ("tensorwise", {"fp8_param_gather": True})])
