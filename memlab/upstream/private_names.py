@@ -59,7 +59,12 @@ def _rows() -> Iterator[Internal]:
             use, owner, names, options = row.groups(default="")
             more = dict(_option(word) for word in options.split())
             yield Internal(
-                owner=owner, names=tuple(names.split()), use=use, why=next(lines).strip(), where=where, **more
+                owner=owner,
+                names=tuple(names.split()),
+                use="replaced" if use == "replaced" else "used",
+                why=next(lines).strip(),
+                where=where,
+                **more,
             )
         elif line.endswith(".py:"):
             where = line[:-1]
