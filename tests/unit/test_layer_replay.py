@@ -470,7 +470,9 @@ def test_what_is_allocated_when_memory_runs_out_includes_the_last_event_of_a_rep
     assert replayed.out_of_memory.alive_by_category == stepped.out_of_memory.alive_by_category
 
 
-@pytest.mark.parametrize("settings", [replace(_FULL, recompute_num_layers=9), replace(_BLOCK, recompute_num_layers=5)])
+@pytest.mark.parametrize(
+    "settings", [replace(_FULL, recompute_num_layers=9), rarely(replace(_BLOCK, recompute_num_layers=5))]
+)
 def test_a_step_after_one_that_ran_out_of_memory_runs_out_alike(settings: MemorySettings) -> None:
     """A replayed pass may end where a fused kernel's result would leave the chip for the device."""
     arguments = {"num_layers": 9, "seq_length": 64}
