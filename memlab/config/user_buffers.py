@@ -86,8 +86,8 @@ def check_user_buffers(job: Scenario) -> None:
         )
     if job.dtype != "bf16":
         raise RuleError(
-            f"tp_comm_overlap is True with dtype {job.dtype!r}, must be bf16, since Megatron makes Transformer Engine's "
-            "user buffers for bf16: choose bf16, or leave tp_comm_overlap out",
+            f"tp_comm_overlap is True with dtype {job.dtype!r}, must be bf16, the type for which Megatron makes user "
+            "buffers: choose bf16, or leave tp_comm_overlap out",
             *("tp_comm_overlap", "dtype"),
         )
     if state.fp8_format is not None and state.fp8_recipe == "blockwise":

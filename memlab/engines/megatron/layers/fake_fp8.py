@@ -304,7 +304,7 @@ class _NormLinear(torch.autograd.Function):
         layer.complete_weight()
         grad_normalised, grad_entered = split.enter_backward(lambda: weight.new_empty(shape), weight, shape)
         if in_buffer:
-            layer.recipe.transpose(entered, rows * split.ranks, width)
+            entered.columnwise += layer.recipe.transposed(rows * split.ranks, width)
         grad_weight = empty_weight_gradient(layer.weight)
         del grad_entered, in_transfer
         entered.clear()
@@ -446,7 +446,7 @@ def _gathered_by_column(layer: Fp8Linear, gathered: Quantized, grad: torch.Tenso
     """
     (rows, width), ranks, recipe = _size(grad), layer.split.ranks, layer.recipe
     if recipe.gathers_rows_only:
-        recipe.transpose(gathered, rows * ranks, width)
+        gathered.columnwise += recipe.transposed(rows * ranks, width)
         return []
     # MXFP8 is quantized and gathered a second time: values by row do not give those by column.
     own = recipe.quantize(rows, width, rowwise=False, columnwise=True)

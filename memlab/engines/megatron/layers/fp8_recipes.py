@@ -95,8 +95,9 @@ class Recipe(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}: no user buffers")
 
-    def transpose(self, gathered: Quantized, rows: int, width: int) -> None:
-        """Adds the transposed copy, if the recipe has one, to what `gather_in_buffer` returned."""
+    def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
+        """Returns the transposed copy of what `gather_in_buffer` returned, if the recipe has one."""
+        return []
 
     def quantize_weights(
         self, count: int, rows: int, width: int, *, rowwise: bool = True, columnwise: bool
@@ -136,9 +137,8 @@ class TensorRecipe(Recipe):
         with in_user_buffer():  # the scale is that of the rank's own part
             return Quantized([_values(rows * ranks, width)])
 
-    def transpose(self, gathered: Quantized, rows: int, width: int) -> None:
-        if self.transposes:
-            gathered.columnwise.append(_values(width, rows))
+    def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
+        return [_values(width, rows)] if self.transposes else []
 
     def state(self, num_matrix_products: int) -> list[torch.Tensor]:
         # Each quantizer has a scale and an amax, tensors of one element.

@@ -31,8 +31,7 @@ class Overlap:
     """Which collectives of a linear go through user buffers."""
 
     gathers: bool = False
-    """Of a column-parallel linear its input in forward, of a row-parallel one its output's gradient (``ub_overlap_ag``).
-    """
+    """A column-parallel linear's input in forward, or a row-parallel one's gradient (``ub_overlap_ag``)."""
     scatters: bool = False
     """The output of a row-parallel linear (``ub_overlap_rs``)."""
     scatters_backward: bool = False
