@@ -27,6 +27,12 @@ REGION_BYTES = 4 * (14_400 + 5 * 1024 + 3 * 32 * 8192)
 """Flags and pointers of all ranks (``LOCALSIZE`` in ``userbuffers-host.cpp``)."""
 PAGE_BYTES = 2 * 2**20
 """The driver takes memory in pages of this size; smaller allocations of the communicator share one."""
+STREAM_BYTES = 566_231
+"""Of a CUDA stream; each buffer has several. A hundred took 54 MiB on an H200 with driver 580."""
+_MOST_STREAMS = 3
+"""On which a buffer's products are computed (``_NUM_MAX_UB_STREAMS``, ``cpp_extensions/gemm.py``)."""
+_RINGS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
+"""User buffers that always go from rank to rank."""
 _MOST_RANKS = 8
 """Without multicast (``userbuffers-host.cpp``); memlab does not know which GPUs have it."""
 
@@ -45,10 +51,19 @@ def buffer_sizes(job: Scenario) -> dict[str, int]:
 
 
 def user_buffer_bytes(job: Scenario) -> int:
-    """Returns what a rank's user buffers take of its GPU in all."""
-    sizes = buffer_sizes(job).values()
-    pages = sum(-(-size // PAGE_BYTES) for size in (REGION_BYTES, *sizes)) + 1
-    return pages * PAGE_BYTES if sizes else 0
+    """Returns what a rank's user buffers take of its GPU in all, with their streams.
+
+    Two H200s had as much to 2 MiB, for 32 and 128 MiB of each buffer, in bf16 and FP8.
+    """
+    sizes = buffer_sizes(job)
+    if not sizes:
+        return 0
+    pages = sum(-(-size // PAGE_BYTES) for size in (REGION_BYTES, *sizes.values())) + 1
+    rings = len(_RINGS) + len(job.state.tp_comm_overlap_ring_exchange)
+    # As many send as compute, and one receives; the other buffers have one that communicates.
+    of_ring = 2 * min(_MOST_STREAMS, job.layout.tensor_model_parallel_size) + 1
+    streams = rings * of_ring + (len(sizes) - rings) * (_MOST_STREAMS + 1)
+    return pages * PAGE_BYTES + streams * STREAM_BYTES // PAGE_BYTES * PAGE_BYTES
 
 
 def has_user_buffers(job: Scenario) -> bool:

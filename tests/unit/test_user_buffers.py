@@ -21,9 +21,8 @@ from memlab.jobs.writing import written
 from tests.unit.ranks import on_ranks
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
-MEASURED = {
-    row["name"]: row for row in map(json.loads, (RESULTS / "h200_user_buffers.jsonl").read_text().splitlines())
-}
+MEASURED = {row["name"]: row for row in map(json.loads, (RESULTS / "h200_user_buffers.jsonl").read_text().splitlines())}
+OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_user_buffers.jsonl").read_text().splitlines()]
 TP2 = Layout(tensor_model_parallel_size=2)
 ON = TrainingState(tp_comm_overlap=True)
 FP8 = replace(ON, fp8_format="hybrid", fp8_recipe="tensorwise")
@@ -85,6 +84,37 @@ def test_a_predicted_step_has_the_bytes_of_the_measured_one(name: str, error: fl
     measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-5)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=error)
+
+
+@pytest.mark.parametrize("number", [0, 8, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_predicted_rank_has_the_bytes_of_the_measured_one(number: int) -> None:
+    """On two H200s, where NCCL did all else: dense in bf16, with rows of 16,384 tokens, and Qwen3-30B-A3B.
+
+    The largest errors of all 18 ranks are 0.12 % of the peak in FP8, and 0.032 % elsewhere, of Qwen3-30B-A3B, with user
+    buffers and without; of the start 0.053 %.
+    """
+    for rank in (0, 1):
+        measured, predicted = OF_TWO[number]["ranks"][rank]["steps"][-1], predict_rank(OF_TWO[number], rank)
+        assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=6e-4 if number == 6 else 1e-6)
+        assert predicted.peak_allocated_bytes == pytest.approx(
+            measured["peak_bytes"], rel=4e-4 if number == 6 else 2e-5
+        )
+
+
+def test_memory_outside_torch_is_in_its_range_with_user_buffers() -> None:
+    """Jobs that were the first of their processes; later ones keep the groups and buffers of those before them."""
+    first = [row for row in OF_TWO if row["is_first_of_process"]]
+    assert len(first) == 4
+    for row in first:
+        state = TrainingState.of_options(row["state"])
+        job = Scenario.of(row["model"], seq_length=row["seq_length"], layout=TP2, state=state)
+        stated = outside_torch_of(job)
+        for rank in row["ranks"]:
+            assert stated.total_bytes <= rank["steps"][-1]["outside_torch_bytes"] <= stated.most_bytes, row["name"]
+            # The first collective of a process is NCCL's, which sets the buffers up: 840 MiB in all four.
+            taken = rank["outside_torch_bytes"]
+            buffers = taken["after user buffers"] - taken["before user buffers"] - 840 * 2**20
+            assert buffers == pytest.approx(user_buffer_bytes(job), abs=2 * 2**20)
 
 
 def test_only_the_workspace_is_added_between_steps() -> None:
