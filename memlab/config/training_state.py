@@ -682,14 +682,14 @@ class TrainingState:
         self._check_fp8()
         self._check_lora()
         self._check_extra_layers()
-        unknown = set(self.tp_comm_overlap_ring_exchange) - set(RING_EXCHANGES)
-        if unknown:
+        ring = self.tp_comm_overlap_ring_exchange
+        if not isinstance(ring, (tuple, list)) or any(name not in RING_EXCHANGES for name in ring):
             raise RuleError(
-                f"tp_comm_overlap_ring_exchange has {shortened(sorted(unknown))}, must be some of "
-                f"{', '.join(RING_EXCHANGES)}: leave the others out",
+                f"tp_comm_overlap_ring_exchange is {shortened(ring)}, must be some of {', '.join(RING_EXCHANGES)}: "
+                "leave the others out",
                 "tp_comm_overlap_ring_exchange",
             )
-        in_order = tuple(name for name in RING_EXCHANGES if name in self.tp_comm_overlap_ring_exchange)
+        in_order = tuple(name for name in RING_EXCHANGES if name in ring)
         object.__setattr__(self, "tp_comm_overlap_ring_exchange", in_order)
         if self.moe_router_fusion and self.moe_router_dtype == "fp64":
             raise RuleError(

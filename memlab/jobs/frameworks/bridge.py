@@ -565,12 +565,15 @@ BRIDGE = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=keys_without_effect("bridge")
-    | keys_without_effect("bridge_dataset", "dataset")
-    | keys_without_effect("bridge_provider", "model")
-    | keys_without_effect("megatron_core_model", "model")
-    | keys_without_effect("megatron_core_ddp", "ddp")
-    | keys_without_effect("megatron_core_optimizer", "optimizer"),
+    without_effect=(
+        keys_without_effect("bridge")
+        | keys_without_effect("bridge_dataset", "dataset")
+        | keys_without_effect("bridge_provider", "model")
+        | keys_without_effect("megatron_core_model", "model")
+        | keys_without_effect("megatron_core_ddp", "ddp")
+        | keys_without_effect("megatron_core_optimizer", "optimizer")
+    )
+    - {key.name for key in KEYS},
     complete=complete,
     complete_of_model=complete_trained_provider,
     compose=compose,
