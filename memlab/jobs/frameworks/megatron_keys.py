@@ -101,8 +101,12 @@ _CONVERSIONS = {
     "moe_expert_capacity_factor": CAPACITY,
     "mtp_num_layers": EXTRA_LAYERS,
 }
+USER_BUFFERS = tuple(key for key in _STATE if key.field.startswith("tp_comm_"))
+"""What Megatron-LM and Megatron-Bridge read, whose start makes the buffers; memlab does not know whether others do."""
 COMPUTE = tuple(
-    replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion)) for key in _STATE if key not in PIPELINE
+    replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion))
+    for key in _STATE
+    if key not in (*PIPELINE, *USER_BUFFERS)
 )
 FUSIONS = tuple(key for key in COMPUTE if key.field in ("gradient_accumulation_fusion", "bias_activation_fusion"))
 EXTRA = tuple(key for key in COMPUTE if key.field == "mtp_num_layers")

@@ -52,6 +52,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.user_buffers import NOT_WRITTEN
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _IS_NOT_ZERO = Conversion(lambda value: bool(NUMBER.read(value)), lambda value: 0.01 if value else 0)
@@ -401,6 +402,7 @@ SLIME = Framework(
     packs=is_packed,
     cannot_write=_NEVER
     | NO_MASK_OF_DATA_LOADER
+    | NOT_WRITTEN
     | no_adapters("slime")
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",
