@@ -19,9 +19,9 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import Fp8Recipe, TrainingState
+from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.fake_fp8 import Fp8Padding
 from memlab.engines.megatron.training_step import _labels_in_engine_checkpoints
-from memlab.config.versions import Versions
 from memlab.lab.lab import Lab
 from memlab.meter import kept_gathers
 from memlab.meter.labels import Labels

@@ -15,7 +15,11 @@ from typing import ClassVar
 
 import torch
 
+<<<<<<< HEAD
 from memlab.config.versions import Versions
+=======
+from memlab.meter.labels import in_user_buffer
+>>>>>>> main
 
 _ROUNDED_SCALAR = 128
 """fp32 elements of the 512 bytes that torch's allocator takes for a tensor of one element."""
@@ -87,6 +91,18 @@ class Recipe(ABC):
         """
         return self.quantize(rows * ranks, width, rowwise=rowwise, columnwise=columnwise), []
 
+    def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
+        """Returns what `gather` does, with its values in a user buffer.
+
+        See ``fill_userbuffers_buffer_for_all_gather`` (``transformer_engine/pytorch/module/base.py``), which takes no
+        other recipes.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: no user buffers")
+
+    def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
+        """Returns the transposed copy of what `gather_in_buffer` returned, if the recipe has one."""
+        return []
+
     def quantize_weights(
         self, count: int, rows: int, width: int, *, rowwise: bool = True, columnwise: bool
     ) -> Quantized:
@@ -121,7 +137,18 @@ class TensorRecipe(Recipe):
     ) -> Quantized:
         return self._with_scales([rows] * count, width, rowwise=rowwise, columnwise=columnwise or not self.transposes)
 
+<<<<<<< HEAD
     def state(self, num_matrix_products: int, versions: Versions) -> list[torch.Tensor]:
+=======
+    def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
+        with in_user_buffer():  # the scale is that of the rank's own part
+            return Quantized([_values(rows * ranks, width)])
+
+    def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
+        return [_values(width, rows)] if self.transposes else []
+
+    def state(self, num_matrix_products: int) -> list[torch.Tensor]:
+>>>>>>> main
         # Each quantizer has a scale and an amax, tensors of one element.
         return [_scalars(2 * 5 * num_matrix_products)] if versions.keeps_tensorwise_scales else []
 
@@ -232,6 +259,13 @@ class MxRecipe(BlockRecipe):
     row_alignment = 32
     block = 32
     scale_bytes = 1
+
+    def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
+        with in_user_buffer():
+            values = _values(rows * ranks, width)
+        lines, others = (self._column_scale_shape if columnwise else self._scale_shape)(rows, width)
+        made = [values, self._scale((lines * ranks, others))]
+        return Quantized(columnwise=made) if columnwise else Quantized(made)
 
     def _scale_shape(self, rows: int, width: int, is_weight: bool = False) -> tuple[int, int]:
         return _rounded_up(rows, 128), _rounded_up(math.ceil(width / self.block), 4)
