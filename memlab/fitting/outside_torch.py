@@ -152,13 +152,9 @@ def estimate_outside_torch(
 def outside_torch_of(job: Scenario) -> OutsideTorch:
     """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is."""
     if job.engine == "megatron":
-<<<<<<< HEAD
         trains_experts = job.state.lora is None or any(weight.num_experts for weight in job.weights_of_adapters())
-        return estimate_outside_torch(job.layout, job.architecture, job.state, trains_experts=trains_experts)
-=======
-        estimated = estimate_outside_torch(job.layout, job.architecture, job.state)
+        estimated = estimate_outside_torch(job.layout, job.architecture, job.state, trains_experts=trains_experts)
         return replace(estimated, user_buffer_bytes=user_buffer_bytes(job))
->>>>>>> main
     num_groups = _num_groups_of_fsdp2(job)
     is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
     return OutsideTorch(

@@ -210,16 +210,10 @@ class _Linear(torch.autograd.Function):
         is_trained = is_training and weight.requires_grad
         columnwise = is_trained and not ctx.saves_inputs and not keeps_rows
         quantized = recipe.quantize(rows, width, columnwise=columnwise)
-<<<<<<< HEAD
-        entered, _ = _entered(layer, quantized, rows, width, rowwise=True, columnwise=False)
-        _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
-        output = split.leave(inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0])))
-=======
         entered, _ = _entered(layer, quantized, rows, width, in_buffer=split.overlap.gathers)
-        layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
+        _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         shape = *_entered_shape(inputs, split), weight.shape[0]
         output = split.leave(lambda: inputs.new_empty(shape), inputs, shape)
->>>>>>> main
         del entered
         if is_training:
             if not keeps_rows:
@@ -286,14 +280,9 @@ class _NormLinear(torch.autograd.Function):
         if ctx.returns_gathered:
             entered = recipe.quantize(_entered_shape(inputs, split)[0] * inputs.shape[1], width, columnwise=False)
         else:
-<<<<<<< HEAD
-            entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
-        _held = layer.quantize_weight(columnwise=is_training)
-=======
             in_buffer = split.overlap.gathers and is_training and returned is None
             entered, _ = _entered(layer, normalised, rows, width, in_buffer=in_buffer)
-        layer.quantize_weight(columnwise=is_training)
->>>>>>> main
+        _held = layer.quantize_weight(columnwise=is_training)
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
         if is_training:

@@ -15,11 +15,8 @@ from typing import ClassVar
 
 import torch
 
-<<<<<<< HEAD
 from memlab.config.versions import Versions
-=======
 from memlab.meter.labels import in_user_buffer
->>>>>>> main
 
 _ROUNDED_SCALAR = 128
 """fp32 elements of the 512 bytes that torch's allocator takes for a tensor of one element."""
@@ -137,9 +134,6 @@ class TensorRecipe(Recipe):
     ) -> Quantized:
         return self._with_scales([rows] * count, width, rowwise=rowwise, columnwise=columnwise or not self.transposes)
 
-<<<<<<< HEAD
-    def state(self, num_matrix_products: int, versions: Versions) -> list[torch.Tensor]:
-=======
     def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
         with in_user_buffer():  # the scale is that of the rank's own part
             return Quantized([_values(rows * ranks, width)])
@@ -147,8 +141,7 @@ class TensorRecipe(Recipe):
     def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
         return [_values(width, rows)] if self.transposes else []
 
-    def state(self, num_matrix_products: int) -> list[torch.Tensor]:
->>>>>>> main
+    def state(self, num_matrix_products: int, versions: Versions) -> list[torch.Tensor]:
         # Each quantizer has a scale and an amax, tensors of one element.
         return [_scalars(2 * 5 * num_matrix_products)] if versions.keeps_tensorwise_scales else []
 
