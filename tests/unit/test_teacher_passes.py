@@ -32,6 +32,11 @@ def teacher(**options: Any) -> Scenario:
     return Scenario.of("llama-3-tiny", **values)  # type: ignore[arg-type]
 
 
+BEYOND = 2**20 + 2**19 + 2**17 - 2**25
+"""By which the process of a teacher of one layer of Qwen3-4B differs from a lab: its weights of 95, 47.5 and 741.875 MiB
+have segments of whole 2 MiB each, whose ends of up to 1 MiB stay with them, and autograd's thread has no workspace."""
+
+
 def large(**options: Any) -> Scenario:
     values = {"state": STATE, "num_layers": 1, "seq_length": 256, **options}
     return Scenario.of("qwen3-4b", **values)  # type: ignore[arg-type]
@@ -100,7 +105,7 @@ def test_each_micro_batch_keeps_its_largest_logits_and_what_is_not_stepped_is_ad
     assert many - few == pytest.approx(32 * kept, rel=0.05)
     passes = TeacherPass(scenario=large(), num_microbatches=40)
     assert passes.kept_bytes(1) == kept
-    assert TeacherPeaks.of(passes, 0, replay=True).allocated_bytes == pytest.approx(many, rel=1e-4)
+    assert TeacherPeaks.of(passes, 0, replay=True).allocated_bytes == pytest.approx(many + BEYOND, abs=2**17)
 
 
 def test_what_is_sent_is_there_twice_in_the_end() -> None:
@@ -110,7 +115,7 @@ def test_what_is_sent_is_there_twice_in_the_end() -> None:
     sent, weights = 12 * 4096 * 256 * 40, 2 * scenario.architecture.with_layers(1).num_parameters
     assert peak == pytest.approx(weights + 2 * sent, rel=0.06)
     found = TeacherPeaks.of(TeacherPass(scenario=scenario, num_microbatches=40), 0, replay=True)
-    assert found.allocated_bytes == pytest.approx(peak, rel=1e-3)
+    assert found.allocated_bytes == pytest.approx(peak + BEYOND, rel=1e-3)
 
 
 def test_a_live_pass_finds_the_largest_logits(open_lab: Any) -> None:

@@ -255,7 +255,7 @@ def _jsd(
     every = torch.arange(labels.numel(), device=labels.device)  # the tokens of answers are picked: all of them here
     if isinstance(teacher, tuple):
         return _jsd_of_largest(logits, labels, group, every, *teacher)
-    active, of_active = (each.flatten(0, 1)[every] for each in (logits, teacher))
+    active, of_active = _Rows.apply(logits, every), teacher.flatten(0, 1)[every]
     own, others = ((each / _TEMPERATURE_OF_GKD).unsqueeze(0) for each in (active, of_active))
     beta = torch.tensor(_BETA_OF_GKD, dtype=own.dtype, device=own.device)
     of_own, of_teacher = torch.log1p(-beta), torch.log(beta)
@@ -272,9 +272,14 @@ def _jsd(
 
 
 def _jsd_of_largest(
-    logits: torch.Tensor, labels: torch.Tensor, group: Any, every: torch.Tensor, values: torch.Tensor, places: torch.Tensor
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any,
+    every: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor,
 ) -> torch.Tensor:
-    active, of_active, chosen = (each.flatten(0, 1)[every] for each in (logits, values, places))
+    active, of_active, chosen = _Rows.apply(logits, every), *(each.flatten(0, 1)[every] for each in (values, places))
     if group.size() > 1:
         chosen, elsewhere = _on_this_rank(chosen, logits.shape[-1], group.rank())
     own = _Picked.apply(active, chosen)
@@ -478,6 +483,27 @@ class _Picked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         values, places = ctx.saved_tensors
         return torch.zeros_like(values).scatter_add_(-1, places, gradient), None
+
+
+class _Rows(torch.autograd.Function):
+    """Tokens of all sequences by their numbers, as torch's indexing picks them.
+
+    Under a dispatch mode the backward of torch's own makes one tensor of all logits more (``index_backward`` in
+    torch/csrc/autograd/FunctionsManual.cpp, 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(every)
+        ctx.shape = logits.shape
+        return logits.flatten(0, 1)[every]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (every,) = ctx.saved_tensors
+        of_logits = gradient.new_zeros(ctx.shape)
+        of_logits.flatten(0, 1).index_put_((every,), gradient, accumulate=True)
+        return of_logits, None
 
 
 class _Slice(torch.autograd.Function):

@@ -116,8 +116,9 @@ def _logits_of_all_microbatches(live: LiveModel) -> deque[Teacher]:
 
 
 def _sent(scenario: Scenario, k: int) -> Teacher:
-    """Returns what a server sends of a micro-batch: log-probabilities in fp32, and places (``assemble_teacher_output``
-    in swift/rlhf_trainers/gkd_helpers.py, ms-swift 3602360).
+    """Returns what a server sends of a micro-batch: log-probabilities in fp32, and places.
+
+    See ``assemble_teacher_output`` in swift/rlhf_trainers/gkd_helpers.py (ms-swift 3602360).
     """
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     places = torch.arange(k, device="cuda").repeat(scenario.micro_batch_size, tokens, 1)
