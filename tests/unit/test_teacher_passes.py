@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.megatron_teacher import CASES, predicted
 from memlab.backends.kernel_temporaries import bytes_of_topk, logsumexp
 from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout, TeacherPass
@@ -16,6 +18,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.losses import _largest
+from memlab.fitting.outside_torch import RING_OF_ONE_BYTES
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.lab.lab import Lab
@@ -24,6 +27,7 @@ from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhases
 from tests.unit.ranks import on_ranks
 
+RESULTS = Path(__file__).parents[2] / "labs" / "results" / "h200_teacher_passes.jsonl"
 STATE = TrainingState(loss="topk_logits", topk_logits_k=16)
 
 
@@ -239,3 +243,26 @@ def test_the_same_file_is_read_as_its_teacher_s(tmp_path: Path) -> None:
     scenario, _ = Job.read(tmp_path / "config.yaml", format_name="nemo-rl-teacher").required()
     assert scenario.architecture.name == "qwen3-4b"
     assert scenario.seq_length == 4096
+
+
+MEASURED = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        3,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in range(len(CASES)) if number != 3),
+    ],
+)
+def test_a_teacher_holds_what_it_did_on_an_h200(number: int) -> None:
+    """Plain Megatron-Core without DDP. Its script uses no group of all ranks, which NeMo-RL does when it starts."""
+    case = CASES[number]
+    if case.name not in MEASURED:
+        pytest.skip("not measured")
+    row = MEASURED[case.name]
+    last, found = row["steps"][-1], predicted(case, row["environment"])
+    assert found["peak_bytes"] == pytest.approx(last["peak_bytes"], rel=3e-4)
+    assert found["left_bytes"] == pytest.approx(last["left_bytes"], abs=1024)
+    assert found["peak_reserved_bytes"] == pytest.approx(last["peak_reserved_bytes"], rel=0.05)
+    assert found["outside_torch_bytes"] - RING_OF_ONE_BYTES == pytest.approx(last["outside_torch_bytes"], rel=0.06)
