@@ -116,7 +116,15 @@ def test_fp8_steps_of_two_ranks_peak_between_the_prediction_and_what_torch_may_k
     assert kept_bytes > 0.02 * real.peak_allocated_bytes, "torch kept 2.5 % of this step"
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPS if not name.endswith("rank 0") or "one rank" in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Of each layout and model, jobs of four layers are tested each time, and those of other depths nightly.
+        pytest.param(name, marks=[] if ", 4 layers," in name else pytest.mark.slow)
+        for name in GROUPS
+        if not name.endswith("rank 0") or "one rank" in name
+    ],
+)
 def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
     # The last rank of each kind of job: the first has no logits.
     measured = sample(GROUPS[name])
