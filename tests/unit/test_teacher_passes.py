@@ -258,11 +258,9 @@ MEASURED = {row["name"]: row for row in map(json.loads, RESULTS.read_text().spli
 def test_a_teacher_holds_what_it_did_on_an_h200(number: int) -> None:
     """Plain Megatron-Core without DDP. Its script uses no group of all ranks, which NeMo-RL does when it starts."""
     case = CASES[number]
-    if case.name not in MEASURED:
-        pytest.skip("not measured")
     row = MEASURED[case.name]
     last, found = row["steps"][-1], predicted(case, row["environment"])
     assert found["peak_bytes"] == pytest.approx(last["peak_bytes"], rel=3e-4)
-    assert found["left_bytes"] == pytest.approx(last["left_bytes"], abs=1024)
+    assert found["left_bytes"] == pytest.approx(last["left_bytes"], abs=2**18)
     assert found["peak_reserved_bytes"] == pytest.approx(last["peak_reserved_bytes"], rel=0.05)
     assert found["outside_torch_bytes"] - RING_OF_ONE_BYTES == pytest.approx(last["outside_torch_bytes"], rel=0.06)
