@@ -230,7 +230,7 @@ def _pairs(layout: Layout, *, exchanges: bool = True, sends_heads: bool = False)
     """Returns how many communicators send to single ranks, and to how many peers they send and receive in all.
 
     If `exchanges`, each rank sends rows to the ranks of their experts; otherwise all gather all tokens. If
-    `sends_heads`, each of the ranks that share a sequence sends to all others (not measured).
+    `sends_heads`, each of the ranks that share a sequence sends to all others (measured with two ranks).
 
     A pipeline without virtual stages and a ring of two ranks send in batches, over the group's communicator. Otherwise
     torch makes a communicator for each direction (``ProcessGroupNCCL::send``, torch 2.11).
