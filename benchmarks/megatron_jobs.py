@@ -513,6 +513,10 @@ def teachers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN_4B, 4, alone, {}, FULL, state=GKD)
     yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=GKD | {"teacher_model": "llama-3.2-1b"})
     yield from of(QWEN, 2, alone, num_microbatches=2, state=GKD | {"teacher_model": "qwen3-4b"})
+    largest = GKD | {"gkd_logits_topk": 64}
+    yield from of(QWEN_4B, 4, alone, {}, FULL, state=largest)
+    yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=largest | {"teacher_model": "llama-3.2-1b"})
+    yield from of(QWEN_4B, 4, alone, num_microbatches=3, state=largest | {"reference_model": "none"})
 
 
 def teachers_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -829,8 +833,6 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(QWEN, 2, alone, recompute("layernorm", "moe_act"), state=lora(8, *OF_ATTENTION) | BLOCKWISE)
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
-    yield from adapters_beside_others(of, alone)
-    yield from of(QWEN, 2, alone, {}, FULL, state=CRITIC | lora(16))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

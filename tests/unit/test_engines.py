@@ -302,7 +302,10 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
         ),
         "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
         "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
-        "model=qwen3-8b num_layers=8 seq_length=4096 num_ranks=2 checkpointing tensor_model_parallel_size=2",
+        pytest.param(
+            "model=qwen3-8b num_layers=8 seq_length=4096 num_ranks=2 checkpointing tensor_model_parallel_size=2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("model=llama-3.1-8b num_layers=8 seq_length=4096 num_ranks=2 lora_rank=8", marks=pytest.mark.slow),
     ],
 )

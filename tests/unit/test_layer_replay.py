@@ -78,7 +78,9 @@ _CASES = [
         (True, False, True, False, True, False, True),
     ),
     # What a dispatcher refers to keeps the random states of the checkpoints before it, or does not.
-    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 3}, [_ATTENTION, _MOE], (False, True)),
+    rarely(
+        "qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 3}, [_ATTENTION, _MOE], (False, True)
+    ),
     # The step under the first setting leaves as many tensors allocated as a step under the second one, but others.
     rarely(
         "qwen3-moe-tiny",
@@ -89,7 +91,7 @@ _CASES = [
     # Backward fills the storage of a norm's output again, and an MoE layer's graph keeps it.
     ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [MemorySettings(), _ALL_THREE], (False, True)),
     # Micro-batches are inserted: with several passes in flight on the first of two stages.
-    (
+    rarely(
         "phi-4-tiny",
         {"num_layers": 8, "seq_length": 64, "num_microbatches": 8, "layout": _STAGES},
         [_LAYERNORM, _FULL],
@@ -333,7 +335,7 @@ def test_the_ends_of_a_stage_are_replayed_unless_a_recompute_keeps_what_it_has_r
     [
         ({"num_layers": 12}, (4, 12)),
         rarely({"num_layers": 12, "num_microbatches": 2}, (6, 3)),
-        ({"num_layers": 16, "num_microbatches": 4, "layout": _STAGES}, (4, 8)),
+        rarely({"num_layers": 16, "num_microbatches": 4, "layout": _STAGES}, (4, 8)),
     ],
 )
 def test_the_layers_of_large_checkpoints_are_replayed(
