@@ -273,7 +273,11 @@ OF_ALL_LINEARS, OF_PARTS = (LoRA(rank=4, alpha=4, target_modules=targets) for ta
 OF_EACH_EXPERT = LoRA(rank=8, normalize_moe_lora=True, share_expert_adapters=False)
 # Without sequence parallelism, Megatron-Core reduces no gradients of the keys' part that all heads share, which come
 # from linear_kv_down_proj; with it, Megatron-Bridge's adapters of linears that each rank has whole mix tokens of ranks.
-OF_LATENTS = LoRA(rank=4, alpha=4, target_modules=("linear_q_down_proj", "linear_*_up_proj", "linear_proj"))
+OF_LATENTS = LoRA(
+    rank=4,
+    alpha=4,
+    target_modules=("linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"),
+)
 OF_ALL_LATENTS = LoRA(rank=3, alpha=3, target_modules=("*_proj",), library="mcore_bridge")
 OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
