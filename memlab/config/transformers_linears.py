@@ -36,6 +36,26 @@ def own_names(architecture: Architecture, names: Iterable[str]) -> tuple[str, ..
     return tuple(own for one in names_of_model for own in one if own in found or len(one) == 1)
 
 
+def matrices(architecture: Architecture, num_layers: int) -> Iterator[tuple[str, int]]:
+    """Yields module and elements of a model's parameters in the order of its state dict, without norms and biases.
+
+    The experts of a layer are two parameters. An output layer that is tied to the embedding is in the state dict too.
+    """
+    yield "model.embed_tokens", architecture.vocab_size * architecture.hidden_size
+    number = 0
+    for linear in linears(architecture, num_layers):
+        if architecture.routes and (linear.name == "lm_head" or not linear.name.startswith(f"model.layers.{number}.")):
+            yield from _experts(architecture, number)
+            number += 1
+        yield linear.name, linear.outputs * linear.inputs
+
+
+def _experts(architecture: Architecture, number: int) -> Iterator[tuple[str, int]]:
+    one = (architecture.num_moe_experts or 0) * architecture.moe_ffn_hidden_size * architecture.hidden_size
+    yield f"model.layers.{number}.mlp.experts.gate_up_proj", 2 * one
+    yield f"model.layers.{number}.mlp.experts.down_proj", one
+
+
 def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:
     """Yields the linears of a model's first layers, and its output layer."""
     sizes = architecture
