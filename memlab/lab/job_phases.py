@@ -183,7 +183,7 @@ def _reference_pass(
         stays = trained.static_bytes
     held = held_at_peak(frozen) - on_host
     if own.policy_is_away:
-        return _Frozen(held_bytes=held, host_bytes=shards)
+        return _Frozen(held_bytes=held, host_bytes=shards or frozen.host_bytes)
     kept = frozen.static_bytes - on_host
     return _Frozen(held_bytes=held - kept + stays, kept_bytes=kept, host_bytes=on_host or frozen.host_bytes)
 

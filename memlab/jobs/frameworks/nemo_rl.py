@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
@@ -261,12 +262,8 @@ def complete(reading: Reading) -> None:
         _take_mask(reading, is_dynamic=is_dynamic)
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
-    of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
-    of_log_probs = longest
-    if is_packed_row or is_dynamic:
-        of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
-    _take_rollout(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
+    of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed_row, is_dynamic=is_dynamic)
+    take_phases(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
@@ -302,9 +299,41 @@ def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:
         reading.take(key, "create_attention_mask", value=True)
 
 
-def _take_rollout(
-    reading: Reading, per_node: int, seq_length: int, rows: int, *, is_colocated: bool, generates: bool
+def rows_of_pass(values: dict[str, Any], longest: int, *, is_packed: bool, is_dynamic: bool) -> tuple[int, int]:
+    """Returns the tokens of a row, and the rows, of a pass for log-probabilities."""
+    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
+    of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
+    if is_packed or is_dynamic:
+        return (of_packed if is_packed else of_dynamic) or longest * rows, 1
+    return longest, rows
+
+
+def compares(reading: Reading) -> bool:
+    """Whether a penalty compares the policy with a reference model."""
+    return reading.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+
+
+def take_phases(
+    reading: Reading,
+    per_node: int,
+    seq_length: int,
+    rows: int,
+    *,
+    is_colocated: bool,
+    generates: bool,
+    sender: Sender | None = None,
 ) -> None:
+    """Takes what the job does between training steps.
+
+    Args:
+        reading: Of the job.
+        per_node: Ranks of the training on a node.
+        seq_length: Tokens of a row for log-probabilities.
+        rows: Of such a pass.
+        is_colocated: Whether the inference engine has the training's GPUs.
+        generates: Whether the job has one.
+        sender: As in `Rollout`.
+    """
     values = reading.values
     bucket = values.pop("bucket", None)
     if bucket and not is_colocated:
@@ -329,6 +358,7 @@ def _take_rollout(
         # Megatron copies weights from tensor to tensor.
         bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket and is_colocated else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
+        sender=sender,
         freed_for_log_probabilities=tuple(freed),
         engine=engine,
         quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
@@ -352,8 +382,7 @@ def _note_skipped_passes(reading: Reading) -> None:
     get, key = reading.get, "loss_fn.force_on_policy_ratio"
     if any(name.startswith("distillation.") for name in reading.entries.by_key):
         reading.values["computes_log_probabilities"] = False
-    compares = get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
-    skips_reference = get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares
+    skips_reference = get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares(reading)
     if get(key) is True and get("grpo.seq_logprob_error_threshold") is None and skips_reference:
         reading.take(key, "computes_log_probabilities", value=False)
 

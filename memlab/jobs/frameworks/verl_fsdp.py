@@ -145,6 +145,8 @@ FRAMEWORK_MISSING = (
       and not row.name.startswith(_OF_MEGATRON)),
     Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
     Missing(f"{_ACTOR}.calculate_entropy", "more", "verl keeps probabilities for backward"),
+    *(Missing(f"{section}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens")
+      for section in (_ACTOR, _FSDP)),
     Missing(f"{_FSDP}.entropy_checkpointing", "less", "backward computes the entropy again"),
     Missing(f"{_ACTOR}.entropy_checkpointing", "less", "backward computes the entropy again"),
     *engine_missing(_FSDP, _MODEL),
@@ -280,7 +282,7 @@ def _take_phases(reading: Reading, per_node: int) -> None:
     shards, reshards = values.pop("reference_shards"), values.pop("reference_reshards")
     has_reference = compares(reading) and not has_adapters
     skip_passes(reading)
-    _take_entropy_of_pass(values)
+    _take_entropy_of_pass(reading)
     values["sends_adapters"] = has_adapters and reading.get(f"{_MODEL}.lora.merge") is not True
     values["gathers_model_at_once"] = not values.pop("is_layered")
     take_rollout(
@@ -307,11 +309,14 @@ def _take_phases(reading: Reading, per_node: int) -> None:
     )
 
 
-def _take_entropy_of_pass(values: dict[str, Any]) -> None:
+def _take_entropy_of_pass(reading: Reading) -> None:
     """Takes what ``entropy_from_logits`` makes where it is not compiled: probabilities and their product in fp32.
 
     In chunks, there is a copy of the logits in fp32 too (``verl/utils/torch_functional.py``, 0.9.1).
     """
+    values, of_loss = reading.values, {f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.calculate_entropy"}
+    if not of_loss & {one.key for one in reading.not_modelled}:
+        reading.not_modelled = [one for one in reading.not_modelled if "entropy_from_logits" not in one.key]
     is_compiled, is_chunked = values.pop("is_compiled"), values.pop("has_chunks_of_entropy")
     size = values.pop("entropy_chunk_size")
     if not is_compiled:
