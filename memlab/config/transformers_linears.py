@@ -36,24 +36,28 @@ def own_names(architecture: Architecture, names: Iterable[str]) -> tuple[str, ..
     return tuple(own for one in names_of_model for own in one if own in found or len(one) == 1)
 
 
-def matrices(architecture: Architecture, num_layers: int) -> Iterator[tuple[str, int]]:
-    """Yields module and elements of a model's parameters in the order of its state dict, without norms and biases.
+def state_dict_sizes(architecture: Architecture, num_layers: int) -> Iterator[tuple[str, int]]:
+    """Yields module and elements of a model's parameters in the order of its state dict.
 
-    The experts of a layer are two parameters. An output layer that is tied to the embedding is in the state dict too.
+    Of vectors there are the norms before a layer's halves and before the output layer. The experts of a layer are two
+    parameters. An output layer that is tied to the embedding is in the state dict too.
     """
-    yield "model.embed_tokens", architecture.vocab_size * architecture.hidden_size
-    number = 0
+    hidden = architecture.hidden_size
+    yield "model.embed_tokens", architecture.vocab_size * hidden
+    by_layer: dict[str, list[Linear]] = {}
     for linear in linears(architecture, num_layers):
-        if architecture.routes and (linear.name == "lm_head" or not linear.name.startswith(f"model.layers.{number}.")):
-            yield from _experts(architecture, number)
-            number += 1
-        yield linear.name, linear.outputs * linear.inputs
-
-
-def _experts(architecture: Architecture, number: int) -> Iterator[tuple[str, int]]:
-    one = (architecture.num_moe_experts or 0) * architecture.moe_ffn_hidden_size * architecture.hidden_size
-    yield f"model.layers.{number}.mlp.experts.gate_up_proj", 2 * one
-    yield f"model.layers.{number}.mlp.experts.down_proj", one
+        by_layer.setdefault(linear.name.partition(".self_attn")[0].partition(".mlp")[0], []).append(linear)
+    for layer, own in by_layer.items():
+        if layer == "lm_head":
+            yield "model.norm", hidden
+        yield from ((linear.name, linear.outputs * linear.inputs) for linear in own)
+        if layer != "lm_head":
+            if architecture.routes:
+                one = (architecture.num_moe_experts or 0) * architecture.moe_ffn_hidden_size * hidden
+                yield f"{layer}.mlp.experts.gate_up_proj", 2 * one
+                yield f"{layer}.mlp.experts.down_proj", one
+            yield f"{layer}.input_layernorm", hidden
+            yield f"{layer}.post_attention_layernorm", hidden
 
 
 def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:

@@ -8,23 +8,34 @@ which type, and how many copies a sender makes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import NamedTuple
 
 from memlab.config.parameters import bytes_of_shard, kept_bytes
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
-from memlab.config.transformers_linears import matrices
+from memlab.config.transformers_linears import state_dict_sizes
 
 _SENT = 2
 """Bytes of a weight that is sent in bf16."""
 
 
 class _Weight(NamedTuple):
-    gathered: int
-    """Bytes of the whole weight in the shards' type, with its shard where that comes from the host for it."""
-    sent: int
-    """Bytes of its copy in the engine's type; 0 where it is sent as it was gathered."""
+    whole: int
+    """Bytes of the whole weight in the shards' type; 0 where the rank has it as its shard."""
+    shard: int
+    """Of its shard, where that comes from the host to be gathered."""
+    copy: int
+    """Of its copy in the engine's type; 0 where it is sent as it was gathered."""
+
+    @property
+    def at_peak(self) -> int:
+        """What it takes itself, until it is sent."""
+        return self.whole + max(self.shard, self.copy)
+
+    @property
+    def sent(self) -> int:
+        """What is sent of it."""
+        return self.copy or self.whole
 
 
 def bytes_of_sync(scenario: Scenario, rollout: Rollout, bucket_bytes: int) -> int:
@@ -42,8 +53,10 @@ def bytes_of_sync(scenario: Scenario, rollout: Rollout, bucket_bytes: int) -> in
         return max(_gathered_for_adapters(scenario, rollout) + loaded, bucket_bytes)
     named = [*_weights(scenario, rollout)]
     if rollout.sender == "skyrl":
-        modules = groupby(named, key=lambda one: one[0].rpartition(".")[0])
-        return _chunks([[weight for _, weight in own] for _, own in modules], bucket_bytes)
+        modules: dict[str, list[_Weight]] = {}
+        for name, weight in named:
+            modules.setdefault(name.rpartition(".")[0], []).append(weight)
+        return _chunks([*modules.values()], bucket_bytes)
     sent = bucket_bytes + _one_by_one([weight for _, weight in named], rollout)
     if scenario.state.fsdp_version == 2:
         return sent
@@ -87,10 +100,10 @@ def _weights(scenario: Scenario, rollout: Rollout) -> Iterator[tuple[str, _Weigh
     comes_from_host = (rollout.syncs_from_host and state.fsdp_version == 2) or state.fsdp_cpu_offload
     # verl sends the shards' own type (``async_send_weights`` in bucketed_weight_transfer.py, 0.9.1).
     is_cast = rollout.sender != "verl" and width != _SENT
-    for name, elements in matrices(scenario.architecture, scenario.num_layers):
+    for name, elements in state_dict_sizes(scenario.architecture, scenario.num_layers):
         size = width * elements
-        gathered = (size if ranks > 1 else 0) + (size // ranks if comes_from_host else 0)
-        yield name, _Weight(gathered, _SENT * elements if is_cast else 0)
+        shard, copy = size // ranks if comes_from_host else 0, _SENT * elements if is_cast else 0
+        yield name, _Weight(size, 0, copy) if ranks == 1 and shard else _Weight(size if ranks > 1 else 0, shard, copy)
 
 
 def _one_by_one(weights: list[_Weight], rollout: Rollout) -> int:
@@ -101,9 +114,9 @@ def _one_by_one(weights: list[_Weight], rollout: Rollout) -> int:
     """
     peak = last = whole = 0
     for weight in weights:
-        peak = max(peak, last + whole + weight.gathered, last + weight.gathered + weight.sent)
-        last = weight.sent or weight.gathered
-        whole = weight.gathered if rollout.sender == "nemo_rl_v1" and weight.sent else 0
+        peak = max(peak, last + whole + weight.whole + weight.shard, last + weight.at_peak)
+        last = weight.sent
+        whole = weight.whole if rollout.sender == "nemo_rl_v1" and weight.copy else 0
     return peak
 
 
@@ -118,8 +131,8 @@ def _chunks(modules: list[list[_Weight]], threshold: int) -> int:
     for module in [*modules, []]:
         size = 0
         for weight in module:
-            peak = max(peak, 2 * packed + chunk + size + weight.gathered + weight.sent)
-            size += weight.sent or weight.gathered
+            peak = max(peak, 2 * packed + chunk + size + weight.at_peak)
+            size += weight.sent
         if chunk and (not module or chunk + size > threshold):
             peak = max(peak, 2 * chunk + size + packed)
             packed, chunk = chunk, 0
