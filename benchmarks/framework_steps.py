@@ -138,7 +138,7 @@ def jobs() -> list[Job]:
 def actor_jobs() -> list[Job]:
     """Returns the jobs whose phases are measured, the most telling first."""
     fsdp, reference, model = f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref", "actor_rollout_ref.model"
-    actor = Job(framework="verl-actor", model="qwen3-8b")
+    actor = Job(framework="verl-actor", model="qwen3-8b", num_layers=2)
     offload = (f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
     first = f"{ACTOR}.strategy=fsdp"
     compiled, chunks = f"{fsdp}.use_torch_compile=true", f"{ACTOR}.entropy_from_logits_with_chunking=true"
@@ -149,18 +149,18 @@ def actor_jobs() -> list[Job]:
 
     return [
         of("qwen3-8b"),
-        of("qwen3-8b", first),
-        of("qwen2.5-0.5b", num_layers=24),
-        of("qwen2.5-1.5b", *offload, num_layers=28),
         of("qwen3-8b", first, *offload),
-        of("qwen3-8b", f"{model}.lora_rank=16", num_layers=2),
-        of("qwen2.5-0.5b", num_layers=24, num_ranks=1),
+        of("qwen2.5-1.5b", *offload, num_layers=28),
         of("llama-3.1-8b", compiled),
+        of("llama-3.1-8b", first, f"{model}.lora_rank=16"),
+        of("qwen2.5-0.5b", num_layers=24),
         of("llama-3.1-8b", chunks, f"{ACTOR}.entropy_from_logits_chunk_size=1024"),
-        of("llama-3.1-8b", first, f"{model}.lora_rank=16", num_layers=2),
+        of("qwen3-8b", f"{model}.lora_rank=16"),
         of("qwen2.5-3b", *offload, *bf16, num_layers=36, num_microbatches=2),
+        of("qwen2.5-0.5b", num_layers=24, num_ranks=1),
         of("llama-3.1-8b", f"{fsdp}.offload_policy=true"),
         of("qwen2.5-1.5b", first, num_layers=28, sequences=(2048, 2048)),
+        of("qwen3-8b", f"{fsdp}.reshard_after_forward=false"),
     ]
 
 
@@ -549,6 +549,7 @@ def _build_empty_models() -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
         if device.type != "meta":
             model = model._apply(lambda tensor: torch.zeros_like(tensor, device=device))
+            model.tie_weights()
             for module in model.modules():
                 if hasattr(module, "inv_freq"):
                     module.__init__(config)  # its frequencies have been on meta

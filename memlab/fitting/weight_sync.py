@@ -88,9 +88,7 @@ def _of_state_dict(scenario: Scenario) -> tuple[int, int]:
 
 def _parameters(scenario: Scenario) -> tuple[int, int, int]:
     """Returns the numbers of all parameters, of those outside layers, and of a layer's."""
-    whole, two, one = (
-        scenario.architecture.with_layers(count).num_parameters for count in (scenario.num_layers, 2, 1)
-    )
+    whole, two, one = (scenario.architecture.with_layers(count).num_parameters for count in (scenario.num_layers, 2, 1))
     return whole, 2 * one - two, two - one
 
 

@@ -85,6 +85,8 @@ def phases_of(
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
     outside = outside_torch_of(scenario).total_bytes
+    if rollout.reference_pass is not None and rollout.reference_pass.policy_is_away:  # in a process of its own
+        outside += outside_torch_of(rollout.reference_pass.of(scenario)).total_bytes
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
@@ -175,17 +177,20 @@ def _reference_pass(
     steps.close()  # one process has one model
     with stepping(own.of(trained.scenario), forward_only=True, replay=steps.replay) as others:
         frozen = others(MemorySettings())
-    is_first = trained.scenario.state.fsdp_version == 1
-    shards = frozen.peak_by_category.get("parameters", 0)
+    is_first, workspace = trained.scenario.state.fsdp_version == 1, frozen.peak_by_category.get("workspace", 0)
+    shards, held = frozen.peak_by_category.get("parameters", 0), held_at_peak(frozen)
+    if own.policy_is_away:  # a process of its own, whose workspaces stay
+        of_trained = trained.peak_by_category.get("workspace", 0)
+        host_bytes = shards or frozen.host_bytes
+        return _Frozen(held_bytes=held - workspace + of_trained, kept_bytes=workspace, host_bytes=host_bytes)
     on_host = shards if own.is_on_host and is_first else 0
-    stays = passed.static_bytes if passed is not None else trained.static_bytes
-    if trained.settings.offload_parameters and not is_first:
-        stays = trained.static_bytes
-    held = held_at_peak(frozen) - on_host
-    if own.policy_is_away:
-        return _Frozen(held_bytes=held, host_bytes=shards or frozen.host_bytes)
-    kept = frozen.static_bytes - on_host
-    return _Frozen(held_bytes=held - kept + stays, kept_bytes=kept, host_bytes=on_host or frozen.host_bytes)
+    stays = trained if passed is None or (trained.settings.offload_parameters and not is_first) else passed
+    kept = max(0, frozen.static_bytes - on_host - workspace)
+    return _Frozen(
+        held_bytes=held - on_host - workspace - kept + stays.static_bytes,
+        kept_bytes=kept,
+        host_bytes=on_host or frozen.host_bytes,
+    )
 
 
 def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:
@@ -195,9 +200,7 @@ def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:
     gathered = width * model.num_parameters // scenario.layout.tensor_model_parallel_size
     tokens = min(scenario.tokens_of_rank, rollout.entropy_tokens or scenario.tokens_of_rank)
     entropy = model.vocab_size * (width * scenario.tokens_of_rank + rollout.entropy_bytes_of_logit * tokens)
-    return max(
-        gathered if rollout.gathers_model_for_passes else 0, entropy if rollout.entropy_bytes_of_logit else 0
-    )
+    return max(gathered if rollout.gathers_model_for_passes else 0, entropy if rollout.entropy_bytes_of_logit else 0)
 
 
 def _allocated_bytes(record: StepRecord) -> int:

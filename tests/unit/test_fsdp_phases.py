@@ -139,3 +139,107 @@ def test_fsdp1_gathers_the_whole_model_for_adapters_unless_layer_by_layer() -> N
     layer = bytes_of_sync(first, replace(rollout, gathers_model_at_once=False), 0)
     assert 0.1 * whole < layer < whole
     assert bytes_of_sync(second, rollout, 0) == 0
+
+
+START = "actor_rollout_ref"
+VERL = (
+    f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {START}.model.path=Qwen/Qwen3-8B "
+    f"{START}.actor.ppo_mini_batch_size=64 {START}.actor.ppo_micro_batch_size_per_gpu=1 data.max_prompt_length=1024 "
+    f"data.max_response_length=3072 {START}.rollout.log_prob_micro_batch_size_per_gpu=2 "
+)
+KL, ON_HOST = f"{START}.actor.use_kl_loss=true ", f"{START}.actor.fsdp_config.param_offload=true "
+OF_REFERENCE = ReferencePass(seq_length=4096, is_on_host=True, fp32_shards=True)
+SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=Qwen/Qwen3-8B "
+NEMO_RL = """grpo: {num_prompts_per_step: 8}
+policy:
+  model_name: Qwen/Qwen3-8B
+  dtensor_cfg: {enabled: true, _v2: VERSION_2}
+  max_total_sequence_length: 4096
+  train_micro_batch_size: 1
+  logprob_batch_size: 2
+  sequence_packing: {enabled: false}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+OF_SKYRL = ReferencePass(seq_length=1536, is_on_host=False, fp32_shards=False, policy_is_away=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (VERL, {"sender": "verl", "seq_length": 8192, "reference_pass": None, "syncs_from_host": False,
+                "bucket_bytes": 2 * GIB, "entropy_bytes_of_logit": 0, "has_reference_model": False}),
+        (VERL + KL, {"reference_pass": OF_REFERENCE}),
+        (VERL + KL + f"{START}.ref.fsdp_config.model_dtype=bf16 {START}.ref.log_prob_micro_batch_size_per_gpu=3",
+         {"reference_pass": replace(OF_REFERENCE, seq_length=3 * 4096, fp32_shards=False)}),
+        (VERL + KL + f"{START}.ref.fsdp_config.param_offload=false {START}.ref.fsdp_config.reshard_after_forward=false",
+         {"reference_pass": replace(OF_REFERENCE, reshards=False)}),
+        (VERL + KL + f"{START}.model.lora_rank=8",
+         {"reference_pass": None, "sends_adapters": True, "gathers_model_at_once": True}),
+        (VERL + f"{START}.model.lora_rank=8 {START}.rollout.layered_summon=true", {"gathers_model_at_once": False}),
+        (VERL + ON_HOST + f"{START}.rollout.checkpoint_engine.backend=nccl",
+         {"syncs_from_host": True, "bucket_copies": 2}),
+        (VERL + f"{START}.actor.fsdp_config.use_torch_compile=false",
+         {"entropy_bytes_of_logit": 12, "entropy_tokens": None}),
+        (VERL + f"{START}.actor.fsdp_config.use_torch_compile=false "
+         f"{START}.actor.entropy_from_logits_with_chunking=true {START}.actor.entropy_from_logits_chunk_size=512",
+         {"entropy_bytes_of_logit": 12, "entropy_tokens": 512}),
+        (SKYRL, {"sender": "skyrl", "bucket_bytes": GIB, "reference_pass": OF_SKYRL, "is_colocated": True}),
+        (SKYRL + "trainer.algorithm.use_kl_loss=false", {"reference_pass": None}),
+        (SKYRL + "trainer.ref.fsdp_config.cpu_offload=true", {"reference_pass": replace(OF_SKYRL, is_on_host=True)}),
+        (SKYRL + "trainer.placement.colocate_all=false trainer.placement.colocate_policy_ref=false",
+         {"sender": "skyrl_broadcast", "bucket_bytes": 0, "reference_pass": None}),
+        (NEMO_RL.replace("VERSION_2", "true"),
+         {"sender": "nemo_rl", "bucket_share": 0.3, "seq_length": 4096, "micro_batch_size": 2,
+          "gathers_model_for_passes": False, "host_copies_of_shards": 2, "reference_pass": None}),
+        (NEMO_RL.replace("VERSION_2", "false"), {"sender": "nemo_rl_v1", "gathers_model_for_passes": True}),
+    ],
+)  # fmt: skip
+def test_what_a_job_does_between_its_steps_is_read(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / ("config.yaml" if text.startswith("grpo") else "run.sh")
+    path.write_text(text)
+    job = Job.read(path, world_size=8)
+    assert job.rollout is not None, job.not_supported
+    assert {name: getattr(job.rollout, name) for name in expected} == expected
+
+
+OF_TINY = ReferencePass(seq_length=96, is_on_host=True, fp32_shards=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "own"),
+    [
+        (2, MemorySettings(), OF_TINY),
+        (2, AWAY, OF_TINY),
+        (1, AWAY, OF_TINY),
+        (2, AWAY, replace(OF_TINY, is_on_host=False, fp32_shards=False, policy_is_away=True)),
+    ],
+)
+def test_a_reference_model_takes_a_pass_of_its_own(
+    version: int, settings: MemorySettings, own: ReferencePass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu = of_the_cpu_backend()
+    monkeypatch.setattr("memlab.backends.simulated.backend", lambda _: on_cpu)
+    job = scenario("qwen3-dense-tiny", num_layers=2, ranks=1, fsdp_version=version)
+    job = replace(job, seq_length=64)
+    rollout = Rollout(
+        is_colocated=True, ranks_per_node=1, seq_length=128, bucket_bytes=MIB, sender="verl", reference_pass=own
+    )
+    found = {phase.name: phase.training_bytes for phase in predict_phases(job, settings, rollout).phases}
+    with Lab(job, backend="cpu") as lab:
+        step, passed = lab.step(settings), lab.forward_only(seq_length=128, warm_up=True)
+    with Lab(own.of(job), backend="cpu") as lab:
+        frozen = lab.forward_only(warm_up=True)
+    shards = frozen.peak_by_category.get("parameters", 0)
+    removed, workspace = shards if version == 1 else 0, frozen.peak_by_category["workspace"]
+    # Whoever moves FSDP2's parameters frees what is gathered of them.
+    after = step if settings == AWAY and version == 2 else passed
+    stays = step.peak_by_category["workspace"] if own.policy_is_away else after.static_bytes - workspace
+    kept = workspace if own.policy_is_away else frozen.static_bytes - removed - workspace
+    expected = {
+        "generation": step.static_bytes + kept,
+        "log-probabilities": passed.peak_allocated_bytes + kept,
+        "reference model": frozen.peak_allocated_bytes - removed + stays,
+        "training step": step.peak_allocated_bytes + kept,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0, abs=4096)
+    assert list(found) == ["generation", "log-probabilities", "reference model", "training step", "weight sync"]

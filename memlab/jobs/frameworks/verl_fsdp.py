@@ -310,9 +310,10 @@ def _take_phases(reading: Reading, per_node: int) -> None:
 
 
 def _take_entropy_of_pass(reading: Reading) -> None:
-    """Takes what ``entropy_from_logits`` makes where it is not compiled: probabilities and their product in fp32.
+    """Takes what ``entropy_from_logits`` makes of logits where it is not compiled, all in fp32.
 
-    In chunks, there is a copy of the logits in fp32 too (``verl/utils/torch_functional.py``, 0.9.1).
+    Autocast copies them for ``logsumexp``, which makes their exponentials, beside the probabilities; in chunks, verl
+    copies them itself (``verl/utils/torch_functional.py``, 0.9.1). An H200 had 14 bytes a logit with its own 2.
     """
     values, of_loss = reading.values, {f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.calculate_entropy"}
     if not of_loss & {one.key for one in reading.not_modelled}:
@@ -320,7 +321,7 @@ def _take_entropy_of_pass(reading: Reading) -> None:
     is_compiled, is_chunked = values.pop("is_compiled"), values.pop("has_chunks_of_entropy")
     size = values.pop("entropy_chunk_size")
     if not is_compiled:
-        values["entropy_bytes_of_logit"] = 12 if is_chunked else 8
+        values["entropy_bytes_of_logit"] = 12
         values["entropy_tokens"] = size if is_chunked else None
 
 
