@@ -669,8 +669,12 @@ def predicted_phases(job: Job, path: Path, *, has_flash_attn: bool) -> dict[str,
     assert read.rollout is not None
     if has_flash_attn:
         scenario = replace(scenario, state=replace(scenario.state, loss_of_transformers="logprobs_flash_attn"))
-    phases = predict_phases(scenario, settings, read.rollout, of_allocated=True)
-    return {phase.name: phase.training_bytes for phase in phases.phases}
+    job_phases = predict_phases(scenario, settings, read.rollout)
+    found = {}
+    for phase in job_phases.phases:
+        beside = phase.training_bytes - (phase.reserved_bytes or phase.training_bytes)
+        found[phase.name] = phase.training_bytes if phase.allocated_bytes is None else phase.allocated_bytes + beside
+    return found
 
 
 def compared_phases(

@@ -11,7 +11,9 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.fitting.weight_sync import bytes_of_sync
+from memlab.lab.reference_pass import ReferencePeaks
 from memlab.lab.search_steps import SimulatedSteps, stepping
+from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
@@ -29,7 +31,6 @@ def predict_phases(
     gpu_memory_bytes: int | None = None,
     *,
     replay: bool = True,
-    of_allocated: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> JobPhases:
     """Predicts a training step, and its job's phases as `phases_of` does.
@@ -40,14 +41,13 @@ def predict_phases(
         rollout: What the job does between them.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
         replay: As for a `Lab`.
-        of_allocated: As for `phases_of`.
         on_progress: Called with the progress of the training step.
 
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
     """
     with stepping(scenario, replay=replay, on_progress=on_progress) as steps:
-        return phases_of(steps(settings), steps, rollout, gpu_memory_bytes, of_allocated=of_allocated)
+        return phases_of(steps(settings), steps, rollout, gpu_memory_bytes, replay=replay)
 
 
 def phases_of(
@@ -56,9 +56,12 @@ def phases_of(
     rollout: Rollout,
     gpu_memory_bytes: int | None = None,
     *,
-    of_allocated: bool = False,
+    replay: bool = True,
 ) -> JobPhases:
-    """Predicts a forward-only pass on the model of a training step, if the job has one, and adds up the phases.
+    """Predicts the passes between training steps that the job has, and adds up the phases.
+
+    Log-probabilities are a forward-only pass on the model of the training step. A teacher is another model, and so is a
+    reference model that has shards of its own: each is on a lab of its own, for which that of the steps is closed.
 
     A training step begins with loading what is on the host, and ends with offloading it again.
 
@@ -67,12 +70,11 @@ def phases_of(
         steps: Has taken the step.
         rollout: What the job does between its steps.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
-        of_allocated: Whether passes count what is allocated at their peaks, and not what the allocator reserves.
+        replay: As for a `Lab`.
 
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
     """
-    held_at_peak = _allocated_bytes if of_allocated else _held_bytes
     scenario, settings, passed = trained.scenario, trained.settings, None
     if rollout.computes_log_probabilities:
         passed = steps.pass_after(trained, rollout.of_log_probabilities(scenario))
@@ -85,8 +87,8 @@ def phases_of(
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
     outside = outside_torch_of(scenario).total_bytes
-    if rollout.reference_pass is not None and rollout.reference_pass.policy_is_away:  # in a process of its own
-        outside += outside_torch_of(rollout.reference_pass.of(scenario)).total_bytes
+    teacher, frozen = _others(trained, passed, steps, rollout, replay=replay)
+    outside += frozen.outside_torch_bytes + (0 if teacher is None else teacher.outside_torch_bytes)
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
@@ -94,34 +96,31 @@ def phases_of(
     beside = engine if rollout.engine_bytes is None or engine is None else engine - weights
     asleep = 0 if rollout.engine_sleeps else beside
     of_sync = weights if rollout.engine_sleeps else engine
-    gathered = _bucket_bytes(scenario, rollout)
-    frozen = _reference_pass(trained, passed, rollout, held_at_peak, steps)
     generating = between + reference_between
     synced += reference_between if rollout.syncs_from_host else reference
     if rollout.is_colocated and not rollout.engine_has_own_weights:
         generating += parameters
-    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
-        gathered = 0
-    kept = rollout.kept_buffer_bytes
-    if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
+    kept, free = rollout.kept_buffer_bytes, None
+    if gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - synced - kept - of_sync
-        gathered = int(max(0, free) * rollout.bucket_share)
-    if gathered is not None and rollout.sender is not None:
-        gathered = bytes_of_sync(scenario, rollout, gathered)
-    log_probabilities = []
+    gathered = _gathered_bytes(scenario, rollout, free)
+    left = frozen.left_bytes if teacher is None else teacher.left_bytes
+    phases = [_Phase("generation", generating + left, engine)]
     if passed is not None:
         freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
-        held = max(held_at_peak(passed), between + parameters + _beside_a_pass(passed.scenario, rollout))
-        log_probabilities = [("log-probabilities", held + loaded - parameters + reference - freed, asleep)]
+        at_least = between + parameters + _beside_a_pass(passed.scenario, rollout)
+        held = max(_held_bytes(passed), at_least) + loaded - parameters + reference - freed + left
+        phases.append(_Phase("log-probabilities", held, asleep, _peaks(passed, at_least)))
     if rollout.reference_pass is not None:
-        log_probabilities.append(("reference model", frozen.held_bytes, asleep))
-    kept += frozen.kept_bytes
-    training = (
-        ("generation", generating, engine),
-        *log_probabilities,
-        ("training step", held_at_peak(trained) + reference, asleep),
-        ("weight sync", between + synced + (gathered or 0), of_sync),
-    )
+        phases.append(_Phase("reference model", frozen.held_bytes, asleep, frozen.peaks))
+    if teacher is not None:
+        freed = sum(trained.peak_by_category.get(name, 0) for name in rollout.freed_for_teacher)
+        of_teacher = (teacher.allocated_bytes, teacher.active_bytes, teacher.reserved_bytes)
+        phases.append(_Phase("teacher's passes", between - freed + teacher.reserved_bytes, asleep, of_teacher))
+    phases.append(_Phase("training step", _held_bytes(trained) + reference + left, asleep, _peaks(trained)))
+    phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
+    host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
+    host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category["parameters"]
     return JobPhases(
         rank=scenario.layout.rank,
         is_colocated=rollout.is_colocated,
@@ -130,67 +129,52 @@ def phases_of(
         gathered_bytes=gathered,
         phases=tuple(
             JobPhase(
-                name=name,
-                training_bytes=num_bytes + kept,
-                engine_bytes=engine_bytes,
+                name=phase.name,
+                training_bytes=phase.num_bytes + kept,
+                engine_bytes=phase.engine_bytes,
                 left_for_engine_bytes=None
                 if gpu_memory_bytes is None
-                else gpu_memory_bytes - outside - num_bytes - kept,
+                else gpu_memory_bytes - outside - phase.num_bytes - kept,
+                allocated_bytes=phase.peaks[0],
+                active_bytes=phase.peaks[1],
+                reserved_bytes=phase.peaks[2],
             )
-            for name, num_bytes, engine_bytes in training
+            for phase in phases
         ),
-        host_bytes_of_rank=max(trained.host_bytes, trained.host_reserved_bytes or 0)
-        + (reference - reference_between + frozen.host_bytes)
-        + rollout.host_copies_of_shards * trained.peak_by_category["parameters"],
+        host_bytes_of_rank=host + reference - reference_between,
         ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
         reference_bytes=reference,
         kept_buffer_bytes=kept,
+        teacher_left_bytes=None if teacher is None else left,
     )
 
 
-class _Frozen(NamedTuple):
-    """A frozen model with shards of its own."""
+def _others(
+    trained: StepRecord, passed: StepRecord | None, steps: SimulatedSteps, rollout: Rollout, *, replay: bool
+) -> tuple[TeacherPeaks | None, ReferencePeaks]:
+    """Predicts the passes of models on labs of their own, for which that of the steps is closed."""
+    teacher, frozen = None, ReferencePeaks()
+    if rollout.teacher is not None:
+        steps.close()
+        teacher = TeacherPeaks.of(rollout.teacher, trained.scenario.layout.rank, replay=replay)
+    if rollout.reference_pass is not None:
+        steps.close()
+        frozen = ReferencePeaks.of(rollout.reference_pass, trained, passed, replay=replay)
+    return teacher, frozen
 
-    held_bytes: int = 0
-    """At the peak of its pass, with what is on the device of the trained one."""
-    kept_bytes: int = 0
-    """On the device in all other phases."""
-    host_bytes: int = 0
+
+class _Phase(NamedTuple):
+    name: str
+    num_bytes: int
+    """What training and teacher hold, without the buffers that every phase counts."""
+    engine_bytes: int | None
+    peaks: tuple[int | None, int | None, int | None] = (None, None, None)
+    """As in `JobPhase`."""
 
 
-def _reference_pass(
-    trained: StepRecord,
-    passed: StepRecord | None,
-    rollout: Rollout,
-    held_at_peak: Callable[[StepRecord], int],
-    steps: SimulatedSteps,
-) -> _Frozen:
-    """Predicts the pass of a frozen model with shards of its own, if the job has one, after the policy's.
-
-    FSDP1 leaves the root gathered after forward, until a backward: of the trained model in this pass, and of the frozen
-    one in all other phases (``_post_forward_reshard`` in torch/distributed/fsdp/_runtime_utils.py, 2.11; verl 0.9.1
-    frees it with ``fsdp_size`` above 1 only, in ``EngineEvalModeCtx``). Moving FSDP2's parameters frees gathered ones.
-    """
-    own = rollout.reference_pass
-    if own is None:
-        return _Frozen()
-    steps.close()  # one process has one model
-    with stepping(own.of(trained.scenario), forward_only=True, replay=steps.replay) as others:
-        frozen = others(MemorySettings())
-    is_first, workspace = trained.scenario.state.fsdp_version == 1, frozen.peak_by_category.get("workspace", 0)
-    shards, held = frozen.peak_by_category.get("parameters", 0), held_at_peak(frozen)
-    if own.policy_is_away:  # a process of its own, whose workspaces stay
-        of_trained = trained.peak_by_category.get("workspace", 0)
-        host_bytes = shards or frozen.host_bytes
-        return _Frozen(held_bytes=held - workspace + of_trained, kept_bytes=workspace, host_bytes=host_bytes)
-    on_host = shards if own.is_on_host and is_first else 0
-    stays = trained if passed is None or (trained.settings.offload_parameters and not is_first) else passed
-    kept = max(0, frozen.static_bytes - on_host - workspace)
-    return _Frozen(
-        held_bytes=held - on_host - workspace - kept + stays.static_bytes,
-        kept_bytes=kept,
-        host_bytes=on_host or frozen.host_bytes,
-    )
+def _peaks(record: StepRecord, at_least: int = 0) -> tuple[int | None, int | None, int | None]:
+    peaks = (record.peak_allocated_bytes, record.peak_active_bytes, record.peak_reserved_bytes)
+    return tuple(None if peak is None else max(peak, at_least) for peak in peaks)  # type: ignore[return-value]
 
 
 def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:
@@ -201,10 +185,6 @@ def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:
     tokens = min(scenario.tokens_of_rank, rollout.entropy_tokens or scenario.tokens_of_rank)
     entropy = model.vocab_size * (width * scenario.tokens_of_rank + rollout.entropy_bytes_of_logit * tokens)
     return max(gathered if rollout.gathers_model_for_passes else 0, entropy if rollout.entropy_bytes_of_logit else 0)
-
-
-def _allocated_bytes(record: StepRecord) -> int:
-    return record.peak_allocated_bytes
 
 
 def _held_bytes(record: StepRecord) -> int:
@@ -219,6 +199,22 @@ def _engine_bytes(rollout: Rollout, weights_bytes: int, gpu_memory_bytes: int | 
     if gpu_memory_bytes is None or rollout.gpu_memory_utilization is None:
         return None
     return int(gpu_memory_bytes * rollout.gpu_memory_utilization)
+
+
+def _gathered_bytes(scenario: Scenario, rollout: Rollout, free_bytes: int | None) -> int | None:
+    """Returns what the weight sync has on the device beside the shards or the weights; None where that is not known.
+
+    Args:
+        scenario: Of the training steps.
+        rollout: Of the job.
+        free_bytes: Of the GPU as the sync begins; None where that is not known.
+    """
+    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
+        return 0
+    bucket = _bucket_bytes(scenario, rollout)
+    if bucket is None and rollout.bucket_share and free_bytes is not None:
+        bucket = int(max(0, free_bytes) * rollout.bucket_share)
+    return bucket if bucket is None or rollout.sender is None else bytes_of_sync(scenario, rollout, bucket)
 
 
 def _bucket_bytes(scenario: Scenario, rollout: Rollout) -> int | None:

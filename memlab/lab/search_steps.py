@@ -56,7 +56,6 @@ class SimulatedSteps:
     Args:
         open_lab: Opens a lab.
         forward_only: Whether to take passes without backward.
-        replay: As for a `Lab`.
         on_progress: As for `Lab.step`.
     """
 
@@ -65,12 +64,9 @@ class SimulatedSteps:
         open_lab: Callable[[], AbstractContextManager[Lab]],
         *,
         forward_only: bool,
-        replay: bool,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self._open_lab, self._forward_only, self._on_progress = open_lab, forward_only, on_progress
-        self.replay = replay
-        """As for a `Lab`."""
         self._opened = ExitStack()
         self._lab: Lab | None = None
         self._last: StepRecord | None = None
@@ -154,8 +150,9 @@ def stepping(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[SimulatedSteps]:
     """Returns a context whose value takes steps of a scenario, on simulated labs that the context closes."""
-    opened = partial(_simulated_lab, scenario, backend, replay=replay)
-    steps = SimulatedSteps(opened, forward_only=forward_only, replay=replay, on_progress=on_progress)
+    steps = SimulatedSteps(
+        partial(_simulated_lab, scenario, backend, replay=replay), forward_only=forward_only, on_progress=on_progress
+    )
     with closing(steps):
         yield steps
 

@@ -334,7 +334,7 @@ def test_a_first_predicted_step_is_not_taken_again_within_what_it_reserved(
     plain = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=1)
     record = replace(plain, **({"backend": "simulated"} | changes))
     opened = Mock(side_effect=InterruptedError)
-    steps = SimulatedSteps(opened, forward_only=False, replay=True, on_progress=None)
+    steps = SimulatedSteps(opened, forward_only=False, on_progress=None)
     with pytest.raises(InterruptedError) if is_taken else nullcontext():
         assert steps.completes(record, limit)
     assert opened.called is is_taken
