@@ -17,11 +17,11 @@ class ReferencePeaks:
     """What the pass holds on one rank, with what is there of the trained model; nothing without such a pass."""
 
     held_bytes: int = 0
-    """Reserved at the peak of the pass, without `left_bytes`."""
+    """Reserved at the peak of the pass."""
     peaks: tuple[int | None, int | None, int | None] = (None, None, None)
     """As in `JobPhase`."""
     left_bytes: int = 0
-    """What stays in all phases."""
+    """What stays in all other phases."""
     outside_torch_bytes: int = 0
     """An estimate, of a process of its own."""
     host_bytes: int = 0
@@ -48,7 +48,7 @@ class ReferencePeaks:
         held = frozen.peak_reserved_bytes or frozen.peak_allocated_bytes
         if own.policy_is_away:  # SkyRL's workers are processes of their own
             return cls(
-                held_bytes=held - workspace + trained.peak_by_category.get("workspace", 0),
+                held_bytes=held + trained.peak_by_category.get("workspace", 0),
                 peaks=(frozen.peak_allocated_bytes, frozen.peak_active_bytes, frozen.peak_reserved_bytes),
                 left_bytes=workspace,
                 outside_torch_bytes=outside_torch_of(scenario).total_bytes,
@@ -62,7 +62,7 @@ class ReferencePeaks:
         left = max(0, frozen.static_bytes - on_host - workspace)
         peaks = (frozen.peak_allocated_bytes, frozen.peak_active_bytes, frozen.peak_reserved_bytes)
         return cls(
-            held_bytes=held + beside - left,
+            held_bytes=held + beside,
             peaks=tuple(None if peak is None else peak + beside for peak in peaks),  # type: ignore[arg-type]
             left_bytes=left,
             host_bytes=on_host or frozen.host_bytes,

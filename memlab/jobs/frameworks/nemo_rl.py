@@ -309,7 +309,7 @@ def rows_of_pass(values: dict[str, Any], longest: int, *, is_packed: bool, is_dy
 
 def compares(reading: Reading) -> bool:
     """Whether a penalty compares the policy with a reference model."""
-    return reading.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
+    return bool(reading.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0)
 
 
 def take_phases(
