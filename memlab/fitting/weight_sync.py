@@ -76,14 +76,20 @@ def _gathered_for_adapters(scenario: Scenario, rollout: Rollout) -> int:
 
 
 def _of_state_dict(scenario: Scenario) -> tuple[int, int]:
-    """Returns what FSDP1's state dict is, copies of all shards, and what is gathered for it: the root, and a layer.
+    """Returns what FSDP1's state dict is, copies of all shards, and what is gathered for it.
 
-    On a single rank it is a copy of the model, and nothing is gathered (``_full_post_state_dict_hook`` and
-    ``_sharded_post_state_dict_hook`` in torch/distributed/fsdp/_state_dict_utils.py, 2.11).
+    That is the root, and a layer or one more copy of the largest weight of the root, of which its part is cut. A tied
+    output layer has copies of its own. On a single rank the state dict is a copy of the model, and nothing is gathered
+    (``_full_post_state_dict_hook`` and ``_sharded_post_state_dict_hook`` in ``_state_dict_utils.py`` of torch 2.11; the
+    copy of the weight explains what an H200 had beyond the first prediction).
     """
     (whole, outside, layer), width = _parameters(scenario), bytes_of_shard(scenario)
-    gathered = 0 if scenario.ranks_of_shards == 1 else outside + layer
-    return width * whole // scenario.ranks_of_shards, width * gathered
+    if scenario.ranks_of_shards == 1:
+        return width * whole, 0
+    model = scenario.architecture
+    embedding = model.vocab_size * model.hidden_size
+    copied = whole + embedding * model.share_embeddings_and_output_weights
+    return width * copied // scenario.ranks_of_shards, width * (outside + max(layer, embedding))
 
 
 def _parameters(scenario: Scenario) -> tuple[int, int, int]:

@@ -108,7 +108,8 @@ def phases_of(
     phases = [_Phase("generation", generating + left, engine)]
     if passed is not None:
         freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
-        at_least = between + parameters + _beside_a_pass(passed.scenario, rollout)
+        # What forward leaves gathered, as FSDP1 does the root, is there when the entropy is computed.
+        at_least = passed.static_bytes + parameters + _beside_a_pass(passed.scenario, rollout)
         held = max(_held_bytes(passed), at_least) + loaded - parameters + reference - freed + left
         phases.append(_Phase("log-probabilities", held, asleep, _peaks(passed, at_least)))
     if rollout.reference_pass is not None:
