@@ -188,8 +188,8 @@ def complete(reading: Reading) -> None:
         take_allocator(reading)
     if not values["offload_parameters"]:  # ``offload_fsdp_model_to_cpu`` in verl/utils/fsdp_utils.py empties the cache
         reading.warnings.append(
-            f"{_FSDP}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts what "
-            "it needs by itself, and torch may hold more that is left of the phases before"
+            f"{_FSDP}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
+            "what it needs by itself, and torch may hold more that is left of the phases before"
         )
     _take_phases(reading, per_node)
     _take_rows(reading)
