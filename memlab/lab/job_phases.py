@@ -121,7 +121,7 @@ def phases_of(
     phases.append(_Phase("training step", _held_bytes(trained) + reference + left, asleep, _peaks(trained)))
     phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
     host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
-    host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category["parameters"]
+    host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category.get("parameters", 0)
     return JobPhases(
         rank=scenario.layout.rank,
         is_colocated=rollout.is_colocated,

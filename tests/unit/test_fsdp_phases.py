@@ -206,20 +206,21 @@ OF_TINY = ReferencePass(seq_length=96, is_on_host=True, fp32_shards=True)
 
 
 @pytest.mark.parametrize(
-    ("version", "settings", "own"),
+    ("version", "settings", "own", "policy"),
     [
-        (2, MemorySettings(), OF_TINY),
-        (2, AWAY, OF_TINY),
-        (1, AWAY, OF_TINY),
-        (2, AWAY, replace(OF_TINY, is_on_host=False, fp32_shards=False, policy_is_away=True)),
+        (2, MemorySettings(), OF_TINY, False),
+        (2, AWAY, OF_TINY, False),
+        (1, AWAY, OF_TINY, False),
+        (2, AWAY, replace(OF_TINY, is_on_host=False, fp32_shards=False, policy_is_away=True), False),
+        (2, MemorySettings(), OF_TINY, True),  # no shard is ever on the device
     ],
 )
 def test_a_reference_model_takes_a_pass_of_its_own(
-    version: int, settings: MemorySettings, own: ReferencePass, monkeypatch: pytest.MonkeyPatch
+    version: int, settings: MemorySettings, own: ReferencePass, policy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_cpu = of_the_cpu_backend()
     monkeypatch.setattr("memlab.backends.simulated.backend", lambda _: on_cpu)
-    job = scenario("qwen3-dense-tiny", num_layers=2, ranks=1, fsdp_version=version)
+    job = scenario("qwen3-dense-tiny", num_layers=2, ranks=1, fsdp_version=version, fsdp_cpu_offload=policy)
     job = replace(job, seq_length=64)
     rollout = Rollout(
         is_colocated=True, ranks_per_node=1, seq_length=128, bucket_bytes=MIB, sender="verl", reference_pass=own
