@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     Key,
     Missing,
     is_given,
+    other_than,
     with_defaults,
 )
 from memlab.jobs.frameworks.megatron_lm import (
@@ -123,7 +124,7 @@ FRAMEWORK_MISSING = (
         for name in ("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers")
     ),
     Missing("rollout_top_p", "more", "a mask and one more copy of the logits leave out what was not sampled from",
-            lambda value: value not in (None, 1)),
+            other_than(1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
     Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True, is_of_model=False),
     Missing("train_backend", "either", "memlab predicts this framework's jobs with Megatron only",
