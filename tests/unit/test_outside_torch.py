@@ -141,6 +141,20 @@ def test_a_bias_of_experts_follows_the_tokens_of_all_ranks_of_a_stage(layout: st
         assert stated.total_bytes <= 2892 * MIB <= stated.most_bytes
 
 
+def test_frozen_experts_without_adapters_have_no_group_of_gradients() -> None:
+    rows = (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()
+    jobs = [job for job in map(json.loads, rows) if job["model"] == "moonlight-16b-a3b"]
+    assert len(jobs) == 2
+    for job in jobs:
+        state = TrainingState.of_options(job["state"])
+        scenario = Scenario.of(job["model"], num_layers=2, layout=Layout.from_text(job["layout"]), state=state)
+        stated = outside_torch_of(scenario)
+        for rank in job["ranks"]:
+            assert stated.total_bytes <= rank["steps"][-1]["outside_torch_bytes"] <= stated.most_bytes
+    trained = outside_torch_of(Scenario.of("moonlight-16b-a3b", num_layers=2, layout=scenario.layout))
+    assert trained.nccl_bytes - stated.nccl_bytes == 388 * MIB
+
+
 FP8 = [json.loads(line) for line in (RESULTS / "h200x2_plain_megatron_fp8.jsonl").read_text().splitlines()]
 
 

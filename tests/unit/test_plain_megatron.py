@@ -166,11 +166,14 @@ def test_all_jobs_of_adapters_were_measured() -> None:
         ("EP2 DP2", "mcore_bridge"),
         pytest.param("EP2 DP2", "lora_rank=16", marks=pytest.mark.slow),
         pytest.param("TP2", "mcore_bridge", marks=pytest.mark.slow),
+        pytest.param("TP2 EP2 ETP1", "recompute_granularity=full", marks=pytest.mark.slow),
     ],
 )
 @MEASURED_WITH_OLD_CORE
 def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words: str) -> None:
-    """The largest errors of all 50 ranks are 0.020 % of the peak and 0.034 % of the start.
+    """The largest errors of all 50 ranks before latent attention are 0.020 % of the peak and 0.034 % of the start.
+
+    Those of the four ranks with adapters of latent attention are 0.027 and 0.064 %.
 
     That is less than 1 MiB: what stays allocated between steps takes one of two blocks of torch's cache in turn, of
     which torch leaves up to so much unsplit.
@@ -199,7 +202,8 @@ def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> No
     """The largest errors of all 92 rows without FP8 are 0.012 % of the peak and 0.045 % of the start.
 
     Of the 12 rows in FP8, dense models are within 0.010 and 0.018 %. Of experts, what torch leaves unsplit behind their
-    FP8 weights is within 0.098 and 0.178 % in four rows, and 0.68 and 1.06 % in one (tensorwise, full recompute).
+    FP8 weights is within 0.098 and 0.178 % in five rows: where Triton tunes the permutation's kernels, it takes 256 MiB
+    for a moment, which the weights of the first layer then get.
     """
     measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
