@@ -26,6 +26,7 @@ Loss = Literal[
     "scaled_softmax", "log_softmax", "topk_logits", "logits_kl", "jsd",
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
+CudaGraphImpl = Literal["none", "full_iteration"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
 TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
@@ -453,6 +454,15 @@ class TrainingState:
         **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
+    cuda_graph_impl: CudaGraphImpl = option(
+        "none",
+        "replay forward and backward of all micro-batches from one CUDA graph, whose memory nothing else gets",
+        group="",
+        rebuilds="nothing",
+    )
+    """So megatron-core 0.18 and later call it (``full_cuda_graph.py``); before, it is ``local`` with the scope
+    ``full_iteration``. Memory is predicted for the step that captures the graph: the steps before are eager, and those
+    after it allocate in the optimizer only."""
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.

@@ -39,7 +39,7 @@ class CachingMemory:
         self.is_special = False
         """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
         the allocator caches."""
-        self.replacements = {"torch.cuda.empty_cache": self._empty_cache}
+        self.replacements = {"torch.cuda.empty_cache": self._empty_cache, "torch.cuda.graph": self._capture}
         self.reserved = _reserved_allocation()
         """Stands for the reserved bytes in the step's events."""
         self._labels, self._log = labels, log
@@ -179,6 +179,17 @@ class CachingMemory:
         self.is_special = True
         self.allocator.empty_cache()
         self._update_reserved()
+
+    @contextmanager
+    def _capture(self, *_: object, **__: object) -> Iterator[None]:
+        """Replaces ``torch.cuda.graph``: what the block allocates is in pools of its own, which stay reserved."""
+        self.allocator.exchange_pools()
+        self._update_reserved()
+        try:
+            yield
+        finally:
+            self.allocator.exchange_pools()
+            self.is_special = True
 
     def _update_reserved(self) -> None:
         delta = self.allocator.reserved_bytes - self.reserved.num_bytes

@@ -71,7 +71,7 @@ _TORCH = (
         _replaced(
             "torch.cuda",
             "Stream Event current_stream default_stream stream synchronize current_device set_device "
-            "empty_cache nvtx manual_seed get_rng_state set_rng_state",
+            "empty_cache CUDAGraph graph nvtx manual_seed get_rng_state set_rng_state",
             "Megatron calls them in every step; a CPU and fake tensors have no device behind them.",
         ),
         _used(

@@ -52,7 +52,8 @@ def train_step(
         if live.scenario.state.loss == "jsd":
             labels.enter_phase("forward")
             teachers = _logits_of_all_microbatches(live)
-        loss = _run_schedule(live, microbatches, batches, teachers)
+        with _captured(live):
+            loss = _run_schedule(live, microbatches, batches, teachers)
         load_for_update()
         labels.enter_phase("optimizer")
         if update is None:
@@ -62,6 +63,17 @@ def train_step(
         zero_auxiliary_losses()
     data_parallel_overlap.start_gathering(live)
     return loss
+
+
+def _captured(live: LiveModel) -> AbstractContextManager[Any]:
+    """Returns the capture of a CUDA graph, if the job has one and has taken a step: Adam's state is there before it."""
+    is_eager = live.scenario.state.cuda_graph_impl == "none" or not has_optimizer_state(live)
+    return nullcontext() if is_eager else torch.cuda.graph(torch.cuda.CUDAGraph())
+
+
+def has_optimizer_state(live: LiveModel) -> bool:
+    """Whether the model has been updated."""
+    return any(part.optimizer.state for part in live.optimizers)
 
 
 def forward_only_step(
