@@ -113,7 +113,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
 
 def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> None:
-    for name in ("reference_model", "transformer_impl"):
+    for name in ("reference_model", "transformer_impl", "cuda_graph_impl"):
         if settings.offload_modules and name in state.changed():
             raise RuleError(
                 f"offload_modules has {list(settings.offload_modules)} with {name} {getattr(state, name)!r}, which "

@@ -457,8 +457,7 @@ class TrainingState:
     cuda_graph_impl: CudaGraphImpl = option(
         "none",
         "replay forward and backward of all micro-batches from one CUDA graph, whose memory nothing else gets",
-        group="",
-        rebuilds="nothing",
+        **_FORWARD | {"group": ""},
     )
     """So megatron-core 0.18 and later call it (``full_cuda_graph.py``); before, it is ``local`` with the scope
     ``full_iteration``. Memory is predicted for the step that captures the graph: the steps before are eager, and those

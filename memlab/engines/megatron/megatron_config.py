@@ -95,6 +95,7 @@ def state_fields(state: TrainingState) -> dict[str, Any]:
         "attention_backend": AttnBackend[state.attention_backend],
         "transformer_impl": state.transformer_impl,
         "moe_router_dtype": router_dtype,
+        "cuda_graph_impl": "none",  # `training_step` captures the schedule
     }
 
 

@@ -21,6 +21,7 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
     CAPACITY,
+    CUDA_GRAPHS,
     CONVERSIONS,
     CP_COMM_TYPE,
     DISPATCHER,
@@ -97,6 +98,7 @@ _CONVERSIONS = {
     "moe_router_load_balancing_type": LOAD_BALANCING,
     "moe_token_dispatcher_type": DISPATCHER,
     "cp_comm_type": CP_COMM_TYPE,
+    "cuda_graph_impl": CUDA_GRAPHS,
     "moe_expert_capacity_factor": CAPACITY,
     "mtp_num_layers": EXTRA_LAYERS,
 }
@@ -253,11 +255,11 @@ MISSING = (
     Missing(
         "cuda_graph_impl",
         "more",
-        "CUDA graphs keep their own pool of memory",
-        lambda value: value not in (None, "none"),
+        "CUDA graphs of layers keep their own pool of memory",
+        lambda value: value not in (None, "none", "full_iteration"),
     ),
-    Missing("enable_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
-    Missing("external_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
+    Missing("enable_cuda_graph", "more", "CUDA graphs of layers keep their own pool of memory"),
+    Missing("external_cuda_graph", "more", "CUDA graphs of layers keep their own pool of memory"),
     Missing("cpu_offloading", "less", "Transformer Engine offloads whole layers"),
     Missing("cpu_offloading_num_layers", "less", "Transformer Engine offloads whole layers"),
     Missing("distribute_saved_activations", "less", "checkpoint inputs are split over the tensor parallel ranks"),
