@@ -1061,6 +1061,11 @@ class Scenario:
         return self.layout.distinct_ranks(by_expert=self.routing != Routing())
 
     @property
+    def num_warm_up_steps(self) -> int:
+        """Steps before the one that is like all later ones; before a CUDA graph is captured, eager ones come first."""
+        return 1 if self.state.cuda_graph_impl == "none" else 2
+
+    @property
     def rows_vary(self) -> bool:
         """Whether the rows that a rank's experts get differ by layer and micro-batch on the simulated backend."""
         if self.routing.kind == "random":

@@ -43,6 +43,9 @@ class CachingMemory:
         self.reserved = _reserved_allocation()
         """Stands for the reserved bytes in the step's events."""
         self._labels, self._log = labels, log
+        self._kept_in_graph: set[int] = set()
+        """Identities of allocations whose blocks are freed only when the capture ends."""
+        self._waiting_blocks: list[int] = []
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
 
@@ -91,7 +94,11 @@ class CachingMemory:
     def give_back(self, allocation: StorageAllocation) -> None:
         if allocation.block != NO_BLOCK:
             self.gathers.freed(allocation)
-            self.allocator.free(allocation.block)
+            if id(allocation) in self._kept_in_graph:
+                self._kept_in_graph.remove(id(allocation))
+                self._waiting_blocks.append(allocation.block)
+            else:
+                self.allocator.free(allocation.block)
         self.forget(allocation)
 
     def forget(self, allocation: StorageAllocation) -> None:
@@ -188,8 +195,17 @@ class CachingMemory:
         try:
             yield
         finally:
+            for block in self._waiting_blocks:
+                self.allocator.free(block)
+            self._kept_in_graph.clear()
+            self._waiting_blocks.clear()
             self.allocator.exchange_pools()
             self.is_special = True
+
+    def keep_in_graph(self, allocation: StorageAllocation | None) -> None:
+        """Lets the block of a storage be used again only when the graph that is captured now is complete."""
+        if allocation is not None and allocation.block != NO_BLOCK:
+            self._kept_in_graph.add(id(allocation))
 
     def _update_reserved(self) -> None:
         delta = self.allocator.reserved_bytes - self.reserved.num_bytes

@@ -20,7 +20,8 @@ import torch
 
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.groups import tensors_in
-from memlab.engines.megatron.training_step import has_optimizer_state, update_parameters
+from memlab.engines.megatron.iteration_graph import has_optimizer_state
+from memlab.engines.megatron.training_step import update_parameters
 from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording

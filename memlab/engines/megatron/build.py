@@ -69,6 +69,10 @@ class LiveModel:
     """Copies the logits for it, in the training states that say so."""
     discarded_optimizers: list[Any] = field(default_factory=list)
     """CPU optimizers that Megatron has replaced, while they are still allocated (`cpu_optimizer`)."""
+    num_eager_steps: int = 0
+    """Of a job with a CUDA graph: those since the first update, and the steps that captured it."""
+    graph_workspaces: list[torch.Tensor] = field(default_factory=list, repr=False)
+    """cuBLAS's of a CUDA graph."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

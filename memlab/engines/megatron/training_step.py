@@ -19,6 +19,7 @@ from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.adapters import without_adapters
 from memlab.engines.megatron.build import LiveModel, seed_megatron
+from memlab.engines.megatron.iteration_graph import captured
 from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
@@ -52,7 +53,7 @@ def train_step(
         if live.scenario.state.loss == "jsd":
             labels.enter_phase("forward")
             teachers = _logits_of_all_microbatches(live)
-        with _captured(live):
+        with captured(live):
             loss = _run_schedule(live, microbatches, batches, teachers)
         load_for_update()
         labels.enter_phase("optimizer")
@@ -63,17 +64,6 @@ def train_step(
         zero_auxiliary_losses()
     data_parallel_overlap.start_gathering(live)
     return loss
-
-
-def _captured(live: LiveModel) -> AbstractContextManager[Any]:
-    """Returns the capture of a CUDA graph, if the job has one and has taken a step: Adam's state is there before it."""
-    is_eager = live.scenario.state.cuda_graph_impl == "none" or not has_optimizer_state(live)
-    return nullcontext() if is_eager else torch.cuda.graph(torch.cuda.CUDAGraph())
-
-
-def has_optimizer_state(live: LiveModel) -> bool:
-    """Whether the model has been updated."""
-    return any(part.optimizer.state for part in live.optimizers)
 
 
 def forward_only_step(
