@@ -161,7 +161,12 @@ class CachingAllocator:
         clock = None if self.settings.garbage_collection_threshold is None else self.pools[1].num_searches
         of_pools = tuple((number, pool.state()) for number, pool in sorted(self.pools.items()))
         address = self.blocks.address
-        return of_pools, clock, self.is_capturing, tuple([-1 if block == NO_BLOCK else address[block] for block in blocks])
+        return (
+            of_pools,
+            clock,
+            self.is_capturing,
+            tuple([-1 if block == NO_BLOCK else address[block] for block in blocks]),
+        )
 
     def in_python(self) -> CachingAllocator:
         return self

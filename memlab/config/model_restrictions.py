@@ -35,6 +35,19 @@ def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture)
     return architecture.keeps_graph and whole
 
 
+def keeps_gradients_in_graph(scenario: Scenario) -> bool:
+    """Whether a CUDA graph keeps the memory of each gradient that autograd adds to its parameter.
+
+    That happens on the stream on which DDP was built, so that torch notes it as another user of the memory, and asks
+    only after the capture whether that stream is done. megatron-core 0.19 lets it happen on the captured stream, where
+    torch can (``set_override_stale_capture_stream``, which 2.11 does not have and 2.13 has).
+    """
+    if scenario.state.cuda_graph_impl == "none" or scenario.allocator.graph_capture_record_stream_reuse:
+        return False
+    torch_version = tuple(map(int, scenario.versions.torch.split(".")[:2]))
+    return _megatron_version() < (0, 19) or torch_version < (2, 13)
+
+
 def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """Checks the settings against the model that a scenario builds.
 

@@ -195,12 +195,6 @@ class Scenario:
                 "leave it out",
                 *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
             )
-        if self.state.cuda_graph_impl != "none" and self.architecture.routes:
-            raise RuleError(
-                f"cuda_graph_impl is {self.state.cuda_graph_impl!r}, which memlab predicts for dense models only, since "
-                "a layer with experts waits for the numbers of their tokens, unless it pads them: choose 'none'",
-                *("cuda_graph_impl", "num_moe_experts"),
-            )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     @property
@@ -804,6 +798,13 @@ class Scenario:
                 )
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
+        impl = self.state.cuda_graph_impl
+        if impl != "none" and self.architecture.routes:
+            raise RuleError(
+                f"cuda_graph_impl is {impl!r}, which memlab predicts for dense models only, since a layer with experts "
+                "waits for the numbers of their tokens, unless it pads them: choose 'none'",
+                *("cuda_graph_impl", "num_moe_experts"),
+            )
         if self.state.moe_shared_expert_overlap:
             self._check_overlap_of_shared_experts()
         if self.expert_buffers and not self.architecture.routes:

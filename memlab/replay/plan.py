@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.config.model_restrictions import checkpoints_moe_layers, keeps_gradients_in_graph
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
@@ -54,8 +54,8 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates. A CUDA graph may keep the memory of gradients.
     is_graphed = scenario.state.cuda_graph_impl != "none"
-    keeps_gradients = is_graphed and not scenario.allocator.graph_capture_record_stream_reuse
-    must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault or keeps_gradients
+    must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
+    must_be_stepped |= keeps_gradients_in_graph(scenario)
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     # What a remedy frees, and when, is not known to repeat. Without such checkpoints, it is not applied.

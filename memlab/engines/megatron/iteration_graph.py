@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memlab.config.model_restrictions import keeps_gradients_in_graph
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.retention.transformer_engine_caches import (
     CUBLAS_WORKSPACE_BYTES,
@@ -39,7 +40,7 @@ def captured(live: LiveModel) -> Iterator[None]:
         entered.enter_context(torch.cuda.graph(torch.cuda.CUDAGraph()))
         if multiplies_with_torch(live.scenario):
             entered.enter_context(_allocating_workspaces(live))
-        if not live.scenario.allocator.graph_capture_record_stream_reuse:
+        if keeps_gradients_in_graph(live.scenario):
             entered.enter_context(_keeping_gradients(live))
         yield
 
@@ -76,11 +77,7 @@ def _allocating_workspaces(live: LiveModel) -> Iterator[None]:
 
 @contextmanager
 def _keeping_gradients(live: LiveModel) -> Iterator[None]:
-    """Keeps the memory of each gradient that autograd adds to its parameter until the capture ends.
-
-    This runs on the stream on which DDP was built, so that torch notes it as another user of the memory, and asks only
-    after the capture whether that stream is done (``record_stream``).
-    """
+    """Keeps the memory of each gradient that autograd adds to its parameter until the capture ends."""
     with ExitStack() as hooks:
         for parameter in live.parameters():
             if parameter.requires_grad:

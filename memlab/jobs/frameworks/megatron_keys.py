@@ -21,9 +21,9 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks.keys import (
     BACKEND,
     CAPACITY,
-    CUDA_GRAPHS,
     CONVERSIONS,
     CP_COMM_TYPE,
+    CUDA_GRAPHS,
     DISPATCHER,
     EXTRA_LAYERS,
     LOAD_BALANCING,
