@@ -693,6 +693,8 @@ def rings_of_flash_attn(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(PHI, 4, "CP2", {}, state=flash)
     yield from of(QWEN, 2, "CP2 EP2", {}, recompute("moe_act"), state=flash)
     yield from of(QWEN_8B, 2, "one rank", {}, FULL, state=flash)
+    for model in (QWEN_8B, PHI):
+        yield from of(model, 4, "CP2", {}, FULL, recompute("core_attn"), state=flash | {"cp_comm_type": "a2a"})
 
 
 def fusions_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -827,6 +829,8 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(QWEN, 2, alone, recompute("layernorm", "moe_act"), state=lora(8, *OF_ATTENTION) | BLOCKWISE)
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
+    yield from adapters_beside_others(of, alone)
+    yield from of(QWEN, 2, alone, {}, FULL, state=CRITIC | lora(16))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
@@ -845,6 +849,15 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 4, "TP2", {}, FULL, state=lora(16, *OF_PARTS))
     yield from of(QWEN, 2, "EP2 DP2", {}, FULL, state=lora(16, share_expert_adapters=False))
     yield from of(QWEN, 2, "EP2 DP2", state=lora(64, normalize_moe_lora=True))
+    yield from adapters_beside_others(of, "TP2")
+    yield from of(MOONLIGHT, 2, "TP2 EP2 ETP1", {}, FULL, state=lora(8, *OF_LATENT_ATTENTION))
+
+
+def adapters_beside_others(of: Callable[..., Iterator[Job]], layout: str) -> Iterator[Job]:
+    """Yields jobs of adapters with a head in place of the output layer, and in classic GPT."""
+    yield from of(LLAMA, 4, layout, {}, FULL, state=CRITIC | lora(16))
+    for state in (lora(16), DROPS | lora(16, *OF_ATTENTION)):
+        yield from of(GPT, 4, layout, {}, FULL, state=state, seq_length=2048)
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
