@@ -117,13 +117,14 @@ class CachingAllocator:
         # A stream that is used again gets a pool again; programs make new streams, and each pool takes time.
         self.pools = {number: pool for number, pool in self.pools.items() if number < 2 or pool.reserved_bytes}
 
-    def exchange_pools(self) -> None:
+    def exchange_pools(self, *, of_same_graph: bool = False) -> None:
         if self.log is not None:
-            self.log.extend((EXCHANGE_POOLS, 0, 0))
+            self.log.extend((EXCHANGE_POOLS, 0, of_same_graph))
         self.is_capturing = not self.is_capturing
         former = self.pools
-        for pool in former.values():
-            if self.is_capturing or not pool.reserved_bytes:
+        for number, pool in former.items():
+            is_emptied = self.is_capturing and not (of_same_graph and number >= PRIVATE_POOLS)
+            if is_emptied or not pool.reserved_bytes:
                 pool.empty()
         self.pools = {number ^ PRIVATE_POOLS: pool for number, pool in former.items() if pool.reserved_bytes}
         for number, pool in self.pools.items():

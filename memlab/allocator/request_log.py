@@ -40,5 +40,5 @@ class RequestLog:
                 return False
             allocator = serving.in_python()
             if last < len(table):
-                allocator.exchange_pools()
+                allocator.exchange_pools(of_same_graph=bool(table[last, 2]))
         return True

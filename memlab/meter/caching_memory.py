@@ -188,9 +188,9 @@ class CachingMemory:
         self._update_reserved()
 
     @contextmanager
-    def _capture(self, *_: object, **__: object) -> Iterator[None]:
+    def _capture(self, *_: object, pool: object = None, **__: object) -> Iterator[None]:
         """Replaces ``torch.cuda.graph``: what the block allocates is in pools of its own, which stay reserved."""
-        self.allocator.exchange_pools()
+        self.allocator.exchange_pools(of_same_graph=pool is not None)
         self._update_reserved()
         try:
             yield

@@ -50,6 +50,8 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
     """
     scenario, settings = step.scenario, step.settings
+    if scenario.state.cuda_graph_impl == "transformer_engine":
+        return Plan()  # its graphs replay layers
     layout, is_moe = scenario.layout, scenario.architecture.keeps_graph
     offloads = bool(settings.offload_modules)
     # FP8 keeps state between passes, and between updates. A CUDA graph may keep the memory of gradients.

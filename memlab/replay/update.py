@@ -20,7 +20,7 @@ import torch
 
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.groups import tensors_in
-from memlab.engines.megatron.iteration_graph import has_optimizer_state
+from memlab.engines.megatron.graph_capture import has_optimizer_state
 from memlab.engines.megatron.training_step import update_parameters
 from memlab.meter import collectives
 from memlab.meter.labels import Labels

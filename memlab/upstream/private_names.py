@@ -1089,6 +1089,27 @@ _MEGATRON = (
         ),
     ),
     *_in(
+        "engines/megatron/layer_graphs.py",
+        _used(
+            "megatron.core.transformer.cuda_graphs",
+            "_layer_is_graphable _set_capture_start _set_capture_end",
+            "Say which layers have graphs of Transformer Engine, and let these run as they are captured.",
+        ),
+        _used(
+            "megatron.core.transformer.module:GraphableMegatronModule",
+            "_get_te_cuda_graph_replay_args",
+            "What a replay of any module is called with.",
+        ),
+    ),
+    *_in(
+        "engines/megatron/graph_capture.py",
+        _replaced(
+            "megatron.core.transformer.transformer_layer:TransformerLayer",
+            "_get_te_cuda_graph_replay_args",
+            "It asks for Transformer Engine, which a prediction has not.",
+        ),
+    ),
+    *_in(
         "engines/megatron/apply_settings.py",
         _used(
             "megatron.core.transformer.transformer_layer:TransformerLayer",

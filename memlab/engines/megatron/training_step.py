@@ -20,7 +20,7 @@ from memlab.engines.megatron.activation_offload import manager as offload_manage
 from memlab.engines.megatron.adapters import without_adapters
 from memlab.engines.megatron.build import LiveModel, seed_megatron
 from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
-from memlab.engines.megatron.iteration_graph import captured
+from memlab.engines.megatron.graph_capture import captured
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches

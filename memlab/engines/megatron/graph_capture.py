@@ -1,4 +1,4 @@
-"""A CUDA graph of a whole iteration, in a prediction: what its capture allocates beside an eager step.
+"""When a predicted step captures CUDA graphs, and what the capture of a whole iteration allocates beside an eager step.
 
 Read in megatron-core 0.16.1 and 0.19.2 (``full_cuda_graph.py``) and torch 2.11, and measured on an H200
 (``labs/results/h200_cuda_graphs.jsonl``).
@@ -14,11 +14,17 @@ import torch
 
 from memlab.config.model_restrictions import keeps_gradients_in_graph
 from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.layer_graphs import LayerGraphs, replay_arguments
 from memlab.engines.megatron.retention.transformer_engine_caches import (
     CUBLAS_WORKSPACE_BYTES,
     multiplies_with_torch,
 )
 from memlab.meter.labels import used_by_another_stream
+from memlab.upstream.patching import patched
+
+_REPLAY_ARGUMENTS = (
+    "megatron.core.transformer.transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args"
+)
 
 EAGER_STEPS = 2
 """Before the capture: the first allocates Adam's state, and the second is what all others are like. Megatron takes
@@ -27,13 +33,18 @@ three by default (``cuda_graph_warmup_steps``), and at least one."""
 
 @contextmanager
 def captured(live: LiveModel) -> Iterator[None]:
-    """Captures the block, if the job has a graph and has taken its eager steps."""
+    """Captures the block, a step's forward and backward, or replays layers in it, after the job's eager steps."""
     if live.scenario.state.cuda_graph_impl == "none":
         yield
         return
     live.num_eager_steps = live.num_eager_steps + 1 if has_optimizer_state(live) else 0
     if live.num_eager_steps < EAGER_STEPS:
         yield
+        return
+    if live.scenario.state.cuda_graph_impl == "transformer_engine":
+        live.layer_graphs = live.layer_graphs or LayerGraphs(live)
+        with patched({_REPLAY_ARGUMENTS: replay_arguments}):
+            yield
         return
     live.graph_workspaces.clear()
     with ExitStack() as entered:
