@@ -64,6 +64,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     _check_checkpointing(settings, scenario)
     _check_extra_layers(settings, scenario)
     _check_beside_offload(settings, scenario.state)
+    _check_beside_graphs(settings, scenario.state)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -133,6 +134,15 @@ def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> Non
                 "memlab does not predict together: leave one of the two out",
                 *("offload_modules", name),
             )
+
+
+def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None:
+    if state.cuda_graph_impl == "transformer_engine" and settings.recompute_granularity == "full":
+        raise RuleError(
+            "recompute_granularity is 'full' with cuda_graph_impl 'transformer_engine', which Megatron refuses "
+            "(transformer_config.py): choose selective recompute, or 'full_iteration'",
+            *("recompute_granularity", "cuda_graph_impl"),
+        )
 
 
 def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:

@@ -180,6 +180,7 @@ class Scenario:
         self._check_reference_model()
         self._check_entropy()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
+        self._check_graphs()
         self._check_experts()
         self._check_adapters()
         self._check_attention()
@@ -787,6 +788,24 @@ class Scenario:
                     *("create_attention_mask", name),
                 )
 
+    def _check_graphs(self) -> None:
+        impl, state = self.state.cuda_graph_impl, self.state
+        if impl == "none":
+            return
+        modules = state.cuda_graph_modules or ("attn", "mlp")
+        beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes}
+        if impl == "transformer_engine":
+            beside |= {"fp8_format": state.fp8_format, "mtp_num_layers": state.mtp_num_layers}
+            beside |= {"reference_model": state.reference_model != "none"}
+            beside |= {"packed_sequences": self.packed_sequences is not None and "attn" in modules}
+        for name, is_there in beside.items():
+            if is_there:
+                raise RuleError(
+                    f"cuda_graph_impl is {impl!r} with {name}, which memlab does not predict together: choose 'none', "
+                    f"or leave {name} out",
+                    *("cuda_graph_impl", name),
+                )
+
     def _check_experts(self) -> None:
         if self.architecture.num_moe_experts is not None:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
@@ -798,13 +817,6 @@ class Scenario:
                 )
         elif self.routing != Routing():
             raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
-        impl = self.state.cuda_graph_impl
-        if impl != "none" and self.architecture.routes:
-            raise RuleError(
-                f"cuda_graph_impl is {impl!r}, which memlab predicts for dense models only, since a layer with experts "
-                "waits for the numbers of their tokens, unless it pads them: choose 'none'",
-                *("cuda_graph_impl", "num_moe_experts"),
-            )
         if self.state.moe_shared_expert_overlap:
             self._check_overlap_of_shared_experts()
         if self.expert_buffers and not self.architecture.routes:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from memlab.engines.megatron.build import LiveModel
-from memlab.engines.megatron.groups import tensors_in
 from memlab.engines.megatron.graph_capture import has_optimizer_state
+from memlab.engines.megatron.groups import tensors_in
 from memlab.engines.megatron.training_step import update_parameters
 from memlab.meter import collectives
 from memlab.meter.labels import Labels

@@ -26,12 +26,13 @@ GRAPH = TrainingState(cuda_graph_impl="full_iteration")
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MEASURED = [json.loads(line) for line in (ROOT / "labs/results/h200_cuda_graphs.jsonl").read_text().splitlines()]
 WHOLE = [row for row in MEASURED if "full_iteration" in row["graphs"]["cuda_graph_scope"]]
-OF_LAYERS = [
+BY_ENGINE = [
     row for row in MEASURED if row["graphs"]["cuda_graph_impl"] == "transformer_engine" and not row["frozen_mlp"]
 ]
+OF_EXPERTS = [row for row in BY_ENGINE if row["routes"]]
 
 
-def predicting(row: dict[str, Any], impl: str) -> Lab:
+def predicting(row: dict[str, Any], **graphs: Any) -> Lab:
     """Opens a lab that predicts a measured job, with the tokens that each expert got there."""
     architecture = find_architecture(row["model"]).with_layers(row["num_layers"])
     options = row["environment_variables"].get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -41,7 +42,7 @@ def predicting(row: dict[str, Any], impl: str) -> Lab:
         num_layers=row["num_layers"],
         seq_length=4096,
         num_microbatches=row["num_microbatches"],
-        state=TrainingState.of_options(row["state"] | {"cuda_graph_impl": impl}),
+        state=TrainingState.of_options(row["state"] | graphs),
         routing=Routing(kind="counts", counts=counts) if counts else Routing(),
         allocator=AllocatorSettings(
             expandable_segments="expandable" in options, graph_capture_record_stream_reuse="reuse" in options
@@ -91,17 +92,30 @@ def test_a_limit_holds_for_requests_of_a_graph_too() -> None:
 def test_a_capture_has_the_bytes_that_were_measured(row: dict[str, Any]) -> None:
     """Of plain Megatron-Core on an H200, which imports nothing of memlab."""
     captured = row["phases"][1 + row["graphs"]["cuda_graph_warmup_steps"]]
-    with predicting(row, "full_iteration") as lab:
+    with predicting(row, cuda_graph_impl="full_iteration") as lab:
         step = lab.step(settings_of(row))
     assert step.peak_allocated_bytes == pytest.approx(captured["peak"], rel=2e-5)
     assert step.peak_reserved_bytes == pytest.approx(captured["reserved_end"], rel=5e-3)
 
 
-@pytest.mark.parametrize("row", OF_LAYERS, ids=lambda row: row["name"])
+@pytest.mark.parametrize("row", [row for row in BY_ENGINE if not row["routes"]], ids=lambda row: row["name"])
+def test_graphs_of_dense_layers_have_the_bytes_that_were_measured(row: dict[str, Any]) -> None:
+    """The same: the step after the capture, and what is allocated at its end."""
+    modules = tuple(row["graphs"]["cuda_graph_scope"]) or None
+    with predicting(row, cuda_graph_impl="transformer_engine", cuda_graph_modules=modules) as lab:
+        step, later = lab.step(settings_of(row)), lab.step()
+    measured = row["phases"][-1]
+    assert step.peak_allocated_bytes == pytest.approx(measured["peak"], rel=2e-5)
+    assert later.static_bytes == pytest.approx(measured["start"], rel=2e-5)
+    assert step.peak_reserved_bytes == pytest.approx(measured["reserved_peak"], rel=6e-3)
+    assert later.peak_allocated_bytes == step.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("row", OF_EXPERTS, ids=lambda row: row["name"])
 def test_graphs_of_layers_reserve_no_more_than_their_bound(row: dict[str, Any]) -> None:
     """The same; a bound of 20 times what was measured would say nothing either."""
     key = NotModelled("model.cuda_graph_impl", "transformer_engine", "more", "", "line 1")
-    with predicting(row, "none") as lab:
+    with predicting(row) as lab:
         eager = lab.step(settings_of(row)).peak_reserved_bytes or 0
         most = bound_bytes(key, lab.scenario, settings_of(row)) or 0
     measured = max(phase["reserved_peak"] for phase in row["phases"])
@@ -139,8 +153,10 @@ def test_a_lab_that_starts_over_takes_eager_steps_again() -> None:
         ("enable_cuda_graph: true\n  cuda_graph_scope: full_iteration", "full_iteration"),
         ("cuda_graph_impl: none\n  cuda_graph_scope: [full_iteration]", "none"),
         ("cuda_graph_impl: local", "model.cuda_graph_impl"),
-        ("cuda_graph_impl: transformer_engine\n  cuda_graph_scope: [attn]", "model.cuda_graph_impl"),
-        ("external_cuda_graph: true", "model.external_cuda_graph"),
+        ("cuda_graph_impl: transformer_engine\n  cuda_graph_scope: [attn]", "transformer_engine"),
+        ("external_cuda_graph: true", "transformer_engine"),
+        ("cuda_graph_impl: transformer_engine\n  cuda_graph_modules: [attn, mamba]", "model.cuda_graph_impl"),
+        ("cuda_graph_impl: transformer_engine\n  fp8: hybrid", "model.cuda_graph_impl"),
     ],
 )
 def test_a_job_says_which_graphs_it_has(lines: str, expected: str, tmp_path: Path) -> None:
@@ -152,8 +168,41 @@ def test_a_job_says_which_graphs_it_has(lines: str, expected: str, tmp_path: Pat
     assert (named or [job.scenario.state.cuda_graph_impl]) == [expected]
 
 
-def test_graphs_are_predicted_for_dense_models_and_never_measured() -> None:
-    with pytest.raises(ValueError, match="cuda_graph_impl is 'full_iteration', which memlab predicts for dense models"):
-        Lab("qwen3-moe-tiny", state=GRAPH, backend="simulated")
+def test_a_change_of_settings_captures_again() -> None:
+    state = TrainingState(cuda_graph_impl="transformer_engine", cuda_graph_modules=("mlp",))
+    recomputing = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
+    peaks = []
+    for settings in ([MemorySettings(), recomputing], [recomputing]):
+        with Lab("phi-4-tiny", num_microbatches=2, state=state, backend="simulated") as lab:
+            peaks.append([lab.step(each).peak_allocated_bytes for each in settings][-1])
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "refused"),
+    [
+        (
+            "qwen3-moe-tiny",
+            GRAPH,
+            "cuda_graph_impl is 'full_iteration' with num_moe_experts, which memlab does not pre",
+        ),
+        (
+            "phi-4-tiny",
+            TrainingState(cuda_graph_impl="transformer_engine", reference_model="copy"),
+            "cuda_graph_impl is 'transformer_engine' with reference_model, which memlab does not predict together",
+        ),
+    ],
+)
+def test_what_is_not_predicted_is_refused(model: str, state: TrainingState, refused: str) -> None:
+    with pytest.raises(ValueError, match=refused):
+        Lab(model, state=state, backend="simulated")
+
+
+def test_graphs_are_never_measured_and_layers_in_them_not_recomputed_as_a_whole() -> None:
     with pytest.raises(ValueError, match="memlab measures eager steps only: choose 'none', or predict the step"):
         Lab("phi-4-tiny", state=GRAPH, backend="cpu")
+    with (
+        Lab("phi-4-tiny", state=TrainingState(cuda_graph_impl="transformer_engine"), backend="simulated") as lab,
+        pytest.raises(ValueError, match="which Megatron refuses"),
+    ):
+        lab.step(FULL)

@@ -22,9 +22,7 @@ from memlab.engines.megatron.retention.transformer_engine_caches import (
 from memlab.meter.labels import used_by_another_stream
 from memlab.upstream.patching import patched
 
-_REPLAY_ARGUMENTS = (
-    "megatron.core.transformer.transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args"
-)
+_REPLAY_ARGUMENTS = "megatron.core.transformer.transformer_layer.TransformerLayer._get_te_cuda_graph_replay_args"
 
 EAGER_STEPS = 2
 """Before the capture: the first allocates Adam's state, and the second is what all others are like. Megatron takes

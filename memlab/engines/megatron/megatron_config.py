@@ -91,11 +91,15 @@ def _activation(architecture: Architecture) -> Any:
 def state_fields(state: TrainingState) -> dict[str, Any]:
     """Returns the part of a training state that Megatron's TransformerConfig holds."""
     router_dtype = None if state.moe_router_dtype == "params_dtype" else state.moe_router_dtype
-    return _options(state, "model") | {
-        "attention_backend": AttnBackend[state.attention_backend],
-        "transformer_impl": state.transformer_impl,
-        "moe_router_dtype": router_dtype,
-    } | _graph_fields(state)
+    return (
+        _options(state, "model")
+        | {
+            "attention_backend": AttnBackend[state.attention_backend],
+            "transformer_impl": state.transformer_impl,
+            "moe_router_dtype": router_dtype,
+        }
+        | _graph_fields(state)
+    )
 
 
 def _graph_fields(state: TrainingState) -> dict[str, Any]:
