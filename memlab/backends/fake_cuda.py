@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memlab.backends.cuda_on_cpu import CudaOnCpu, made_on_host
-from memlab.backends.kernel_temporaries import copy_, embedding
+from memlab.backends.kernel_temporaries import copy_, embedding, logsumexp, topk
 
 FAKE = torch.device("meta")
 
@@ -29,6 +29,8 @@ class FakeCuda(CudaOnCpu):
             torch.Tensor.item: _item,
             torch.Tensor.copy_: copy_,
             torch.nn.functional.embedding: embedding,
+            torch.logsumexp: logsumexp,
+            torch.topk: topk,
         }
 
     def names_host(self, device: Any) -> bool:

@@ -92,6 +92,75 @@ def bytes_of_sum(outputs: int, rows: int) -> int:
     return 4 * outputs * shares * width if shares > 1 else 0
 
 
+def logsumexp(values: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+    """Replaces ``torch.logsumexp`` over one dimension, with what it computes on the way in tensors of their own.
+
+    These are the maxima, which of them are infinite, and the exponentials (``logsumexp_out_impl`` in
+    ``aten/src/ATen/native/ReduceOps.cpp``; request by request as an H200's, torch 2.11).
+    """
+    result: torch.Tensor = _LogSumExp.apply(values, dim, keepdim)
+    return result
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
+        maxima = values.amax(dim, keepdim=True)
+        of_result = maxima if keepdim else maxima.squeeze(dim)
+        of_result.masked_fill_(of_result.abs() == float("inf"), 0)
+        exponentials = (values - maxima).exp_()
+        result = exponentials.sum(dim, keepdim=keepdim)
+        del exponentials
+        result.log_().add_(of_result)
+        ctx.save_for_backward(values, result)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        values, result = ctx.saved_tensors
+        if not ctx.keepdim:
+            gradient, result = gradient.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
+        return (values - result).exp().mul(gradient), None, None
+
+
+_TOPK_THREADS, _TOPK_DIGITS, _TOPK_REGISTERS, _TOPK_MOST_VALUES, _TOPK_LEAST_VALUES = 256, 256, 40, 64, 4
+_REGISTERS_OF_SM = 65536
+_BYTES_OF_SCAN = 1536
+_MULTIBLOCK = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (2**32, 400))
+"""Rows up to which several blocks share one where it has at least so many values (``should_use_multiblock``)."""
+
+
+def topk(values: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+    """Replaces ``torch.topk`` in the last dimension."""
+    assert dim in (-1, values.dim() - 1), dim
+    found = torch.topk(values, k, dim, **options)
+    temporaries = [
+        torch.empty(num_bytes, dtype=torch.uint8, device=values.device)
+        for num_bytes in bytes_of_topk(values.numel() // values.shape[-1], values.shape[-1])
+    ]
+    del temporaries
+    return found
+
+
+def bytes_of_topk(rows: int, values: int) -> list[int]:
+    """Returns the tensors that torch's kernel of ``topk`` allocates beside its result, on an H100 or H200.
+
+    Where several blocks share a row, they count digits of its values in 32 bits (``mbtopk::launch`` and
+    ``get_items_per_thread`` in ``aten/src/ATen/native/cuda/TensorTopK.cu``), up to 4,096 results of a row. Equal to an
+    H200's with torch 2.11, block by block.
+    """
+    least = next(least for most, least in _MULTIBLOCK if rows <= most)
+    if values < least:
+        return []
+    blocks_of_sm = _REGISTERS_OF_SM // (_TOPK_REGISTERS * _TOPK_THREADS)
+    of_thread = -(-values * rows // (_SMS * blocks_of_sm * _TOPK_THREADS))
+    of_thread = max(_TOPK_LEAST_VALUES, min(of_thread, _TOPK_MOST_VALUES))
+    blocks = rows * -(-values // (of_thread * _TOPK_THREADS))
+    of_rows = [4 * rows, 8 * rows, 8 * rows, 4 * _TOPK_DIGITS * rows]
+    return [*of_rows, 2 * _TOPK_DIGITS * blocks, 4 * blocks, 4 * blocks, _BYTES_OF_SCAN]
+
+
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Replaces ``Tensor.copy_``: between host and device it converts another dtype on the device.
 

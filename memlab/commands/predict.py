@@ -188,7 +188,7 @@ def _take_steps(
                 limit_bytes = limit_for_torch(arguments.gpu_memory, scenario)
                 found.verdicts.append(judge(record, steps, limit_bytes, found.ranges[-1]))
             if rollout is not None and len(scenarios) == 1:  # of several ranks, the worst one has phases
-                found.phases = phases_of(record, steps, rollout, arguments.gpu_memory)
+                found.phases = phases_of(record, steps, rollout, arguments.gpu_memory, replay=arguments.replay)
         if len(scenarios) > 1:
             left = remaining(time.monotonic() - started, number, len(scenarios) - number)
             peak = format_bytes(record.peak_allocated_bytes)

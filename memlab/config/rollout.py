@@ -9,6 +9,37 @@ from memlab.config.scenario import Scenario
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherPass:
+    """The forward passes of a teacher that is a model of its own, in processes of its own on the training's GPUs.
+
+    Its weights are on the device in these passes alone, and it has no gradients and no optimizer
+    (``distillation_train`` in nemo_rl/algorithms/distillation.py, NeMo-RL 7ea279ab).
+    """
+
+    scenario: Scenario
+    """The teacher, with the workload of a pass."""
+    num_microbatches: int | None
+    """Those of a step on each copy of the teacher, of all of which the device keeps the logits that are sent; None
+    where the job does not say it, and the scenario's are taken."""
+
+    def on_rank(self, rank: int) -> Scenario:
+        """Returns what one rank runs, with at most as many micro-batches as fill the pipeline twice.
+
+        The others add what they keep alone (`kept_bytes`).
+        """
+        most = 2 * self.scenario.layout.pipeline_model_parallel_size + 2
+        number = min(most, self.num_microbatches or self.scenario.num_microbatches)
+        return replace(self.scenario.on_rank(rank), num_microbatches=number)
+
+    def kept_bytes(self, num_microbatches: int) -> int:
+        """Returns what so many micro-batches keep: of each token k values in fp32 and places in int64."""
+        scenario = self.scenario
+        lengths = scenario.sequence_lengths
+        tokens = len(lengths) * max(lengths) if lengths else scenario.micro_batch_size * scenario.seq_length
+        return num_microbatches * tokens * scenario.state.topk_logits_k * (4 + 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """Generation, log-probabilities and weight sync of a job, as its own file says."""
 
@@ -59,6 +90,12 @@ class Rollout:
     """Whether the weight sync reads the host's copy of what is offloaded, and nothing returns to the device for it."""
     freed_for_log_probabilities: tuple[str, ...] = ()
     """Categories of bytes that leave the device before log-probabilities, although they stay for generation."""
+    num_passes: int | None = None
+    """Such passes of a step on each copy of the model, where that is known and not as many as it has micro-batches."""
+    teacher: TeacherPass | None = None
+    """The passes of a teacher between generation and training."""
+    freed_for_teacher: tuple[str, ...] = ()
+    """Categories of bytes that leave the device before these, although they stay for generation."""
 
     def of_log_probabilities(self, scenario: Scenario) -> Scenario:
         """Returns the scenario of a forward-only pass of this job.
@@ -85,4 +122,5 @@ class Rollout:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
-        return asdict(self)
+        teacher = self.teacher and asdict(self.teacher) | {"scenario": self.teacher.scenario.to_dict()}
+        return asdict(self) | {"teacher": teacher}

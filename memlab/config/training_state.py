@@ -45,8 +45,8 @@ Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
 HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
 """Losses that read `entropy_loss`."""
-READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax")
-"""Losses that read `logprobs_chunk_size`."""
+READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax", "topk_logits")
+"""Losses that read `logprobs_chunk_size`; of `topk_logits`, the teacher's pass does, and not the student's step."""
 COMPARE_WITH_TEACHER = ("logits_kl", "jsd")
 """Losses that compare the logits with those of the frozen model that `reference_model` names."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -230,7 +230,8 @@ class TrainingState:
     logprobs_chunk_size: int | None = option(
         None,
         "with the losses logprobs, logprobs_one_hot, logprobs_by_sequence, softmax and scaled_softmax: tokens "
-        "whose log-probabilities are computed at once (default: all)",
+        "whose log-probabilities are computed at once (default: all); with topk_logits and --forward-only: tokens "
+        "whose largest logits are found at once",
         **_LOSS,
         shown_for_none=0,
         at_most=2**26,
@@ -238,7 +239,8 @@ class TrainingState:
 
     topk_logits_k: int = option(
         64,
-        "logits of each token that a teacher sends, and that the loss compares with (default 64)",
+        "logits of each token that a teacher sends, and that the loss compares with; with --forward-only, a pass of "
+        "the teacher finds them (default 64)",
         **_LOSS_OF_FEW,
         needs="loss",
         needs_value="topk_logits",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotMod
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
+from memlab.jobs.teacher import with_teacher
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
 """Fields that concern experts only, and that a job may give a model of any name."""
@@ -135,18 +136,22 @@ class Job:
         entries.environment = entries.environment | environment
         own = {key.name for key in framework.keys}
         _override(framework, entries, {k: text for k, text in given.items() if k not in environment or k in own})
+        entries = framework.own_entries(entries)
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if world_size is not None:
             reading.values["world_size"] = world_size
         framework.read(reading)
         if world_size is not None:
             reading.values["world_size"] = world_size
-        job = _built(cls, framework, reading, architecture)
+        job = _as_in_file(_built(cls, framework, reading, architecture), framework.as_in_file)
         missing = {one.key for one in job.not_modelled}
         for own_name, (of_framework, table) in OF_OTHER_MODELS.items():
             if of_framework == framework.name and not missing.isdisjoint(table.decided_by):
                 again = [f"{key}={text}" for key, text in given.items()]
                 second = cls._read(path, own_name, again, version, None, world_size, arguments)
+                if table.is_teacher:
+                    job = with_teacher(job, second)
+                    continue
                 bounded = bounded_by(job.not_modelled, table.decided_by, second.scenario)
                 job = replace(job, not_modelled=bounded)
         return job
@@ -304,6 +309,27 @@ def _built(
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
+    )
+
+
+def _as_in_file(job: Job, named: Callable[[str], str]) -> Job:
+    """Gives the keys of a second model the names that they have in the file."""
+    if named is str:
+        return job
+
+    def told(text: str | None) -> str | None:
+        return None if text is None else named(text)
+
+    return replace(
+        job,
+        cannot_start=told(job.cannot_start),
+        not_supported=told(job.not_supported),
+        guesses=tuple(map(named, job.guesses)),
+        questions=tuple(map(named, job.questions)),
+        taken=tuple(replace(one, key=named(one.key)) for one in job.taken),
+        without_effect={named(key): named(reason) for key, reason in job.without_effect.items()},
+        not_modelled=tuple(replace(one, key=named(one.key), reason=named(one.reason)) for one in job.not_modelled),
+        warnings=tuple(map(named, job.warnings)),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.lab.search_steps import SimulatedSteps, stepping
+from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
@@ -44,13 +45,21 @@ def predict_phases(
         ValueError: If memlab refuses the workload of the forward-only pass.
     """
     with stepping(scenario, replay=replay, on_progress=on_progress) as steps:
-        return phases_of(steps(settings), steps, rollout, gpu_memory_bytes)
+        return phases_of(steps(settings), steps, rollout, gpu_memory_bytes, replay=replay)
 
 
 def phases_of(
-    trained: StepRecord, steps: SimulatedSteps, rollout: Rollout, gpu_memory_bytes: int | None = None
+    trained: StepRecord,
+    steps: SimulatedSteps,
+    rollout: Rollout,
+    gpu_memory_bytes: int | None = None,
+    *,
+    replay: bool = True,
 ) -> JobPhases:
-    """Predicts a forward-only pass on the model of a training step, if the job has one, and adds up the phases.
+    """Predicts the passes between training steps that the job has, and adds up the phases.
+
+    Log-probabilities are a forward-only pass on the model of the training step. A teacher is another model, on a lab of
+    its own, for which that of the steps is closed.
 
     A training step begins with loading what is on the host, and ends with offloading it again.
 
@@ -59,6 +68,7 @@ def phases_of(
         steps: Has taken the step.
         rollout: What the job does between its steps.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
+        replay: As for a `Lab`.
 
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
@@ -75,6 +85,11 @@ def phases_of(
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
     outside = outside_torch_of(scenario).total_bytes
+    teacher = None
+    if rollout.teacher is not None:
+        steps.close()
+        teacher = TeacherPeaks.of(rollout.teacher, scenario.layout.rank, replay=replay)
+        outside += teacher.outside_torch_bytes
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
@@ -93,17 +108,19 @@ def phases_of(
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - synced - kept - of_sync
         gathered = int(max(0, free) * rollout.bucket_share)
-    log_probabilities = []
+    left = 0 if teacher is None else teacher.left_bytes
+    phases = [_Phase("generation", generating + left, engine)]
     if passed is not None:
         freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
-        held = _held_bytes(passed) + loaded - parameters + reference - freed
-        log_probabilities = [("log-probabilities", held, asleep)]
-    training = (
-        ("generation", generating, engine),
-        *log_probabilities,
-        ("training step", _held_bytes(trained) + reference, asleep),
-        ("weight sync", between + synced + (gathered or 0), of_sync),
-    )
+        held = _held_bytes(passed) + loaded - parameters + reference - freed + left
+        phases.append(_Phase("log-probabilities", held, asleep, _peaks(passed)))
+    if teacher is not None:
+        freed = sum(trained.peak_by_category.get(name, 0) for name in rollout.freed_for_teacher)
+        of_teacher = (teacher.allocated_bytes, teacher.active_bytes, teacher.reserved_bytes)
+        phases.append(_Phase("teacher's passes", between - freed + teacher.reserved_bytes, asleep, of_teacher))
+    phases.append(_Phase("training step", _held_bytes(trained) + reference + left, asleep, _peaks(trained)))
+    phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
+    host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
     return JobPhases(
         rank=scenario.layout.rank,
         is_colocated=rollout.is_colocated,
@@ -112,20 +129,37 @@ def phases_of(
         gathered_bytes=gathered,
         phases=tuple(
             JobPhase(
-                name=name,
-                training_bytes=num_bytes + kept,
-                engine_bytes=engine_bytes,
+                name=phase.name,
+                training_bytes=phase.num_bytes + kept,
+                engine_bytes=phase.engine_bytes,
                 left_for_engine_bytes=None
                 if gpu_memory_bytes is None
-                else gpu_memory_bytes - outside - num_bytes - kept,
+                else gpu_memory_bytes - outside - phase.num_bytes - kept,
+                allocated_bytes=phase.peaks[0],
+                active_bytes=phase.peaks[1],
+                reserved_bytes=phase.peaks[2],
             )
-            for name, num_bytes, engine_bytes in training
+            for phase in phases
         ),
-        host_bytes_of_rank=max(trained.host_bytes, trained.host_reserved_bytes or 0) + reference - reference_between,
+        host_bytes_of_rank=host + reference - reference_between,
         ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
         reference_bytes=reference,
         kept_buffer_bytes=kept,
+        teacher_left_bytes=None if teacher is None else left,
     )
+
+
+class _Phase(NamedTuple):
+    name: str
+    num_bytes: int
+    """What training and teacher hold, without the buffers that every phase counts."""
+    engine_bytes: int | None
+    peaks: tuple[int | None, int | None, int | None] = (None, None, None)
+    """As in `JobPhase`."""
+
+
+def _peaks(record: StepRecord) -> tuple[int | None, int | None, int | None]:
+    return record.peak_allocated_bytes, record.peak_active_bytes, record.peak_reserved_bytes
 
 
 def _held_bytes(record: StepRecord) -> int:

@@ -17,6 +17,10 @@ class JobPhase:
     """What the inference engine takes; 0 where it has other GPUs or sleeps."""
     left_for_engine_bytes: int | None
     """What the GPU has left for an inference engine, apart from what is outside torch."""
+    allocated_bytes: int | None = None
+    """Of a pass, at the peak of the process that computes it, as the next two; None between passes."""
+    active_bytes: int | None = None
+    reserved_bytes: int | None = None
 
     @property
     def left_bytes(self) -> int | None:
@@ -54,6 +58,9 @@ class JobPhases:
     """Of a reference model, which every phase counts in which it is on the device."""
     kept_buffer_bytes: int = 0
     """Of the weight sync's buffers that every phase counts."""
+    teacher_left_bytes: int | None = None
+    """What the process of a teacher keeps while its weights are on the host, which every phase counts; None without a
+    teacher. What it has outside torch is in `outside_torch_bytes`."""
 
     @property
     def host_bytes_of_node(self) -> int:

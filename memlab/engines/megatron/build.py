@@ -36,7 +36,7 @@ from memlab.engines.megatron.layers.norm_of_all_heads import KeyNorm, QueryNorm,
 from memlab.engines.megatron.layers.replicated_head import ReplicatedHead
 from memlab.engines.megatron.layers.tensor_parallel import WHOLE
 from memlab.engines.megatron.layers.torch_layers import TorchLinear
-from memlab.engines.megatron.losses import Fp32Output, LossFromLogits
+from memlab.engines.megatron.losses import Fp32Output, LargestLogits, LossFromLogits
 from memlab.engines.megatron.megatron_config import (
     distributed_data_parallel_config,
     interleaved_chunks,
@@ -65,6 +65,8 @@ class LiveModel:
     """The frozen copy of the model, or another model that is a teacher, in the training states that have one."""
     loss: LossFromLogits = field(default_factory=LossFromLogits, repr=False)
     """The loss of the training states in which the GPTModel does not compute it."""
+    largest: LargestLogits = field(default_factory=LargestLogits, repr=False)
+    """What a pass without gradients computes in its place, of a model that is a teacher."""
     fp32_output: Fp32Output = field(default_factory=Fp32Output, repr=False)
     """Copies the logits for it, in the training states that say so."""
     discarded_optimizers: list[Any] = field(default_factory=list)
@@ -131,6 +133,7 @@ class LiveModel:
         yield from (("reference_model", model) for model in self.reference)
         yield "fp32_output", self.fp32_output
         yield "loss", self.loss
+        yield "largest_logits", self.largest
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
         """Yields DDP's buffers of parameters and gradients, each with the name of its attribute."""

@@ -78,6 +78,69 @@ class LossFromLogits(torch.nn.Module):
         return torch.cat([compute(*part, group, chunk_size) for part in parts], dim=1)
 
 
+class LargestLogits(torch.nn.Module):
+    """What NeMo-RL's distillation takes of the teacher's logits, in the place of a loss: the k largest of each token.
+
+    See ``distributed_vocab_topk`` in nemo_rl/distributed/model_utils.py and ``TopkLogitsPostProcessor`` in
+    nemo_rl/models/megatron/train.py (7ea279ab). Names are kept as long as upstream keeps its own.
+    """
+
+    def forward(
+        self, logits: torch.Tensor, state: TrainingState, lengths: tuple[int, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the values, fp32, and their places in the whole vocabulary, int64: both [sequences, tokens, k].
+
+        Args:
+            logits: [rows, tokens of this rank, vocabulary of this rank].
+            state: Has k, and the tokens that are computed at once.
+            lengths: Of the packed sequences of a row on this rank, which are unpacked; None where rows are not packed.
+        """
+        group = parallel_state.get_tensor_model_parallel_group()
+        found = _largest(logits, state.topk_logits_k, group, state.logprobs_chunk_size)
+        if lengths is None:
+            return found
+        context = parallel_state.get_context_parallel_group()
+        whole = lengths if context.size() == 1 else tuple(length * context.size() for length in lengths)
+        if context.size() > 1:
+            found = _of_all_chunks(found[0], context, lengths), _of_all_chunks(found[1], context, lengths)
+        unpacked = [each.new_zeros((len(whole), max(whole), each.shape[-1])) for each in found]
+        for number, (length, end) in enumerate(zip(whole, accumulate(whole), strict=True)):
+            for row, each in zip(unpacked, found, strict=True):
+                row[number, :length] = each[0, end - length : end]
+        return unpacked[0], unpacked[1]
+
+
+def _largest(logits: torch.Tensor, k: int, group: Any, chunk_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    all_values, all_places = [], []
+    for tokens in _chunks(logits.shape[1], chunk_size):
+        rows = logits[:, tokens].to(torch.float32)
+        own, own_places = torch.topk(rows, min(k, rows.shape[-1]), dim=-1)
+        places = own_places + group.rank() * logits.shape[-1]
+        of_ranks = [[torch.empty_like(each) for _ in range(group.size())] for each in (own, places)]
+        for parts, each in zip(of_ranks, (own, places), strict=True):
+            torch.distributed.all_gather(parts, each, group=group)
+        together, their_places = (torch.cat(parts, dim=-1) for parts in of_ranks)
+        values, chosen = torch.topk(together, min(k, logits.shape[-1] * group.size()), dim=-1)
+        all_values.append(values)
+        all_places.append(their_places.gather(-1, chosen))
+    if len(all_values) == 1:
+        return all_values[0], all_places[0]
+    return torch.cat(all_values, dim=1), torch.cat(all_places, dim=1)
+
+
+def _of_all_chunks(of_rank: torch.Tensor, group: Any, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Returns a packed row of all context parallel ranks, sequence by sequence, each with two chunks on a rank."""
+    row = of_rank.new_zeros((1, of_rank.shape[1] * group.size(), of_rank.shape[-1]))
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
+        own = of_rank[:, end - length : end].contiguous()
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, own, group=group)
+        halves = [part.chunk(2, dim=1) for part in parts]
+        in_order = [first for first, _ in halves] + [last for _, last in reversed(halves)]
+        row[:, (end - length) * group.size() : end * group.size()] = torch.cat(in_order, dim=1)
+    return row
+
+
 class Fp32Output(torch.nn.Module):
     """Copies the logits to fp32, which the loss then reads (``Float16Module.forward``)."""
 
@@ -194,7 +257,7 @@ def _jsd(
         of_chunk = others[:, start : start + _CHUNK_OF_GKD]
         student = _log_softmax_of_swift(_Slice.apply(own, start, of_chunk.shape[1], sums), group)
         target = _log_softmax_of_swift(of_chunk, group)
-        mixture = torch.logsumexp(torch.stack([student + of_own, (target + of_teacher).to(own.dtype)]), dim=0)
+        mixture = torch.logsumexp(torch.stack([student + of_own, target + of_teacher]), dim=0)
         of_rank = beta * (torch.exp(target) * (target - mixture)).sum(-1)
         of_rank = of_rank + (1 - beta) * (torch.exp(student) * (student - mixture)).sum(-1)
         parts.append(_SumOfRanks.apply(of_rank, group, False))

@@ -131,7 +131,29 @@ def _run_schedule(
             micro_batch_size=scenario.micro_batch_size,
             forward_only=forward_only,
         )
+    if forward_only and state.loss == "topk_logits":
+        _share_largest(live, losses)
+        return None
     return _over_the_copies(sum(losses) / len(losses)) if losses else None
+
+
+def _share_largest(live: LiveModel, of_micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Puts together what all micro-batches found, and sends it from the last pipeline stage to the others.
+
+    See ``get_topk_logits`` in nemo_rl/models/policy/workers/megatron_policy_worker.py (NeMo-RL 7ea279ab), which copies
+    it to the host then.
+    """
+    if of_micro_batches:
+        found = [torch.cat(parts) for parts in zip(*of_micro_batches, strict=True)]
+    else:
+        scenario, lengths = live.scenario, live.scenario.sequence_lengths
+        rows, tokens = (len(lengths), max(lengths)) if lengths else (scenario.micro_batch_size, scenario.seq_length)
+        shape = (scenario.num_microbatches * rows, tokens, scenario.state.topk_logits_k)
+        found = [torch.empty(shape, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.int64)]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        for each in found:
+            torch.distributed.broadcast(each, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
 
 
 def _over_the_copies(loss: float) -> float:
@@ -186,9 +208,15 @@ def _forward_step(
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank, teacher))
 
+    def largest(logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        found = live.largest(logits, state, lengths_of_rank)
+        return logits.new_zeros(()), found
+
     # Without labels the model returns the logits.
     logits = model(*given, **packed)
-    return live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits, mean_loss
+    is_teacher = state.loss == "topk_logits" and not torch.is_grad_enabled()
+    logits = live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits
+    return logits, largest if is_teacher else mean_loss
 
 
 @torch.no_grad()

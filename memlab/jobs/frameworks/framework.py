@@ -210,6 +210,12 @@ class Framework:
     """What a sequence and a row of packed sequences are padded to a multiple of in FP8."""
     decided_by: tuple[str, ...] = ()
     """Of a second model that a job trains: the keys that say whether it does."""
+    own_entries: Callable[[Entries], Entries] = lambda entries: entries
+    """Of a second model whose section has the keys of the first one's: the entries of a job that has it alone."""
+    is_teacher: bool = False
+    """Of a second model: whether it has passes between the first one's steps, and is not trained."""
+    as_in_file: Callable[[str], str] = str
+    """Gives the keys in a text the names that they have in the file."""
     configurations: tuple[str, ...] = ()
     """Names of the framework's own configurations, whose values are the defaults of `keys`."""
     versions: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -214,11 +215,9 @@ FRAMEWORK_MISSING = (
     Missing(f"{_GENERATION}.top_k", "either", _FILTERED_LOGITS, lambda value: value not in (None, -1, 0)),
     Missing(f"{_GENERATION}.top_p", "either", _FILTERED_LOGITS, lambda value: value not in (None, 1)),
     Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
-    # ``distillation_train`` in nemo_rl/algorithms/distillation.py: ``offload_after_refit`` before the student trains.
-    Missing("teacher.model_name", "more",
-            "the teacher's passes run between the steps, in a process of its own whose weights leave the device before "
-            "the training step: memlab predict NAME --forward-only, with its layout, predicts them, beside gradients "
-            "and optimizer state that a teacher does not have", is_given),
+    # `memlab.jobs.frameworks.nemo_rl_teacher` predicts them where it can.
+    Missing("teacher.model_name", "more", "the teacher's passes run between the steps, in processes of its own",
+            is_given),
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
@@ -311,13 +310,16 @@ def _take_rollout(
         reading.taken = [one for one in reading.taken if one.field != "bucket"]
         reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
     if not generates:
-        del values["engine_share"], values["engine_ranks"], values["frees_optimizer"]
+        del values["engine_share"], values["engine_ranks"], values["frees_optimizer"], values["moves_for_teacher"]
         return
     engine = _take_engine(reading)
     _note_skipped_passes(reading)
     # ``prepare_for_lp_inference`` in nemo_rl/models/policy/workers/megatron_policy_worker.py frees the gradients, also
     # those that stay on the device while other GPUs generate.
     on_device = {"gradients": not values["offload_gradients"], "optimizer state": not values["offload_optimizer"]}
+    # ``offload_before_refit``, which ``distillation_train`` calls before a teacher's passes where other GPUs generate.
+    moves = values.pop("moves_for_teacher")
+    for_teacher = [name for name, is_there in on_device.items() if is_there and (moves or name == "gradients")]
     on_device["optimizer state"] &= values.pop("frees_optimizer")
     freed = [] if _trains_in_parts(reading) else [name for name, is_freed in on_device.items() if is_freed]
     take_rollout(
@@ -333,6 +335,8 @@ def _take_rollout(
         engine=engine,
         quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
     )
+    assert reading.rollout is not None, "it was taken"
+    reading.rollout = replace(reading.rollout, freed_for_teacher=tuple(for_teacher))
 
 
 def _drop_filters(reading: Reading) -> None:
@@ -369,6 +373,7 @@ def _take_offload(reading: Reading, *, is_colocated: bool, generates: bool) -> N
     values["offload_parameters"] = is_colocated and generates
     values["offload_gradients"] = generates and (is_colocated or _engine_of(reading) == "megatron")
     is_moved = values.pop("moves_optimizer") and not values.get("optimizer_cpu_offload")
+    values["moves_for_teacher"] = is_moved
     values["offload_optimizer"] = values["offload_gradients"] and is_moved
     if values["offload_optimizer"] and values.get("use_precision_aware_optimizer") is False:
         reading.warnings.append(
@@ -584,9 +589,10 @@ def check(reading: Reading) -> None:
             "overlap_param_gather",
         )
     deferred = f"{_MEGATRON}.defer_fp32_logits"
-    if reading.values.get("logprobs_chunk_size") and not reading.entries.get(deferred):
+    chunk = reading.get("policy.logprob_chunk_size")
+    if isinstance(chunk, int) and chunk > 0 and not reading.entries.get(deferred):
         raise CannotStartError(
-            f"policy.logprob_chunk_size is {reading.values['logprobs_chunk_size']} without {deferred}, which NeMo-RL "
+            f"policy.logprob_chunk_size is {chunk} without {deferred}, which NeMo-RL "
             f"refuses: set {deferred} to true, or leave policy.logprob_chunk_size out",
             *("is_deferred", "logprobs_chunk_size"),
         )

@@ -35,6 +35,7 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         lines.append(f"the reference model takes {format_bytes(job.reference_bytes)}, which is counted above")
     if job.kept_buffer_bytes:
         lines.append(f"every phase counts {format_bytes(job.kept_buffer_bytes)} that the weight sync keeps")
+    lines += _of_teacher(job)
     for phase in job.phases:
         short = _short(phase)
         is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)
@@ -43,6 +44,19 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
     node, rank = format_bytes(job.host_bytes_of_node), format_bytes(job.host_bytes_of_rank)
     lines.append(f"host memory of a node: {node} ({job.ranks_per_node} ranks x {rank}, if all are like this rank)")
     return "\n".join(lines)
+
+
+def _of_teacher(job: JobPhases) -> list[str]:
+    if job.teacher_left_bytes is None:
+        return []
+    (passes,) = (phase for phase in job.phases if phase.name == "teacher's passes")
+    peaks = {"allocated": passes.allocated_bytes, "active": passes.active_bytes, "reserved": passes.reserved_bytes}
+    words = ", ".join(f"{name} {format_bytes(size or 0)}" for name, size in peaks.items())
+    left = format_bytes(job.teacher_left_bytes)
+    return [
+        f"the teacher's process at the peak of its passes: {words}",
+        f"every other phase counts {left} that it keeps, and what is outside torch counts both processes",
+    ]
 
 
 def _short(phase: JobPhase) -> int:

@@ -1,0 +1,95 @@
+"""The teacher of NeMo-RL's distillation, which has processes of its own on the student's GPUs: a policy by its keys.
+
+``setup`` in nemo_rl/algorithms/distillation.py (7ea279ab) makes a policy of the section ``teacher``, without gradients
+and optimizer, on the ranks that train. The student decides how long sequences are, and where they are generated.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from memlab.jobs.entries import Entries
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import COUNT, Key
+from memlab.jobs.frameworks.nemo_rl import NEMO_RL
+
+_OF_STUDENT = ("policy.generation", "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by")
+_OF_TRAINING = (
+    *("policy.megatron_cfg.optimizer", "policy.megatron_cfg.distributed_data_parallel_config", "policy.draft"),
+    *("policy.megatron_cfg.empty_unused_memory_level", "policy.router_replay", "teacher", "loss_fn"),
+)
+"""What a model without gradients and optimizer does not read."""
+_SECTION = re.compile(rf"\bpolicy\.(?!{'|'.join(re.escape(key.partition('.')[2]) for key in _OF_STUDENT)})")
+
+
+def of_section(entries: Entries) -> Entries:
+    """Returns the entries of a job whose policy is the teacher."""
+    kept = {
+        key: entry
+        for key, entry in entries.by_key.items()
+        if key.startswith(_OF_STUDENT) or not key.startswith(("policy.", "teacher."))
+    }
+    for key, entry in entries.by_key.items():
+        name = key.replace("teacher.", "policy.", 1)
+        if key.startswith("teacher.") and not name.startswith(_OF_STUDENT):
+            kept[name] = replace(entry, key=name)
+    return replace(entries, by_key=kept)
+
+
+def as_in_file(text: str) -> str:
+    """Names the keys of a text as the file does."""
+    return _SECTION.sub("teacher.", text)
+
+
+_AS_TRAINED = {
+    "log_prob_packed_tokens": "packed_tokens",
+    "log_prob_dynamic_tokens": "dynamic_tokens",
+    "log_prob_micro_batch_size": "micro_batch_size",
+}
+
+
+def complete(reading: Reading) -> None:
+    """Derives what the policy's keys mean where its rows are those of passes without gradients, of all sequences."""
+    values = reading.values
+    prompts, responses = values.pop("prompts_of_teacher"), values.pop("responses_of_teacher")
+    if prompts is not None:
+        values["sequences"] = prompts * (responses or 1)
+    for own, trained in _AS_TRAINED.items():
+        given = values.get(own)
+        if trained != "micro_batch_size" or given is not None:
+            values[trained] = given
+    chunk = values["logprobs_chunk_size"]
+    NEMO_RL.complete(reading)
+    values["logprobs_chunk_size"] = chunk
+    passes = reading.most_micro_batches
+    if reading.rollout is None or passes == 0:
+        return
+    reading.rollout = replace(reading.rollout, num_passes=passes)
+    *others, row = reading.taken
+    reading.taken = [*others, replace(row, key=row.key.replace("train_mb", "logprob_mb"))]
+    # In place of the last note, by which more passes need no more memory.
+    reading.warnings[-1] = (
+        f"{reading.taken[-1].key}: passes are filled up to a budget, so their number depends on the data; memlab "
+        f"predicts {passes or values['num_microbatches']}, all full, of each of which the largest logits stay until "
+        "the last has ended"
+    )
+
+
+NEMO_RL_TEACHER = replace(
+    NEMO_RL,
+    name="nemo-rl-teacher",
+    title="the teacher of NeMo-RL's distillation",
+    missing=tuple(row for row in NEMO_RL.missing if not row.name.startswith(_OF_TRAINING)),
+    without_effect=NEMO_RL.without_effect | {row.name for row in NEMO_RL.missing if row.name.startswith(_OF_TRAINING)},
+    decided_by=("teacher.model_name",),
+    keys=(
+        *NEMO_RL.keys,
+        Key("distillation.num_prompts_per_step", "prompts_of_teacher", COUNT, None),
+        Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
+    ),
+    complete=complete,
+    is_teacher=True,
+    own_entries=of_section,
+    as_in_file=as_in_file,
+)
