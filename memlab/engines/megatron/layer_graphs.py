@@ -39,7 +39,7 @@ class _Graph:
     shapes_of_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def __call__(self, hidden: torch.Tensor, **others: Any) -> _Tensors:
-        outputs: _Tensors = _Replay.apply(self, hidden, *self.parameters)  # type: ignore[no-untyped-call]
+        outputs: _Tensors = _Replay.apply(self, hidden, *self.parameters)
         return outputs
 
 
@@ -187,7 +187,8 @@ class LayerGraphs:
     @contextmanager
     def _captured(self) -> Iterator[None]:
         """Captures the block; all graphs share one pool."""
-        pool, self._has_begun = self if self._has_begun else None, True
+        pool: Any = self if self._has_begun else None
+        self._has_begun = True
         with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
             yield
 
