@@ -794,9 +794,9 @@ class Scenario:
             return
         modules = state.cuda_graph_modules or ("attn", "mlp")
         beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes}
+        beside |= {"reference_model": state.reference_model != "none"}
         if impl == "transformer_engine":
             beside |= {"fp8_format": state.fp8_format, "mtp_num_layers": state.mtp_num_layers}
-            beside |= {"reference_model": state.reference_model != "none"}
             beside |= {"packed_sequences": self.packed_sequences is not None and "attn" in modules}
         for name, is_there in beside.items():
             if is_there:

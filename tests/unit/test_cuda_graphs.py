@@ -168,14 +168,19 @@ def test_a_job_says_which_graphs_it_has(lines: str, expected: str, tmp_path: Pat
     assert (named or [job.scenario.state.cuda_graph_impl]) == [expected]
 
 
-def test_a_change_of_settings_captures_again() -> None:
+def test_a_change_of_settings_or_of_the_workload_captures_again() -> None:
     state = TrainingState(cuda_graph_impl="transformer_engine", cuda_graph_modules=("mlp",))
     recomputing = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
-    peaks = []
-    for settings in ([MemorySettings(), recomputing], [recomputing]):
-        with Lab("phi-4-tiny", num_microbatches=2, state=state, backend="simulated") as lab:
-            peaks.append([lab.step(each).peak_allocated_bytes for each in settings][-1])
-    assert peaks[0] == peaks[1]
+    steps = []
+    for is_changed in (True, False):
+        with Lab("phi-4-tiny", num_microbatches=2, seq_length=256, state=state, backend="simulated") as lab:
+            if is_changed:
+                lab.step()
+            first = lab.step(recomputing)
+            lab.set_workload(seq_length=128)
+            steps.append([(each.static_bytes, each.peak_allocated_bytes) for each in (first, lab.step(), lab.step())])
+    assert steps[0] == steps[1]
+    assert len({peak for _, peak in steps[0]}) == 2, "the workload counts"
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,12 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             _take(reading, one, _OF_ENGINE)
             for key in named:
                 reading.take(key, "cuda_graph_modules", tuple(modules))
-    if reading.values.get(_IMPL) == _WHOLE and architecture.routes:
+    has_reference = reading.values.get("reference_model", "none") != "none"
+    if reading.values.get(_IMPL) == _WHOLE and (architecture.routes or has_reference):
         (given,) = [each for each in reading.taken if each.field == _IMPL]
         reading.taken.remove(given)
         reading.values[_IMPL] = "none"
-        reading.miss(given.key, "more", "memlab does not predict a CUDA graph of a whole iteration with experts")
+        reading.miss(given.key, "more", "with experts or a reference model, memlab predicts no graph of an iteration")
 
 
 def _take(reading: Reading, one: NotModelled, impl: str) -> None:
