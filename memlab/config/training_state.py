@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from memlab.config.from_json import build
 from memlab.config.lora import OUTPUT_LAYER, LoRA
-from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
+from memlab.config.option import Option, Rebuilt, check_options, checked_modules, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -654,6 +654,8 @@ class TrainingState:
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
 
     def __post_init__(self) -> None:
+        of_graphs = options_of(TrainingState)["cuda_graph_modules"]
+        object.__setattr__(self, of_graphs.name, checked_modules(of_graphs, self.cuda_graph_modules))
         check_options(self)
         self._check_optimizer()
         self._check_loss()

@@ -1100,6 +1100,11 @@ _MEGATRON = (
             "_get_te_cuda_graph_replay_args",
             "What a replay of any module is called with.",
         ),
+        _used(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+            "_make_forward_pre_hook",
+            "A replayed layer gathers its parameters by a hook that Megatron's training calls.",
+        ),
     ),
     *_in(
         "engines/megatron/graph_capture.py",

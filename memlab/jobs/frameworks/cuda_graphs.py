@@ -31,12 +31,14 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             _take(reading, one, _OF_ENGINE)
             for key in named:
                 reading.take(key, "cuda_graph_modules", tuple(modules))
-    has_reference = reading.values.get("reference_model", "none") != "none"
-    if reading.values.get(_IMPL) == _WHOLE and (architecture.routes or has_reference):
+    is_named = architecture.routes or architecture.share_embeddings_and_output_weights
+    is_named |= reading.values.get("reference_model", "none") != "none"
+    if reading.values.get(_IMPL) == _WHOLE and is_named:
         (given,) = [each for each in reading.taken if each.field == _IMPL]
         reading.taken.remove(given)
         reading.values[_IMPL] = "none"
-        reading.miss(given.key, "more", "with experts or a reference model, memlab predicts no graph of an iteration")
+        reason = "with experts, a reference model or tied embeddings memlab predicts no graph of a whole iteration"
+        reading.miss(given.key, "more", reason)
 
 
 def _take(reading: Reading, one: NotModelled, impl: str) -> None:
