@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from numbers import Real
 from typing import Any, overload
 
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.exercises.audits import ResidencyCheck
 from memlab.exercises.code import CodeCheck
 from memlab.exercises.formulas import FormulaCheck
-from memlab.exercises.goals import listed
+from memlab.exercises.goals import Goals, NoAnswer, listed
 from memlab.exercises.records import Attempt, Check, RefusedCheck
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
@@ -27,7 +29,7 @@ def check(measured: ResidencyAudit) -> ResidencyCheck: ...
 def check(measured: Callable[..., object] | tuple[Callable[..., object], ...]) -> CodeCheck: ...
 @overload
 def check(measured: float | Sequence[float] | Iterator[float]) -> FormulaCheck: ...
-def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck | CodeCheck:
+def check(measured: Any) -> Goals:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
@@ -36,10 +38,8 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
             tensor), or a function of the reader's, or two.
 
     Returns:
-        A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
-
-    Raises:
-        ValueError: If it is given anything else.
+        A check whose goals print a line each, up to the first that is missed. It is true if all were reached. If it was
+        given anything else, it is false, and its first goal says what the exercise asks for.
     """
     if isinstance(measured, Attempt):
         if measured.refusal:
@@ -56,20 +56,19 @@ def check(measured: Any) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck
     numbers = _plain(measured)
     if numbers and all(isinstance(number, Real) and not isinstance(number, bool) for number in numbers):
         return FormulaCheck([number if isinstance(number, int) else float(number) for number in numbers], measured)
+    kind = type(measured).__name__
     if isinstance(measured, Iterable) and not isinstance(measured, (str, bytes)):
         values = measured if isinstance(measured, Collection) else numbers  # an iterator is empty now
-        kinds = listed(sorted({type(each).__name__ for each in values})) or "nothing"
-        raise ValueError(
-            f"check got an answer of the type {type(measured).__name__} with {kinds}, must be a list of numbers: give "
-            "one for each case"
-        )
-    action = "give what the marked line gave before you changed it, such as what lab.step(...) returned"
-    if measured is None:
-        action = "run the cell of the answer first, and look for a typo in its marked line"
-    raise ValueError(
-        f"check got an answer of the type {type(measured).__name__}, must be a record (or an audit, the bytes that a "
-        f"formula gives, or a function): {action}"
-    )
+        kind = f"{kind} with {listed(sorted({type(each).__name__ for each in values})) or 'nothing'}"
+    return NoAnswer(f"an answer of the type {kind}", _TO_RECORD.get(type(measured), NoAnswer.to_record))
+
+
+_TO_RECORD = {
+    MemorySettings: "write lab.step(...) around the settings",
+    TrainingState: "write lab.step(state=...) around the training state",
+    type(None): "look for a typo in the marked line, which has to set the answer, and run the whole cell",
+}
+"""What to do with an answer of a type in an exercise that asks for a record."""
 
 
 def _unwrapped(measured: Any) -> Any:

@@ -48,10 +48,10 @@ class CodeCheck(Goals):
         with lab.own_gradient_moves(release, load):
             for what, call, hint in calls:
                 if error := _result(call, "gradients")[1]:
-                    of_code = "a release stores the size and empties the storage, and writes nothing"
-                    return self.goal(
-                        False, f"{what} ends with an error: {error}", of_code if what == "release" else hint
-                    )
+                    of_size = "a release stores the size and empties the storage, and writes nothing"
+                    of_size = of_size if call == lab.offload else hint
+                    # Other errors say themselves what to do.
+                    return self.goal(False, f"{what}: {error}", of_size if "whose storage has" in error else "")
                 if complaints := lab.audit_residency().complaints:
                     return self.goal(False, f"after {what}, the audit finds: {complaints[0]}", hint)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")

@@ -15,6 +15,8 @@ class Goals:
 
     subject = "an answer"
     """What these goals are about, in the words of a line."""
+    to_record = "give what lab.step(...) returned"
+    """What to do where the exercise asks for a record."""
 
     def __init__(self) -> None:
         self._all_reached = True
@@ -50,8 +52,40 @@ class Goals:
             """Misses a goal that only another kind of answer has: the exercise asks for that kind."""
             if name.startswith("_"):
                 raise AttributeError(name)
-            what = f"the check got {self.subject}, and this exercise asks for something else"
-            return lambda *_, **__: self.goal(False, what, "give what the marked line gave before you changed it")
+            kind, hint = _ASKED_BY.get(name, ("the record of a step", self.to_record))
+            return lambda *_, **__: self.goal(False, f"the check got {self.subject}, must get {kind}", hint)
+
+
+class NoAnswer(Goals):
+    """The goals for what no exercise asks for, such as a text: the first one says what the exercise asks for."""
+
+    def __init__(self, subject: str, to_record: str) -> None:
+        """Begins the goals.
+
+        Args:
+            subject: What the check got instead.
+            to_record: What to do where the exercise asks for a record.
+        """
+        super().__init__()
+        self.subject, self.to_record = subject, to_record
+
+    def __bool__(self) -> bool:
+        return False
+
+
+_FORMULA = "one number per case", "replace only the 0 in the marked line, by a formula without quotation marks"
+_FUNCTION = "a function", "leave the lines with def as they are, and write your code below them"
+_AUDIT = "an audit", "change only the marked line: the check itself takes the audit"
+_ASKED_BY = {
+    "is_exactly": _FORMULA,
+    "is_about": _FORMULA,
+    "moves_gradients_of": _FUNCTION,
+    "syncs_weights_of": _FUNCTION,
+    "classifies": _FUNCTION,
+    "only_on_device": _AUDIT,
+    "complains_like": _AUDIT,
+}
+"""What an exercise asks for, and what to do, by its goal; all other goals ask for the record of a step."""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -252,11 +252,13 @@ class Check(Goals):
             return self.goal(True, "no remedy is set")
         return self.goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
 
-    def empties_no_storage(self) -> Self:
-        """Requires that no remedy empties a storage, which something else may still read."""
-        empties = self._record.settings.checkpoint_input_remedy == "release_storage"
-        if not empties:
-            return self.goal(True, "no storage is emptied")
+    def remedy_empties_no_storage(self) -> Self:
+        """Requires a remedy for the inputs of checkpoints that empties no storage: something else may still read it."""
+        remedy = self._record.settings.checkpoint_input_remedy
+        if remedy is None:
+            return self.goal(False, "checkpoint_input_remedy is None, must be a remedy", "compare the three remedies")
+        if remedy != "release_storage":
+            return self.goal(True, "a remedy is set, and it empties no storage")
         hint = "choose a remedy that drops a reference instead"
         what = "checkpoint_input_remedy is 'release_storage', which empties storages, must only drop references"
         return self.goal(False, what, hint)

@@ -46,4 +46,7 @@ def check_groups(groups: tuple[str, ...]) -> None:
     """
     unknown = [group for group in groups if group not in GROUPS]
     if unknown or not groups:
-        raise ValueError(f"groups are {list(groups)}, must be some of {', '.join(GROUPS)}: name at least one")
+        action = "name at least one"
+        if any(isinstance(group, (list, tuple)) for group in groups):
+            action = "give the names one by one, without a list"
+        raise ValueError(f"groups are {list(groups)}, must be some of {', '.join(GROUPS)}: {action}")

@@ -123,6 +123,31 @@ def test_an_exercise_forgets_the_answer_of_an_earlier_run(path: Path) -> None:
 
 
 @every_lab
+def test_an_answer_written_as_a_loop_changes_no_case_of_the_next_run(path: Path) -> None:
+    """A loop leaves the letters of the marked line as names of the notebook, and its cell runs again after that."""
+
+    def read(node: ast.AST, of_comprehension: frozenset[str] = frozenset()) -> set[str]:
+        if isinstance(node, ast.Name):
+            return {node.id} - of_comprehension if isinstance(node.ctx, ast.Load) else set()
+        of_comprehension |= {
+            name.id
+            for each in getattr(node, "generators", [])
+            for name in ast.walk(each.target)
+            if isinstance(name, ast.Name)
+        }
+        return {name for child in ast.iter_child_nodes(node) for name in read(child, of_comprehension)}
+
+    cells = [cell.source for cell in code_cells(read_notebook(path)) if has_tag(cell, INTERACTIVE_TAG)]
+    letters = {
+        name
+        for cell in cells
+        for marked in re.findall(r"for ([\w, ]+) in \w+\]  # change me", cell)
+        for name in marked.split(", ")
+    }
+    assert sorted(letters & {name for cell in cells for name in read(ast.parse(cell))}) == []
+
+
+@every_lab
 def test_a_lab_imports_only_the_public_api_and_the_standard_library(path: Path) -> None:
     for cell in code_cells(read_notebook(path)):
         for node in ast.walk(ast.parse(cell.source)):
@@ -132,8 +157,9 @@ def test_a_lab_imports_only_the_public_api_and_the_standard_library(path: Path) 
             assert not isinstance(node, ast.Import), cell.source
 
 
+@pytest.mark.last
 def test_every_name_attribute_and_argument_in_a_cell_exists(tmp_path: Path) -> None:
-    """Running all cells that no other test runs takes a minute, and reading them as programs a few seconds."""
+    """Running all cells that no other test runs takes a minute, and reading them as programs ten seconds, or forty without mypy's cache."""
     for path in LABS:
         # As in one program: the rules are per file, so that the package's own files stay as mypy has cached them.
         lines = ["# mypy: no-strict-optional, allow-redefinition", "from IPython.display import display"]

@@ -431,10 +431,18 @@ def test_no_vertical_line_strikes_through_the_label_of_a_peak() -> None:
             assert not 0 < beside < 40 or ends[1] <= bottom + 1e-9 or ends[0] >= top - 1e-9
 
 
-def test_the_highest_peak_has_its_label_beside_its_mark() -> None:
-    figure = compare_figure(RECOMPUTED, PLAIN, RECOMPUTED)
-    labels = [label for label in figure.layout.annotations if label.yref != "paper"]
-    assert max(labels, key=lambda label: label.y).yshift < 17
+def test_labels_above_one_another_are_in_the_order_of_their_peaks() -> None:
+    def peaking_at(num_bytes: int) -> StepRecord:
+        step = TimelineBuilder(phase="forward")
+        step.opening("parameters", GIB)
+        step.event(num_bytes, "activations", after=1.0)
+        step.event(-num_bytes, "activations", after=1.0)
+        return record_of(step.build())
+
+    lowest, highest, between = (
+        bottom for _, _, bottom in label_boxes(compare_figure(*map(peaking_at, (3, 5 * GIB, GIB))))
+    )
+    assert lowest < between < highest
 
 
 @pytest.mark.parametrize("records", [[PLAIN] * 4, [PLAIN, RECOMPUTED, PLAIN], [RECOMPUTED, PLAIN]])
@@ -523,6 +531,16 @@ def test_the_compared_axis_says_where_it_starts() -> None:
     figure = compare_figure(PLAIN, record_of(step.build()))
     assert figure.layout.yaxis.range[0] == 0
     assert figure.layout.yaxis.title.text == "allocated on the device (GiB)"
+
+
+def test_a_step_that_is_loaded_is_drawn_from_what_it_starts_with() -> None:
+    step = TimelineBuilder(phase="load")
+    step.opening("workspace", MIB)
+    step.event(8 * GIB, "parameters", after=1.0)
+    step.phase = "forward"
+    step.event(GIB, "activations", after=1.0)
+    loaded = record_of(step.build())
+    assert compare_figure(loaded, loaded).layout.yaxis.range[0] == 0
 
 
 @pytest.mark.parametrize("num_records", [0, 1])

@@ -34,7 +34,7 @@ class OwnGradientMoves(Residency):
     def __init__(self, groups: Groups, buffers: Sequence[tuple[str, Any]], release: Move, load: Move) -> None:
         super().__init__(groups)
         self._buffers = [(name, _Buffer(buffer)) for name, buffer in buffers]
-        self._gradients = [buffer.grad_data for _, buffer in self._buffers]  # a function may take them off a buffer
+        self._gradients = [buffer.gradients for _, buffer in self._buffers]
         self._release, self._load = release, load
         self._model = SimpleNamespace()  # one for all calls: it keeps an attribute that a function adds
 
@@ -42,7 +42,7 @@ class OwnGradientMoves(Residency):
         """Offloads as always, and gradients by the reader's function.
 
         Raises:
-            ValueError: If that function writes to memory that is not there.
+            ValueError: If that function writes to memory that is not there, or puts something in the gradients' place.
         """
         freed = super().offload([group for group in groups if group != "gradients"])
         return freed | self._moved(self._release, groups)
@@ -51,7 +51,8 @@ class OwnGradientMoves(Residency):
         """Loads as always, and gradients by the reader's function.
 
         Raises:
-            ValueError: If that function writes to memory that is not there, or leaves in it what was there before.
+            ValueError: If that function writes to memory that is not there, leaves in it what was there before, or puts
+                something in the gradients' place.
         """
         taken = super().load([group for group in groups if group != "gradients"])
         taken |= self._moved(self._load, groups)
@@ -67,6 +68,11 @@ class OwnGradientMoves(Residency):
         for name in _LISTS:
             setattr(self._model, name, [mine for of, mine in self._buffers if of == name])
         move(self._model)
+        if any(getattr(mine, "grad_data", None) is not mine.gradients for _, mine in self._buffers):
+            raise ValueError(
+                "your code puts something in the place of grad_data, must leave it: that frees nothing, because the "
+                "gradient of every parameter is a view of the same storage; empty the storage with resize_(0)"
+            )
         moved = abs(self._num_bytes() - before)
         return {"gradients": moved} if moved else {}
 
@@ -85,7 +91,7 @@ class _Buffer:
     """
 
     def __init__(self, real: Any) -> None:
-        self.grad_data = _GradDataStandIn(real.grad_data)
+        self.grad_data = self.gradients = _GradDataStandIn(real.grad_data)
         self.grad_dtype = real.grad_dtype
         self.numel = real.numel
         self.grad_data_size = 0
@@ -173,8 +179,8 @@ class _GradDataStandIn(_StandIn):
     def require_zeroed(self) -> None:
         if self._is_unwritten:
             raise ValueError(
-                "your load gives the gradients memory and does not zero it, must fill it with zeros: backward adds to "
-                "what is there"
+                "your load gives the gradients memory and does not zero it, must fill it with zeros: call "
+                "grad_data.zero_() after resize_, because backward adds to what is there"
             )
 
 

@@ -94,7 +94,7 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
     if not any(peaks):
         return blank(title, [*lines, "nothing allocated on the device was seen"]).figure()
     unit_bytes, unit = binary_unit(max(peaks))
-    lowest = min(_lowest_within_step(timeline, points) for _, timeline, points in drawn)
+    lowest = min(int(points.total_bytes.min()) for _, _, points in drawn)
     floor = lowest / unit_bytes if lowest * 4 > max(peaks) else 0.0
     labels = [in_unit(peaks[0], unit_bytes)]
     labels += [f"{in_unit(peak, unit_bytes)} ({_signed(peak - peaks[0], unit_bytes)})" for peak in peaks[1:]]
@@ -148,14 +148,6 @@ def _usual_axis(records: Sequence[StepRecord]) -> CompareAxis:
     return "event" if any(KINDS[record.backend].is_prediction for record in records) else "time"
 
 
-def _lowest_within_step(timeline: Timeline, points: DrawnPoints) -> int:
-    """Returns the least that is drawn of forward, backward and optimizer: before and after, all may be on the host."""
-    phases = phase_names(timeline, points)
-    within = [phase in ("forward", "backward", "optimizer") for phase in phases]
-    totals = points.total_bytes[within] if any(within) else points.total_bytes
-    return int(totals.min())
-
-
 _Drawn = tuple[str, Timeline, DrawnPoints]
 
 
@@ -183,7 +175,7 @@ def _label_shifts(
 ) -> list[float]:
     """Returns by how many pixels each label is above its peak, so that it covers no line, no mark and no other label.
 
-    The highest peak's label is placed first, next to its mark.
+    The lowest peak's label is placed first, so that labels that are above one another are in the order of their peaks.
 
     Args:
         drawn: The lines, in the order of the labels.
@@ -195,7 +187,7 @@ def _label_shifts(
     placed: list[tuple[float, float, float]] = []  # left and right as shares of the axis, and pixels above 0 bytes
     peaks = [int(points.total_bytes[points.peak]) for points in drawn]
     shares = [points.position / end for points in drawn]
-    for number in sorted(range(len(drawn)), key=peaks.__getitem__, reverse=True):
+    for number in sorted(range(len(drawn)), key=peaks.__getitem__):
         across = float(shares[number][drawn[number].peak])
         width = (len(labels[number]) + 2) * LETTER_SHARE
         left, right = (across, across + width) if across < 1 / 2 else (across - width, across)
