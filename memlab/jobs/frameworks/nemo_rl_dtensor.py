@@ -67,7 +67,7 @@ _OF_METHODS = (
     "generation_ranks",
 )
 _MISSING_OF_METHODS = (
-    *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation", "teacher"),
+    *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation"),
     *("value", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
 )
 
@@ -94,6 +94,12 @@ KEYS = (
 FRAMEWORK_MISSING = (
     *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
+    Missing(
+        "teacher.model_name",
+        "more",
+        "the teacher's passes run between the steps, and memlab predicts them of Megatron's policies only",
+        is_given,
+    ),
     Missing("distillation.topk_logits_k", "more", "the loss compares with the logits of a teacher", is_given),
     Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
     *(
