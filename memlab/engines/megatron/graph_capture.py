@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
+from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES, multiplies_with_torch
 from memlab.config.model_restrictions import keeps_gradients_in_graph
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.layer_graphs import LayerGraphs, replay_arguments
-from memlab.engines.megatron.retention.transformer_engine_caches import (
-    CUBLAS_WORKSPACE_BYTES,
-    multiplies_with_torch,
-)
 from memlab.meter.labels import used_by_another_stream
 from memlab.upstream.patching import patched
 
