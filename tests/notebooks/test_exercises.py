@@ -524,7 +524,6 @@ EXERCISES = {
     "07_full_size": [
         Exercise(
             solution=layout(tp=2, pp=2, dp=2),
-            also_right=(layout(pp=4, dp=2), layout(pp=8)),
             wrong=(
                 "mine = Layout(TP=2)",
                 'mine = "TP2"',

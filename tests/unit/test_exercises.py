@@ -316,6 +316,11 @@ def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pyt
     with Attempt() as answer:
         answer.record = PLAIN
     assert check(answer).runs_on(1)
+    for mistake in (lambda: MemorySettings(modules=["mlp"]), lambda: None.loss):  # type: ignore[call-arg,attr-defined]
+        with Attempt() as answer:
+            mistake()
+        assert not check(answer).runs_on(1)
+        assert "Error: " in capsys.readouterr().out
     with pytest.raises(KeyError), Attempt():
         raise KeyError("a mistake of another kind")
     assert not check(Attempt()).runs_on(1)
@@ -450,6 +455,16 @@ def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.Captur
     assert missed.startswith("not yet: the spread of the ranks' peaks is ")
     assert missed.endswith("Hint: compare rank(0).peak_by_category and rank(1).peak_by_category of the record.")
     assert none.startswith("not yet: the record is that of one rank, must be that of a job")
+
+
+def test_a_setting_without_effect_is_named_before_any_other_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(Layout(pipeline_model_parallel_size=2))
+    reason = {"offload_modules:moe_act": "all is too small"}
+    without_effect = replace(job, settings=offload("moe_act"), without_effect=reason, offloaded_bytes_by_module={})
+    assert not check(without_effect).ranks_differ_by_less_than(1, "offload more")
+    assert not check(without_effect).peak_below(1, "offload more")
+    for line in capsys.readouterr().out.splitlines():
+        assert line.endswith("Hint: moe_act transferred nothing to the host: all is too small.")
 
 
 def test_an_exercise_gives_a_hint_in_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
