@@ -15,17 +15,21 @@ from typing import Any
 
 from benchmarks.framework_defaults import packages_in
 from memlab.config.architectures import published_architecture
+from memlab.config.training_state import RING_EXCHANGES
 from memlab.jobs.bridge_package import BridgePackage
 from memlab.jobs.entries import Entry
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.bridge_recipes import VERSION, WRITTEN
 from memlab.jobs.frameworks.keys import ABSENT
+from memlab.jobs.frameworks.user_buffers import CONFIG
 from memlab.jobs.python.values import NotFollowedError
 
 _READ = BRIDGE.names() | {"model.sequence_parallel", "tokenizer.tokenizer_type", "tokenizer.tokenizer_model"}
 _READ |= {"tokenizer.vocab_size", "tokenizer.use_tokenizer_vocab_size", "dataset.enable_offline_packing"}
 _READ |= {"dataset.offline_packing_specs.packed_sequence_size", "dataset.packed_sequence_specs.packed_sequence_size"}
 _READ |= {f"comm_overlap.{key}" for key in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")}
+_READ |= {f"comm_overlap.{CONFIG}.{name}.{of}" for name in RING_EXCHANGES for of in ("method", "fp8_buf")}
+_READ |= {f"comm_overlap.{CONFIG}.{name}_dgrad.method" for name in ("qkv", "fc1")}
 
 
 _KEYS = {key.name: key for key in BRIDGE.keys if key.default is not ABSENT}
@@ -52,7 +56,7 @@ def _is_read(one: Entry) -> bool:
     """Whether memlab reads a value that a recipe sets, and it says more than leaving the key out."""
     if one.value in (None, {}) or (one.key not in _READ and not one.key.startswith("peft.")):
         return False
-    if one.key in _MISSING and one.key != "comm_overlap.tp_comm_overlap":  # that there is such a section matters
+    if one.key in _MISSING:
         return _MISSING[one.key].is_on(one.value)
     return one.key not in _KEYS or _KEYS[one.key].conversion.read(one.value) != _KEYS[one.key].default
 

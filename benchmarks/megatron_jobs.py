@@ -829,8 +829,6 @@ def further_adapters(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[J
     yield from of(QWEN, 2, alone, recompute("layernorm", "moe_act"), state=lora(8, *OF_ATTENTION) | BLOCKWISE)
     on_host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     yield from of(QWEN, 2, alone, state=lora(16) | on_host | {"use_precision_aware_optimizer": True})
-    yield from adapters_beside_others(of, alone)
-    yield from of(QWEN, 2, alone, {}, FULL, state=CRITIC | lora(16))
 
 
 def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

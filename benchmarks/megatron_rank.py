@@ -63,6 +63,10 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing")},
     **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
     "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
+    "tp_comm_overlap": "tp_comm_overlap",
+    **{f"tp_comm_overlap_{name}": f"tp_comm_overlap_{name}" for name in ("ag", "rs", "rs_dgrad")},
+    **{f"tp_comm_overlap_disable_{name}": f"tp_comm_overlap_disable_{name}" for name in ("qkv", "fc1")},
+    **{f"tp_comm_bulk_{name}": f"tp_comm_bulk_{name}" for name in ("dgrad", "wgrad")},
 }
 """Options of the training state that are fields of ``TransformerConfig``, and their names there."""
 _COLLECTIVES = (

@@ -23,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
         import_module("memlab.lab.lab")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts tests with the marker ``last`` behind all others."""
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _collections_pass_libraries_over() -> None:
     """A lab collects garbage after each change, and would look through all of torch and Megatron in every test."""

@@ -132,12 +132,11 @@ _MULTIBLOCK = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (
 
 
 def topk(values: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-    """Replaces ``torch.topk`` in the last dimension."""
-    assert dim in (-1, values.dim() - 1), dim
+    """Replaces ``torch.topk``, with the temporary tensors of its kernel."""
     found = torch.topk(values, k, dim, **options)
     temporaries = [
         torch.empty(num_bytes, dtype=torch.uint8, device=values.device)
-        for num_bytes in bytes_of_topk(values.numel() // values.shape[-1], values.shape[-1])
+        for num_bytes in bytes_of_topk(values.numel() // values.shape[dim], values.shape[dim])
     ]
     del temporaries
     return found

@@ -28,6 +28,7 @@ from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import imitated, is_te_min_version, known
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
+from memlab.config.user_buffers import uses_user_buffers
 from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.own_layers import OwnProvider
@@ -92,7 +93,11 @@ def _fill_workspaces(scenario: Scenario) -> None:
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
     has_linears = scenario.state.transformer_impl == "transformer_engine"
     hold_fake_workspaces(
-        cublas=multiplies_with_torch(scenario), linears=has_linears, grouped=grouped, gates_beside=beside
+        cublas=multiplies_with_torch(scenario),
+        linears=has_linears,
+        grouped=grouped,
+        gates_beside=beside,
+        overlapped=uses_user_buffers(scenario),
     )
 
 

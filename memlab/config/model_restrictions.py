@@ -114,7 +114,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
 def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> None:
     for name in ("reference_model", "transformer_impl"):
-        if settings.offload_modules and name in state.changed():
+        if settings.offload_modules and getattr(state, name) != options_of(TrainingState)[name].default:
             raise RuleError(
                 f"offload_modules has {list(settings.offload_modules)} with {name} {getattr(state, name)!r}, which "
                 "memlab does not predict together: leave one of the two out",

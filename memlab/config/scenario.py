@@ -30,6 +30,7 @@ from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears, linears
+from memlab.config.user_buffers import check_user_buffers
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
 
@@ -196,6 +197,7 @@ class Scenario:
                 *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
+        check_user_buffers(self)
 
     @property
     def teacher(self) -> Scenario:
@@ -1074,6 +1076,8 @@ class Scenario:
             reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
         if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
             reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
+        if self.state.tp_comm_overlap and self.layout.tensor_model_parallel_size == 1:
+            reasons["tp_comm_overlap"] = "one tensor parallel rank exchanges nothing"
         shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
         if self.state.attention_dropout and shares_sequences:
             reasons["attention_dropout"] = (

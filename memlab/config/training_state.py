@@ -46,6 +46,8 @@ HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
 """Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax", "topk_logits")
 """Losses that read `logprobs_chunk_size`; of `topk_logits`, the teacher's pass does, and not the student's step."""
+RING_EXCHANGES = ("proj_fprop", "fc2_fprop")
+"""Outputs of row-parallel linears, by Transformer Engine's names of their user buffers."""
 COMPARE_WITH_TEACHER = ("logits_kl", "jsd")
 """Losses that compare the logits with those of the frozen model that `reference_model` names."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -65,6 +67,7 @@ _DROP = {
 _ROUTER = {"group": "Router of experts"}
 _ROUTER_FORWARD = {"group": "", "rebuilds": "nothing", "megatron": "model"}
 _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
+_USER_BUFFERS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "model", "needs": "tp_comm_overlap"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
@@ -317,6 +320,46 @@ class TrainingState:
         engines=("megatron", "fsdp2"),
     )
     """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
+    # Linears read these when they are built (extensions/transformer_engine.py).
+    tp_comm_overlap: bool = option(
+        False,
+        "compute matrix products while tensor parallel ranks exchange their inputs and outputs, in user buffers of "
+        "Transformer Engine outside torch's allocator",
+        group="",
+        rebuilds="model",
+        megatron="model",
+    )
+    """`memlab.config.user_buffers` has the buffers. Only sequence parallelism exchanges what they hold."""
+    tp_comm_overlap_ag: bool = option(
+        True, "gather inputs of forward, and gradients of outputs, in user buffers", **_USER_BUFFERS
+    )
+    tp_comm_overlap_rs: bool = option(True, "sum outputs of forward through user buffers", **_USER_BUFFERS)
+    tp_comm_overlap_rs_dgrad: bool = option(
+        False,
+        "sum gradients of inputs through user buffers while their own product is computed; `tp_comm_bulk_dgrad` and "
+        "`tp_comm_bulk_wgrad` then have no effect",
+        **_USER_BUFFERS,
+    )
+    tp_comm_bulk_dgrad: bool = option(
+        True, "gather inputs for weight gradients in user buffers, beside the input's gradient", **_USER_BUFFERS
+    )
+    tp_comm_bulk_wgrad: bool = option(
+        True, "sum gradients of inputs in user buffers, beside the weight's gradient", **_USER_BUFFERS
+    )
+    tp_comm_overlap_disable_qkv: bool = option(
+        False, "gather the input of queries, keys and values without a user buffer in forward", **_USER_BUFFERS
+    )
+    tp_comm_overlap_disable_fc1: bool = option(
+        False, "gather the input of an MLP without a user buffer in forward", **_USER_BUFFERS
+    )
+    tp_comm_overlap_ring_exchange: tuple[str, ...] = option(
+        (),
+        f"outputs that go from rank to rank while they are summed: some of {', '.join(RING_EXCHANGES)} (default: none, "
+        "they pass in parts)",
+        **(_USER_BUFFERS | {"megatron": ""}),
+        choices=RING_EXCHANGES,
+    )
+    """Those whose ``method`` is ``ring_exchange`` in ``tp_comm_overlap_cfg``. Their user buffers are larger."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
     bias_activation_fusion: bool = option(
         True, "compute the activation of MLPs, SwiGLU, in one kernel, as Megatron-LM does", **_FORWARD
@@ -639,6 +682,15 @@ class TrainingState:
         self._check_fp8()
         self._check_lora()
         self._check_extra_layers()
+        ring = self.tp_comm_overlap_ring_exchange
+        if not isinstance(ring, (tuple, list)) or any(name not in RING_EXCHANGES for name in ring):
+            raise RuleError(
+                f"tp_comm_overlap_ring_exchange is {shortened(ring)}, must be some of {', '.join(RING_EXCHANGES)}: "
+                "leave the others out",
+                "tp_comm_overlap_ring_exchange",
+            )
+        in_order = tuple(name for name in RING_EXCHANGES if name in ring)
+        object.__setattr__(self, "tp_comm_overlap_ring_exchange", in_order)
         if self.moe_router_fusion and self.moe_router_dtype == "fp64":
             raise RuleError(
                 "moe_router_fusion is True with moe_router_dtype 'fp64', must have another type by a rule of "

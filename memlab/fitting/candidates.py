@@ -110,7 +110,8 @@ def smallest_offloaded(settings: MemorySettings, scenario: Scenario) -> int:
 def _recompute_choices(base: MemorySettings, scenario: Scenario, depth: int | None) -> Iterator[dict[str, Any]]:
     own = set(base.recompute_modules or ())
     if base.recompute_granularity != "full":
-        for modules in _supersets(base.recompute_modules, RECOMPUTE_MODULES, depth):
+        absent = scenario.architecture.absent_modules("recompute_modules")
+        for modules in _supersets(base.recompute_modules, _without(absent, RECOMPUTE_MODULES), depth):
             inside = {"moe_act", "shared_experts"} & set(modules) if "moe" in modules else set()
             if inside <= own and ("moe" in own or not inside):
                 yield {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -135,8 +136,13 @@ def _blocks(base: MemorySettings, scenario: Scenario, counts: Iterable[int]) -> 
 
 def _offload_choices(base: MemorySettings, scenario: Scenario, depth: int | None) -> Iterator[dict[str, Any]]:
     size = smallest_offloaded(base, scenario)
-    for modules in _supersets(base.offload_modules, OFFLOAD_MODULES, depth):
+    absent = scenario.architecture.absent_modules("offload_modules")
+    for modules in _supersets(base.offload_modules, _without(absent, OFFLOAD_MODULES), depth):
         yield {"offload_modules": modules, "min_offloaded_tensor_size": size}
+
+
+def _without(absent: set[str], choices: Iterable[str]) -> list[str]:
+    return [name for name in choices if name not in absent]
 
 
 def _supersets(modules: Iterable[str] | None, choices: Iterable[str], depth: int | None) -> Iterator[list[str]]:

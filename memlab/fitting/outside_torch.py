@@ -20,6 +20,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.config.user_buffers import user_buffer_bytes
 from memlab.units import MIB, format_bytes
 
 CONTEXT_BYTES = 700 * MIB
@@ -65,11 +66,13 @@ class OutsideTorch:
     nccl_bytes: int
     uncertain_bytes: int
     """How much more it may be."""
+    user_buffer_bytes: int = 0
+    """Transformer Engine's, with ``tp_comm_overlap``."""
 
     @property
     def total_bytes(self) -> int:
         """The lower end of what torch cannot use."""
-        return self.context_and_libraries_bytes + self.nccl_bytes
+        return self.context_and_libraries_bytes + self.nccl_bytes + self.user_buffer_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -78,9 +81,10 @@ class OutsideTorch:
 
     def __str__(self) -> str:
         context, nccl, most = map(format_bytes, (self.context_and_libraries_bytes, self.nccl_bytes, self.most_bytes))
+        buffers = f", {format_bytes(self.user_buffer_bytes)} for user buffers" if self.user_buffer_bytes else ""
         return (
-            f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries and {nccl} "
-            f"for NCCL, at most {most} in all; NVLink multicast, a network and an inference engine are not in it"
+            f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries{buffers} and "
+            f"{nccl} for NCCL, at most {most} in all; NVLink multicast, a network and an inference engine are not in it"
         )
 
 
@@ -115,6 +119,10 @@ def estimate_outside_torch(
         # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias`, moe_utils.py).
         # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
         rings.append(layout.ranks_of_a_stage)
+    if state is not None and state.tp_comm_overlap and layout.tensor_model_parallel_size > 1:
+        # User buffers are set up over groups of their own, by Megatron's default through NCCL (`initialize_ub` in
+        # ``transformer_engine/pytorch/module/base.py``, 2.16.1): one if all ranks share the matrices. Not measured.
+        rings += {layout.tensor_model_parallel_size, layout.world_size}
     gathers = state is not None and state.moe_token_dispatcher_type == "allgather"
     sends_heads = state is not None and state.cp_comm_type == "a2a"
     pairs, sends = _pairs(layout, exchanges=not gathers, sends_heads=sends_heads)
@@ -139,7 +147,8 @@ def estimate_outside_torch(
 def outside_torch_of(job: Scenario) -> OutsideTorch:
     """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is."""
     if job.engine == "megatron":
-        return estimate_outside_torch(job.layout, job.architecture, job.state)
+        estimated = estimate_outside_torch(job.layout, job.architecture, job.state)
+        return replace(estimated, user_buffer_bytes=user_buffer_bytes(job))
     num_groups = _num_groups_of_fsdp2(job)
     is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
     return OutsideTorch(

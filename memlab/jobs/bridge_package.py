@@ -21,6 +21,7 @@ from memlab.jobs.entries import Entries, Line, NoJobError
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.keys import ABSENT
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE
+from memlab.jobs.frameworks.user_buffers import defaults_of_class
 from memlab.jobs.python.follower import Follower
 from memlab.jobs.python.package import Package
 from memlab.jobs.python.values import UNKNOWN, Class, External, Function, NotFollowedError, Section, Unknown
@@ -228,6 +229,9 @@ def _entries(key: str, value: Any, line: Line | None) -> Iterator[tuple[str, Any
                 yield key, UNKNOWN_TEXT, line
             if key == "peft":
                 yield "peft._target_", value.of or UNKNOWN_TEXT, line
+            of_class = defaults_of_class((value.of or "").rpartition(".")[2])
+            for name in of_class.keys() - value.all_set().keys():
+                yield f"{key}.{name}", of_class[name], line
             yield from _flat(value, f"{key}.", line)
         case dict():
             for name, one in value.items():

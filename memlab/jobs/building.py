@@ -21,6 +21,7 @@ from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import CONVERSIONS, Effect, Missing, refusal
+from memlab.jobs.frameworks.user_buffers import complete_user_buffers
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(options_of(TrainingState))
@@ -202,6 +203,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         ValueError: If memlab refuses a value.
     """
     _drop_extra_layers(reading)
+    complete_user_buffers(reading, architecture)
     layout = layout_of(reading, architecture)
     values = reading.values
     num_layers = values.get("num_layers") or architecture.num_layers

@@ -36,6 +36,8 @@ class Labels:
         self.recomputing = False
         self.fused_depth = 0
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
+        self.user_buffer_depth = 0
+        """Above 0 while new storages are parts of Transformer Engine's user buffers, outside torch's allocator."""
         self.host_depth = 0
         """Above 0 while new storages are host memory."""
         self.pinned_depth = 0
@@ -252,6 +254,26 @@ def one_kernel() -> Iterator[None]:
         labels.fused_depth -= 1
         if labels.fused_depth == 0 and labels.on_kernel_end is not None:
             labels.on_kernel_end()
+
+
+@contextmanager
+def in_user_buffer(active: bool = True) -> Iterator[None]:
+    """Runs the block with its new storages in user buffers of Transformer Engine, which torch does not allocate.
+
+    The meter counts them in the ``on_chip`` pool, however long they live.
+
+    Args:
+        active: Whether they are; otherwise they are on the device as usual.
+    """
+    labels = _active()
+    if labels is None or not active:
+        yield
+        return
+    labels.user_buffer_depth += 1
+    try:
+        yield
+    finally:
+        labels.user_buffer_depth -= 1
 
 
 @contextmanager

@@ -193,7 +193,10 @@ def _is_opaque_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a program's own class has a storage without memory, and does not say what its parts are."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":  # of a fake tensor, whose address torch 2.11 gives with a warning
+        return True
     try:
-        return not tensor.untyped_storage().data_ptr()
+        return not storage.data_ptr()
     except RuntimeError:  # torch's answer for such a storage
         return True

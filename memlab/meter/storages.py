@@ -132,7 +132,7 @@ class Storages:
     def _pool_of_new(self, arguments: Any) -> int:
         if self._labels.host_depth:
             return _HOST
-        if self._labels.fused_depth:
+        if self._labels.fused_depth or self._labels.user_buffer_depth:
             return _ON_CHIP
         pool = _DEVICE  # without inputs
         for tensor in tensors_in(arguments):
@@ -164,7 +164,7 @@ class Storages:
         self.follow(storage, allocation)
         if pool == _HOST:
             storage.memlab_on_host = True  # `Tensor.is_cuda` is read of results, too
-        if pool == _ON_CHIP:
+        if pool == _ON_CHIP and not labels.user_buffer_depth:
             self._in_kernel.append(allocation)
         self.log.note(allocation.num_bytes, allocation)
 

@@ -929,8 +929,6 @@ INSTEAD: dict[str, dict[str, Any]] = {"09_ranks": {"Lab": PredictedJob, "Ranks":
 """What a lab imports, and gets in this form instead."""
 ONLY_STEPS = {"02_recompute", "05_moe_checkpoint_retention", "08_training_state", "01_one_layer"}
 """Labs whose answers and cells do nothing but steps, without a pass of another kind: they get a `LabOfAnswers`."""
-LONG = set(EXERCISES) - {"01_one_layer", "04_parameters_gradients_optimizer", "10_weight_sync"}
-"""Labs whose answers take ten seconds and more."""
 
 pytestmark = pytest.mark.notebook
 
@@ -1021,13 +1019,10 @@ def test_every_exercise_has_a_solution_and_wrong_answers_here() -> None:
 @pytest.mark.parametrize(
     ("lab", "every", "parameters", "shortened"),
     [
-        *(
-            pytest.param(lab, every, {}, False, id=lab, marks=[pytest.mark.slow] if lab in LONG else [])
-            for lab, every in EXERCISES.items()
-        ),
+        *(pytest.param(lab, every, {}, False, id=lab, marks=pytest.mark.slow) for lab, every in EXERCISES.items()),
         *(
             pytest.param(lab, EXERCISES[lab], {}, True, id=f"{lab}-one wrong answer each")
-            for lab in ("02_recompute", "03_activation_offload", "05_moe_checkpoint_retention")
+            for lab in ("01_one_layer", "02_recompute", "04_parameters_gradients_optimizer", "10_weight_sync")
         ),
         *(
             pytest.param(lab, every, {"architecture": "phi-4-tiny"}, False, id=f"{lab}-dense", marks=pytest.mark.slow)

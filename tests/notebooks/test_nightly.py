@@ -151,6 +151,7 @@ def test_a_run_with_a_failed_case_makes_no_baseline(night: Night) -> None:
     assert main(["baseline", "update", str(suite)]) == 2
 
 
+@pytest.mark.slow
 def test_two_nightlies_at_once_keep_both_runs(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, ONE)
     # Before nbformat, whose imports take a second less after it.
@@ -251,6 +252,7 @@ def small_disk(tmp_path: Path) -> list[str]:
     return prefix
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_a_case_fails_the_case_and_keeps_the_run(tmp_path: Path, small_disk: list[str]) -> None:
     suite = write_suite(tmp_path, ONE.replace("}", ", parameters: {name: filling}}"))
     command = memlab("nightly", suite, "--allow-missing", "--out", tmp_path / "disk")

@@ -219,7 +219,12 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
     ("sources", "record", "message"),
     [
         (["1 / 0"], "", "failed in cell 3 of 4 (Part 1): ZeroDivisionError: division by zero"),
-        (["import sys\nsys.exit(0)", "2"], "", "failed before cell 4 of 5: the kernel exited early"),
+        pytest.param(
+            ["import sys\nsys.exit(0)", "2"],
+            "",
+            "failed before cell 4 of 5: the kernel exited early",
+            marks=pytest.mark.slow,  # test_nightly.py has such a case too
+        ),
         (["RECORD"], "", "finish must be called once"),
         (
             ["import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"],

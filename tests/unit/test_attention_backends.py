@@ -90,7 +90,7 @@ def test_the_fused_rotation_is_megatron_s_also_of_some_channels(rotated_channels
 
 
 @pytest.mark.parametrize("state", [UNFUSED, FLASH, FUSED_ROPE])
-@pytest.mark.parametrize("architecture", ["qwen3-moe-tiny", "phi-4-tiny"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen3-moe-tiny", marks=pytest.mark.slow), "phi-4-tiny"])
 def test_a_step_has_the_default_s_loss_and_a_simulated_one_its_bytes(
     architecture: str, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

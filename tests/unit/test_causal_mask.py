@@ -93,7 +93,12 @@ def test_checkpoints_keep_the_masks_of_all_passes_in_flight(settings: MemorySett
 
 @pytest.mark.parametrize("settings", [FULL, recompute("core_attn")], ids=["layers", "attention"])
 @pytest.mark.parametrize(
-    ("state", "num_stages"), [(MASK, 2), (OF_LOADER, 1), pytest.param(OF_LOADER, 2, marks=pytest.mark.slow)]
+    ("state", "num_stages"),
+    [
+        (MASK, 2),
+        pytest.param(OF_LOADER, 1, marks=pytest.mark.slow),
+        pytest.param(OF_LOADER, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_replay_has_the_events_of_stepped_layers(
     settings: MemorySettings, state: TrainingState, num_stages: int

@@ -77,7 +77,7 @@ def _name(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash", "unfused"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("flash", marks=pytest.mark.slow), "unfused"])
 def test_settings_change_neither_loss_nor_gradients_under_dropout(backend: str, open_lab: Callable[..., Any]) -> None:
     state = replace(DROPS, attention_backend=backend)
     lab = open_lab("gpt-tiny", seq_length=TOKENS, state=state)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -44,6 +45,8 @@ class Job:
     architecture: Architecture = QWEN
     state: TrainingState = field(default_factory=TrainingState)
     packed_sequences: int | None = None
+    is_rare: bool = False
+    """Whether the nightly run alone takes it: the other jobs have its rules one by one."""
 
     @property
     def num_layers(self) -> int:
@@ -270,7 +273,7 @@ OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
     # More tensor parallel ranks than query groups: each has a part of a group's key and value.
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, OF_MOE[1]), replace(QWEN, **ONE_GROUP)),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, OF_MOE[1]), replace(QWEN, **ONE_GROUP), is_rare=True),
     Job(
         {"tensor_model_parallel_size": 2},
         (PLAIN, OF_DENSE[2]),
@@ -287,10 +290,16 @@ TWO = [
     # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE[:2])),
     Job({"context_parallel_size": 2}, (PLAIN, recompute("mla_up_proj")), LATENT),
-    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), LATENT, packed_sequences=4),
+    Job(
+        {"context_parallel_size": 2},
+        (PLAIN, offload("expert_fc1", "core_attn")),
+        LATENT,
+        packed_sequences=4,
+        is_rare=True,
+    ),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, (PLAIN, FULL), state=EXTRA),
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA),
-    Job({"context_parallel_size": 2}, state=EXTRA),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), state=EXTRA, is_rare=True),
+    Job({"context_parallel_size": 2}, state=EXTRA, is_rare=True),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
@@ -298,14 +307,14 @@ TWO = [
         state=TrainingState(apply_rope_fusion=True, gradient_accumulation_fusion=True, bias_activation_fusion=False),
         packed_sequences=2,
     ),
-    Job({"data_parallel_size": 2}, (PLAIN, AWAY), architecture=PHI),
+    Job({"data_parallel_size": 2}, (PLAIN, AWAY), architecture=PHI, is_rare=True),
     Job(
         {"data_parallel_size": 2},
         (PLAIN, FULL, AWAY),
         state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
     ),
     Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(lora=OF_ALL_LINEARS)),
-    Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_TWO_GROUPS, TrainingState(lora=OF_PARTS)),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_TWO_GROUPS, TrainingState(lora=OF_PARTS), is_rare=True),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN,), state=TrainingState(lora=OF_EACH_EXPERT)),
     Job({"tensor_model_parallel_size": 2}, (PLAIN, FULL), OF_FOUR_HEADS, TrainingState(lora=OF_MS_SWIFT)),
     Job(
@@ -313,9 +322,10 @@ TWO = [
         (PLAIN,),
         OF_FOUR_HEADS,
         TrainingState(lora=OF_MS_SWIFT),
+        is_rare=True,
     ),
     Job({"tensor_model_parallel_size": 2, "sequence_parallel": False}, (PLAIN, FULL, OF_DENSE[2]), GPT),
-    Job({"tensor_model_parallel_size": 2}, architecture=GPT),
+    Job({"tensor_model_parallel_size": 2}, architecture=GPT, is_rare=True),
     Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(num_labels=3)),
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
     Job(
@@ -324,7 +334,10 @@ TWO = [
     ),
 ]
 FOUR = [
-    Job({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    Job(
+        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        is_rare=True,
+    ),
     Job(
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2},
         (PLAIN, FULL),
@@ -334,18 +347,23 @@ FOUR = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[OfRank]]]:
-    """What each rank did, by number of ranks, rank and job: as many processes, started once."""
+def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], list[OfRank]]:
+    """What each rank did in a job. All jobs of as many ranks that are as rare share their processes."""
 
-    def run(folder: Path) -> dict[int, list[list[OfRank]]]:
-        found = {}
-        for ranks, jobs in ((2, TWO), (4, FOUR)):
-            of_ranks = folder / str(ranks)
-            of_ranks.mkdir()
-            found[ranks] = on_processes(ranks, take_steps, jobs, folder=of_ranks)
-        return found
+    @cache
+    def take(ranks: int, is_rare: bool) -> tuple[list[Job], list[list[OfRank]]]:
+        jobs = [job for job in (TWO if ranks == 2 else FOUR) if job.is_rare == is_rare]
+        return jobs, once_a_run(
+            tmp_path_factory,
+            f"{ranks} ranks{', rare' * is_rare}",
+            lambda folder: on_processes(ranks, take_steps, jobs, folder=folder),
+        )
 
-    return once_a_run(tmp_path_factory, "ranks", run)
+    def of(job: Job) -> list[OfRank]:
+        jobs, found = take(Layout(**job.sizes).world_size, job.is_rare)
+        return [of_rank[jobs.index(job)] for of_rank in found]
+
+    return of
 
 
 def name_of(job: Job) -> str:
@@ -354,16 +372,19 @@ def name_of(job: Job) -> str:
     return f"{job.architecture.name}-{groups} groups-{Layout(**job.sizes)}{packed}-{job.state}"
 
 
-@pytest.fixture(params=[*TWO, *FOUR], ids=name_of)
+@pytest.fixture(
+    params=[
+        pytest.param(job, id=name_of(job), marks=[pytest.mark.slow] if job.is_rare else []) for job in (*TWO, *FOUR)
+    ]
+)
 def job(request: pytest.FixtureRequest) -> Job:
     found: Job = request.param
     return found
 
 
 @pytest.fixture
-def live(results: dict[int, list[list[OfRank]]], job: Job) -> list[OfRank]:
-    jobs = TWO if job in TWO else FOUR
-    return [of_rank[jobs.index(job)] for of_rank in results[Layout(**job.sizes).world_size]]
+def live(ranks_of: Callable[[Job], list[OfRank]], job: Job) -> list[OfRank]:
+    return ranks_of(job)
 
 
 def test_every_rank_s_bytes_are_those_predicted_for_it(job: Job, live: list[OfRank]) -> None:

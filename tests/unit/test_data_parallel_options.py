@@ -55,7 +55,12 @@ def communication(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "fp32"}, {"expert_buffers": True}, {"backend": "simulated", "layout": TWO_COPIES}],
+    [
+        {},
+        pytest.param({"dtype": "fp32"}, marks=pytest.mark.slow),
+        pytest.param({"expert_buffers": True}, marks=pytest.mark.slow),
+        {"backend": "simulated", "layout": TWO_COPIES},
+    ],
     ids=str,
 )
 def test_without_the_distributed_optimizer_every_byte_is_found_and_can_leave(options: dict[str, Any]) -> None:
@@ -134,7 +139,13 @@ def test_overlap_moves_communication_into_backward_and_the_next_forward(
 
 @pytest.mark.parametrize(
     "settings",
-    [FULL, recompute("moe"), recompute("layernorm", "moe_act", "core_attn"), offload("moe_act"), ALL_AWAY],
+    [
+        FULL,
+        pytest.param(recompute("moe"), marks=pytest.mark.slow),
+        pytest.param(recompute("layernorm", "moe_act", "core_attn"), marks=pytest.mark.slow),
+        offload("moe_act"),
+        ALL_AWAY,
+    ],
     ids=str,
 )
 def test_settings_change_in_place_under_overlap(settings: MemorySettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -452,7 +452,7 @@ def test_a_prediction_is_drawn_phase_by_phase_unless_another_axis_is_chosen() ->
 
 def test_the_peak_of_a_sparse_timeline_has_its_label_on_the_time_axis() -> None:
     dice = random.Random("sparse")
-    for _ in range(300):
+    for _ in range(40):
         step = TimelineBuilder(phase="forward")
         for num_bytes in (MIB, MIB, 3 * MIB, -2 * MIB):
             step.event(num_bytes, "activations", after=dice.uniform(0.001, 3))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
+rarely = partial(pytest.param, marks=pytest.mark.slow)
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SIZES: dict[str, Any] = {"num_layers": 3, "seq_length": 64, "dtype": "fp32", "engine": "fsdp2"}
 
@@ -116,7 +118,8 @@ class TestLive:
     ("architecture", "options", "state"),
     [
         ("qwen3-dense-tiny", {"dtype": "bf16"}, {"grad_reduce_in_bf16": True, "reshard_after_forward": "none"}),
-        ("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
+        # Each with another rule: those with the mark repeat one of the others beside an option that changes no tensor.
+        rarely("qwen2.5-tiny", {"dtype": "bf16", "num_microbatches": 2}, {"defer_fsdp_grad_sync": True}),
         ("llama-3-tiny", {"num_layers": 2, "num_microbatches": 2}, {"fsdp_cpu_offload": True}),
         ("llama-3-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, dropout=0.1)}),
         (
@@ -124,8 +127,10 @@ class TestLive:
             {"dtype": "bf16", "num_layers": 1},
             {"adam_implementation": "te_fused", "master_weights": True, "store_param_remainders": True},
         ),
-        ("qwen3-dense-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, fsdp2_library="automodel")}),
-        (
+        rarely(
+            "qwen3-dense-tiny", {"dtype": "bf16", "num_layers": 2}, {"lora": LoRA(rank=8, fsdp2_library="automodel")}
+        ),
+        rarely(
             "phi-4-tiny",
             {"dtype": "bf16", "micro_batch_size": 2},
             {"adam_implementation": "fused", "fsdp2_backward_prefetch_depth": 2},
@@ -297,7 +302,10 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
         ),
         "model=llama-3.1-8b num_layers=8 adam_implementation=for_loop",
         "model=llama-3.1-8b num_layers=4 num_ranks=2 fp32",
-        "model=qwen3-8b num_layers=8 seq_length=4096 num_ranks=2 checkpointing tensor_model_parallel_size=2",
+        pytest.param(
+            "model=qwen3-8b num_layers=8 seq_length=4096 num_ranks=2 checkpointing tensor_model_parallel_size=2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("model=llama-3.1-8b num_layers=8 seq_length=4096 num_ranks=2 lora_rank=8", marks=pytest.mark.slow),
     ],
 )

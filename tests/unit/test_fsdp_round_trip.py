@@ -20,7 +20,7 @@ from memlab.config.transformers_linears import adapted_linears
 from memlab.jobs.frameworks.registry import FRAMEWORKS, writer_of
 from memlab.jobs.job import Job
 from memlab.jobs.writing import GPU_DECIDES, Written, written
-from tests.unit.test_job_round_trip import FILES, edited, in_effect, read_lines
+from tests.unit.test_job_round_trip import FILES, edited, in_effect, of_few_and_many_jobs, read_lines
 
 OF_FSDP = [name for name in FRAMEWORKS if writer_of(name, "fsdp2").engine == "fsdp2"]
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -151,10 +151,11 @@ def _values(part: Scenario | MemorySettings) -> dict[str, Any]:
     return own | layout | part.state.options() | {"versions": None}
 
 
+@of_few_and_many_jobs
 @pytest.mark.parametrize("name", OF_FSDP)
-def test_what_is_written_for_fsdp_is_read_again_or_named(name: str, tmp_path: Path) -> None:
+def test_what_is_written_for_fsdp_is_read_again_or_named(name: str, share: int, tmp_path: Path) -> None:
     dice, of_fields = random.Random(f"FSDP {name}"), set[str]()
-    for number in range(150):
+    for number in range(40 * share):
         scenario, settings = random_job(dice)
         said = written(name, scenario, settings)
         job = read_again(name, said, scenario, tmp_path / str(number))
@@ -175,10 +176,11 @@ def test_what_is_written_for_fsdp_is_read_again_or_named(name: str, tmp_path: Pa
     assert len(of_fields) > 15, "and much of it is written"
 
 
+@of_few_and_many_jobs
 @pytest.mark.parametrize("name", OF_FSDP)
-def test_what_is_to_be_changed_makes_a_job_of_fsdp_the_other_one(name: str, tmp_path: Path) -> None:
+def test_what_is_to_be_changed_makes_a_job_of_fsdp_the_other_one(name: str, share: int, tmp_path: Path) -> None:
     dice, num_changed = random.Random(f"changes of FSDP {name}"), 0
-    for number in range(60):
+    for number in range(15 * share):
         folder = tmp_path / str(number)
         sources = [
             read_again(name, written(name, *job), job[0], folder) for job in (random_job(dice), random_job(dice))
@@ -200,7 +202,7 @@ def test_what_is_to_be_changed_makes_a_job_of_fsdp_the_other_one(name: str, tmp_
         silent = differing((after, settings), (job.scenario, job.required()[1])).keys() - changes.unsaid.keys()
         assert silent <= {"num_microbatches"}, (silent, changes, lines)
         num_changed += 1
-    assert num_changed > 20
+    assert num_changed > 5 * share
 
 
 @pytest.mark.parametrize("name", OF_FSDP)

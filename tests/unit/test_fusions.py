@@ -30,7 +30,9 @@ OF_KIND = {
 }
 
 
-@pytest.mark.parametrize("name", OF_KIND)
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe-tiny", pytest.param("phi-4-tiny", marks=pytest.mark.slow), "qwen3-dense-tiny"]
+)
 def test_every_setting_has_the_numbers_of_the_plain_state_and_the_predicted_bytes(name: str) -> None:
     settings = [MemorySettings(), FULL, *OF_KIND[name]]
     with Lab(name, backend="cpu", **SMALL) as lab:

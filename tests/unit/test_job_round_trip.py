@@ -29,6 +29,8 @@ PACKING = ("verl", "nemo-rl", "skyrl", "slime")
 """A budget of tokens makes rows of any number of equally long sequences."""
 FILES = {"nemo-rl": "config.yaml", "bridge": "run_config.yaml", "automodel": "recipe.yaml"}
 OF_MEGATRON = [name for name, framework in FRAMEWORKS.items() if framework.engine == "megatron"]
+of_few_and_many_jobs = pytest.mark.parametrize("share", [1, pytest.param(4, marks=pytest.mark.slow)], ids=["", "many"])
+"""The first of the drawn jobs, or four times as many: what they find beyond the first is new only where keys are."""
 LAUNCHERS = {
     "megatron-lm": "torchrun --nproc-per-node {ranks} pretrain_gpt.py \\\n",
     "slime": "python3 train.py \\\n",
@@ -283,10 +285,11 @@ def read_lines(name: str, lines: list[str], ranks: int, path: Path) -> Job:
     )
 
 
+@of_few_and_many_jobs
 @pytest.mark.parametrize("name", OF_MEGATRON)
-def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) -> None:
+def test_reading_what_was_written_gives_the_same_job(name: str, share: int, tmp_path: Path) -> None:
     dice = random.Random(f"jobs {name}")
-    for number in range(60):
+    for number in range(15 * share):
         try:
             drawn, settings = random_job(dice)
             scenario, settings = without_what_is_unsaid(name, drawn, settings)
@@ -408,11 +411,12 @@ def test_megatron_bridge_s_config_holds_the_function_of_an_activation(tmp_path: 
     )
 
 
+@of_few_and_many_jobs
 @pytest.mark.parametrize("name", OF_MEGATRON)
-def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Path) -> None:
+def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, share: int, tmp_path: Path) -> None:
     dice = random.Random(f"changes {name}")
     num_changed = 0
-    for number in range(150):
+    for number in range(40 * share):
         folder = tmp_path / str(number)
         try:
             (before, own), (after, settings) = random_job(dice), random_job(dice)
@@ -437,7 +441,7 @@ def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Pa
         assert (str(read), f"{job.settings}") == tuple(map(str, wanted)), (lines, changes)
         assert (read, job.settings) == wanted, (lines, changes)
         num_changed += 1
-    assert num_changed > 20
+    assert num_changed > 5 * share
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

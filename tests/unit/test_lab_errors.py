@@ -28,7 +28,7 @@ SETTINGS = {
     "activation offload": offload("core_attn", "attn_proj", "expert_fc1"),
     "groups on the host": MemorySettings(offload_parameters=True, offload_optimizer=True),
 }
-RARELY = ("full recompute", "groups on the host")
+RARELY = ("plain", "full recompute", "groups on the host")
 PLACES = ("forward", "last layer", "backward", "optimizer")
 
 

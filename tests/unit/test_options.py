@@ -101,6 +101,7 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
     }
     reasons = unread(TrainingState, TrainingState(optimizer_cpu_offload=True, fp8_format="e4m3").options())
     of_adapters = [name for name in options_of(TrainingState) if name.startswith("lora_") and name != "lora_rank"]
+    of_overlap = [name for name in options_of(TrainingState) if name.startswith("tp_comm_") and name[8:] != "overlap"]
     assert reasons == {
         "cross_entropy_fusion_impl": "only cross_entropy_loss_fusion reads it",
         **dict.fromkeys(
@@ -113,6 +114,7 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
         "reuse_grad_buf_for_mxfp8_param_ag": "only fp8_param_gather reads it",
         "overlap_param_gather_with_optimizer_step": "only overlap_param_gather reads it",
         "teacher_model": "only reference_model 'copy' reads it",
+        **dict.fromkeys(of_overlap, "only tp_comm_overlap reads it"),
     }
 
 

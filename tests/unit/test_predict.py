@@ -369,6 +369,7 @@ def test_a_measured_step_is_not_said_to_be_predicted(backend: str, place: str) -
     assert (fit.verdict, fit.basis) == ("fits", f"a step that was measured on {place}")
 
 
+@pytest.mark.slow
 def test_what_fits_in_a_warm_lab_fits_in_a_fresh_one() -> None:
     job: dict[str, Any] = {"num_layers": 2, "seq_length": 4096, "backend": "simulated"}
     with Lab("qwen3-moe-tiny", **job) as warm:

@@ -162,7 +162,8 @@ def offload_names() -> tuple[str, ...]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_pruned_is_not_on_the_front_of_a_job_whose_ranks_save_by_different_modules(seed: int) -> None:
     scenarios = [
-        Scenario.of("qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=2, rank=rank)) for rank in (0, 1)
+        Scenario.of("qwen3-30b-a3b", num_layers=12, layout=Layout(pipeline_model_parallel_size=2, rank=rank))
+        for rank in (0, 1)
     ]
     steps = [machine(10 * seed + rank, scenario) for rank, scenario in enumerate(scenarios)]
 
@@ -184,7 +185,7 @@ def test_what_is_pruned_is_not_on_the_front_of_a_job_whose_ranks_save_by_differe
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_pruned_is_not_on_the_front(seed: int) -> None:
-    scenario = Scenario.of(architecture="qwen3-30b-a3b")
+    scenario = Scenario.of(architecture="qwen3-30b-a3b", num_layers=6)
     step = machine(seed, scenario)
     found = search(PLAIN, [scenario], predicting(step, 59 * GIB), 59 * GIB)
     wanted = candidates(PLAIN, scenario)

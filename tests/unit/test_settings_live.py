@@ -45,7 +45,7 @@ PAIRS = MemorySettings(recompute_granularity="full", recompute_method="uniform",
         pytest.param({"dtype": "fp32", "num_layers": 2, "num_microbatches": 2}, id="fp32"),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3-moe-tiny", pytest.param("phi-4-tiny", marks=pytest.mark.slow)])
 def test_loss_and_every_gradient_are_bit_identical_under_every_setting(
     family: str, model: dict[str, Any], open_lab: Callable[..., Any]
 ) -> None:

@@ -55,7 +55,9 @@ def small_lab() -> Lab:
     return Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case", [CASES["experts"], pytest.param(CASES["stage"], marks=pytest.mark.slow)], ids=["experts", "stage"]
+)
 def test_a_step_after_others_is_that_of_a_new_lab(case: Case) -> None:
     number = 0
     for alone, after_others in take_anew(case):

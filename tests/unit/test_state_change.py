@@ -95,7 +95,9 @@ def test_every_field_says_what_it_rebuilds() -> None:
 ON_CPU = [FUSED_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER, NOT_DISTRIBUTED]
 
 
-@pytest.mark.parametrize(("backend", "states"), [("cpu", ON_CPU), ("simulated", [*ON_CPU, FP8])])
+@pytest.mark.parametrize(
+    ("backend", "states"), [pytest.param("cpu", ON_CPU, marks=pytest.mark.slow), ("simulated", [*ON_CPU, FP8])]
+)
 def test_a_changed_state_equals_a_fresh_lab_s_to_the_byte(backend: str, states: list[TrainingState]) -> None:
     fresh = {}
     for state in states:
@@ -197,7 +199,7 @@ def _fail_in(module: torch.nn.Module, lab: Lab, settings: MemorySettings) -> Non
         handle.remove()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rebuilt_lab_equals_a_new_one_whatever_was_done_before(seed: int) -> None:
     rng = random.Random(seed)
     states = (PLAIN, BF16_GRADIENTS, CPU_OPTIMIZER, FP8, TrainingState(overlap_grad_reduce=True))

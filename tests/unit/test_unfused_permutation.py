@@ -57,7 +57,9 @@ def id_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=4, target_modules=("linear_fc1", "linear_fc2"))])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param(LoRA(rank=4, target_modules=("linear_fc1", "linear_fc2")), marks=pytest.mark.slow)]
+)
 def test_every_setting_has_the_loss_of_the_fused_kernel_and_the_predicted_bytes(lora: LoRA | None) -> None:
     settings = [MemorySettings(), FULL, recompute("moe_act")]
     settings += [] if lora else [recompute("moe"), offload("expert_fc1", "moe_act")]

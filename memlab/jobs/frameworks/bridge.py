@@ -59,10 +59,12 @@ from memlab.jobs.frameworks.megatron_keys import (
     OPTIMIZER,
     SIZES,
     TRANSFORMER,
+    USER_BUFFERS,
     fields_of,
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, common, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import copies, pack
+from memlab.jobs.frameworks.user_buffers import METHODS_NOT_WRITTEN, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -94,6 +96,8 @@ KEYS = (
     Key("nproc_per_node", "ranks_per_node", COUNT, None),
     *under("model", (*SIZES, CHUNKS, *TRANSFORMER), cross_entropy_loss_fusion=True, **PROVIDER_DEFAULTS),
     *under("model", (*ARCHITECTURE, *LAYERS)),
+    *under("model", USER_BUFFERS),
+    Key("comm_overlap.tp_comm_overlap", OPTION, SWITCH),
     Key("model.add_bias_linear", "add_bias_linear", SWITCH),
     Key("model.activation_func", "quick_geglu", Conversion(_is_quick_gelu, _quick_gelu)),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
@@ -138,7 +142,7 @@ _PRECISIONS = (
     "fp8_amax_history_len", "fp4_param_gather",
 )  # fmt: skip
 _OVERLAPS = (
-    "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
+    "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
 )  # fmt: skip
 _OTHER_MODELS = (
@@ -192,7 +196,8 @@ FRAMEWORK_MISSING = (
     *_DISTILLATION,
     *_OF_THE_COMMAND,
     *missing_under(
-        "model", (_of_bridge(row) for row in (*MISSING, *PROVIDER_MISSING) if row.name != "add_bias_linear")
+        "model",
+        (_of_bridge(row) for row in (*MISSING, *PROVIDER_MISSING) if row.name not in ("add_bias_linear", OPTION)),
     ),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
@@ -460,11 +465,13 @@ def _complete_overlap(reading: Reading) -> None:
             continue
         if is_whole or (is_set and key.name in own and reading.values.get("use_distributed_optimizer")):
             reading.take(f"comm_overlap.{key.name}", key.field, own[key.name] if value is None else value)
-    layout = (reading.values.get("tensor_model_parallel_size") or 1, reading.get("model.sequence_parallel"))
-    if layout[0] < 2 or not layout[1]:
-        for one in [one for one in reading.not_modelled if one.key == "comm_overlap.tp_comm_overlap"]:
-            reading.not_modelled.remove(one)
-            reading.without_effect[one.key] = "Megatron-Bridge switches it off without sequence parallelism"
+    if isinstance(given.get(f"comm_overlap.{OPTION}"), bool):  # whatever the model's section says
+        reading.values[OPTION] = given[f"comm_overlap.{OPTION}"]
+    tensor, name = reading.values.get("tensor_model_parallel_size") or 1, f"comm_overlap.{OPTION}"
+    if reading.values.get(OPTION) and given.get(name) and (tensor < 2 or not reading.get("model.sequence_parallel")):
+        reading.values[OPTION] = False
+        reading.taken = [one for one in reading.taken if one.field != OPTION]
+        reading.without_effect[name] = "Megatron-Bridge switches it off without sequence parallelism"
 
 
 _RECIPES: dict[str, dict[str, Any]] = {
@@ -558,12 +565,15 @@ BRIDGE = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=keys_without_effect("bridge")
-    | keys_without_effect("bridge_dataset", "dataset")
-    | keys_without_effect("bridge_provider", "model")
-    | keys_without_effect("megatron_core_model", "model")
-    | keys_without_effect("megatron_core_ddp", "ddp")
-    | keys_without_effect("megatron_core_optimizer", "optimizer"),
+    without_effect=(
+        keys_without_effect("bridge")
+        | keys_without_effect("bridge_dataset", "dataset")
+        | keys_without_effect("bridge_provider", "model")
+        | keys_without_effect("megatron_core_model", "model")
+        | keys_without_effect("megatron_core_ddp", "ddp")
+        | keys_without_effect("megatron_core_optimizer", "optimizer")
+    )
+    - {key.name for key in KEYS},
     complete=complete,
     complete_of_model=complete_trained_provider,
     compose=compose,
@@ -571,7 +581,8 @@ BRIDGE = Framework(
     writes_sizes=True,
     without_own_key=frozenset(("dtype",)),
     cannot_write=OF_BRIDGE
-    | OF_OTHER_FRAMEWORKS
+    | {name: reason for name, reason in OF_OTHER_FRAMEWORKS.items() if name not in NOT_WRITTEN}
+    | METHODS_NOT_WRITTEN
     | {
         "freeze_moe_router": "no key freezes routers: freeze their weights in a pre-wrap hook",
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",

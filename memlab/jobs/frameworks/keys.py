@@ -68,6 +68,11 @@ def is_given(value: Any) -> bool:
     return value not in (None, False, 0, "", [], (), {})
 
 
+def other_than(*values: Any) -> Callable[[Any], bool]:
+    """Returns whether a value is given and is none of these."""
+    return lambda value: value is not None and value not in values
+
+
 def _read_whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)

@@ -41,6 +41,7 @@ from memlab.jobs.frameworks.keys import (
     exchange_of,
     is_false,
     is_given,
+    other_than,
 )
 from memlab.jobs.layer_pattern import layer_pattern
 
@@ -100,8 +101,12 @@ _CONVERSIONS = {
     "moe_expert_capacity_factor": CAPACITY,
     "mtp_num_layers": EXTRA_LAYERS,
 }
+USER_BUFFERS = tuple(key for key in _STATE if key.field.startswith("tp_comm_"))
+"""What Megatron-LM and Megatron-Bridge read, whose start makes the buffers; memlab does not know whether others do."""
 COMPUTE = tuple(
-    replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion)) for key in _STATE if key not in PIPELINE
+    replace(key, conversion=_CONVERSIONS.get(key.field, key.conversion))
+    for key in _STATE
+    if key not in (*PIPELINE, *USER_BUFFERS)
 )
 FUSIONS = tuple(key for key in COMPUTE if key.field in ("gradient_accumulation_fusion", "bias_activation_fusion"))
 EXTRA = tuple(key for key in COMPUTE if key.field == "mtp_num_layers")
@@ -187,7 +192,7 @@ def said_of_layers(architecture: Architecture) -> dict[str, Any]:
 
 
 MISSING = (
-    Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
+    Missing("normalization", "either", "memlab has RMSNorm only", other_than("RMSNorm"), True),
     Missing("add_bias_linear", "more", "memlab's linears have no biases", blocks=True),
     Missing("gated_linear_unit", "either", "memlab's MLPs are gated", is_false, blocks=True),
     Missing("experimental_attention_variant", "either", "another kind of attention is another model", blocks=True),
@@ -203,20 +208,14 @@ MISSING = (
         "memlab's MLPs use SiLU",
         lambda value: value is not None and not any(name in str(value).lower() for name in ("silu", "swiglu", "swish")),
     ),
-    Missing(
-        "position_embedding_type",
-        "either",
-        "memlab has rotary positions only",
-        lambda value: value not in (None, "rope", "yarn"),
-        True,
-    ),
+    Missing("position_embedding_type", "either", "memlab has rotary positions only", other_than("rope", "yarn"), True),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
     Missing("use_kitchen", "either", "layers are Kitchen's instead of Transformer Engine's"),
     Missing("quant_recipe", "either", "matrices are quantized one by one"),
-    Missing("mlp_chunks_for_training", "less", "MLPs compute tokens in parts", lambda value: value not in (None, 1)),
+    Missing("mlp_chunks_for_training", "less", "MLPs compute tokens in parts", other_than(1)),
     Missing("fp32_residual_connection", "more", "residuals are fp32: 4 bytes per element instead of 2"),
     Missing("qk_l2_norm", "more", "queries and keys are normalized, so a second copy of them is kept for backward"),
     Missing(
@@ -244,7 +243,7 @@ MISSING = (
         "moe_token_dispatcher_type",
         "either",
         "memlab dispatches tokens with alltoall or allgather",
-        lambda value: value not in (None, "alltoall", "allgather"),
+        other_than("alltoall", "allgather"),
     ),
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
     Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
@@ -275,12 +274,7 @@ MISSING = (
     Missing("fused_single_qkv_rope", "either", "queries, keys and values are rotated in one tensor"),
     Missing("fused_residual_rmsnorm", "either", "residual and norm are one kernel, which keeps other tensors"),
     Missing("fp8_quantizer_factory", "either", "the job's own recipe quantizes matrices", is_given),
-    Missing(
-        "fp8_amax_history_len",
-        "more",
-        "FP8 keeps 4 bytes per matrix and step of this history",
-        lambda value: value not in (None, 0, 1),
-    ),
+    Missing("fp8_amax_history_len", "more", "FP8 keeps 4 bytes per matrix and step of this history", other_than(0, 1)),
     Missing("fp8_output_proj", "either", "the output layer multiplies in FP8 too"),
     Missing("moe_router_quantile_balancing_ema", "either", "the router balances experts by quantiles"),
     Missing("moe_router_topk_limited_devices", "either", "the router chooses devices first", is_given),
@@ -296,13 +290,10 @@ MISSING = (
     Missing("symmetric_ar_type", "more", "buffers of symmetric memory for sums over ranks", is_given),
     Missing("use_inference_optimized_layers", "either", "layers are those of Megatron's inference"),
     Missing(
-        "transformer_impl",
-        "either",
-        "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine"),
+        "transformer_impl", "either", "memlab has the layers of Transformer Engine", other_than("transformer_engine")
     ),
     *(
-        Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
+        Missing(name, "less", "weights are sharded over more ranks", other_than(1))
         for name in (
             "gtp_weight_remat_size",
             "expert_gtp_weight_remat_size",
@@ -336,10 +327,7 @@ MISSING_DDP = (
     Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("use_custom_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing(
-        "num_distributed_optimizer_instances",
-        "more",
-        "the optimizer state is sharded over fewer ranks",
-        lambda value: value not in (None, 1),
+        "num_distributed_optimizer_instances", "more", "the optimizer state is sharded over fewer ranks", other_than(1)
     ),
     Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
     Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
@@ -356,7 +344,7 @@ MISSING_DDP = (
     Missing("delay_wgrad_compute", "more", "inputs of weight gradients stay until these are computed"),
 )
 MISSING_OPTIMIZER = (
-    Missing("optimizer", "either", "memlab models Adam", lambda value: value not in (None, "adam")),
+    Missing("optimizer", "either", "memlab models Adam", other_than("adam")),
     Missing(
         "store_param_remainders",
         "more",

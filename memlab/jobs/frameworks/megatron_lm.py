@@ -49,9 +49,11 @@ from memlab.jobs.frameworks.megatron_keys import (
     RECOMPUTE,
     SIZES,
     STAGES,
+    USER_BUFFERS,
     fields_of,
     said_of_layers,
 )
+from memlab.jobs.frameworks.user_buffers import NO_FLAGS, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model_args import is_started_by_a_launcher
 
@@ -267,6 +269,13 @@ def check_arguments(reading: Reading) -> None:
                 f"{name} ({reading.entries.by_key[name].place}) is an argument that Megatron-LM no longer takes: give "
                 f"{instead}"
             )
+    is_split = (values.get("tensor_model_parallel_size") or 1) > 1 and values.get("sequence_parallel")
+    if values.get(OPTION) and not is_split:
+        raise CannotStartError(
+            f"{OPTION} is on without tensor parallel ranks that split sequences, which the arguments of Megatron-LM "
+            f"require: switch sequence_parallel on, or leave {OPTION} out",
+            *(OPTION, "sequence_parallel"),
+        )
     if values.get("overlap_param_gather") and not reading.entries.get("use_megatron_fsdp"):
         for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
             if not values.get(name):
@@ -684,9 +693,8 @@ _ONLY_OF_NEMO_RL = {
     "topk_logits_k": "only NeMo-RL's distillation compares with a teacher's logits",
 }
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
-ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | {
-    "transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"
-}
+_OWN_LAYERS = {"transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"}
+ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | _OWN_LAYERS | NOT_WRITTEN
 OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | ONLY_OF_MEGATRON_LM
 CANNOT_WRITE = (
     ONLY_OF_MS_SWIFT
@@ -717,6 +725,20 @@ SWITCHES = (
 )  # fmt: skip
 """Flags without a value that memlab reads, or that end many scripts."""
 
+_USER_BUFFERS = tuple(
+    one
+    for key in USER_BUFFERS
+    if "_disable_" not in key.name  # for which there are no flags
+    for one in (
+        (
+            Key(f"disable_{key.name}", key.field, NOT, default=True),
+            Key(f"no_{key.name}", key.field, NOT),
+            replace(key, default=ABSENT),  # a log has the flags' destinations
+        )
+        if key.default
+        else (key,)
+    )
+)
 _USUAL_FLAGS = {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}
 
 MEGATRON_LM = Framework(
@@ -728,9 +750,9 @@ MEGATRON_LM = Framework(
         of_command=lambda words: is_started_by_a_launcher(words) or not _USUAL_FLAGS.isdisjoint(flags_of(words)),
     ),
     style="flags",
-    keys=KEYS,
-    missing=FLAGS_MISSING,
-    without_effect=keys_without_effect("megatron_lm"),
+    keys=(*KEYS, *_USER_BUFFERS),
+    missing=tuple(row for row in FLAGS_MISSING if row.name != OPTION),
+    without_effect=keys_without_effect("megatron_lm") - {key.name for key in _USER_BUFFERS},
     complete=complete,
     check=_check,
     compose=compose,
@@ -738,7 +760,7 @@ MEGATRON_LM = Framework(
     switches=SWITCHES,
     leaves_out=leaves_out,
     without_own_key=frozenset(("dtype",)),
-    cannot_write=CANNOT_WRITE | no_adapters("Megatron-LM"),
+    cannot_write=CANNOT_WRITE | NO_FLAGS | no_adapters("Megatron-LM"),
     cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
 )

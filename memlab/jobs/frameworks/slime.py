@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.keys import (
     Key,
     Missing,
     is_given,
+    other_than,
     with_defaults,
 )
 from memlab.jobs.frameworks.megatron_lm import (
@@ -51,6 +52,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.user_buffers import NOT_WRITTEN
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _IS_NOT_ZERO = Conversion(lambda value: bool(NUMBER.read(value)), lambda value: 0.01 if value else 0)
@@ -122,7 +124,7 @@ FRAMEWORK_MISSING = (
         for name in ("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers")
     ),
     Missing("rollout_top_p", "more", "a mask and one more copy of the logits leave out what was not sampled from",
-            lambda value: value not in (None, 1)),
+            other_than(1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
     Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True, is_of_model=False),
     Missing("train_backend", "either", "memlab predicts this framework's jobs with Megatron only",
@@ -400,6 +402,7 @@ SLIME = Framework(
     packs=is_packed,
     cannot_write=_NEVER
     | NO_MASK_OF_DATA_LOADER
+    | NOT_WRITTEN
     | no_adapters("slime")
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",

@@ -137,7 +137,7 @@ class Fp8Linear(_Fp8Module, TorchLinear):
         tp_comm_buffer_name: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*sizes, config=config, **options)
+        super().__init__(*sizes, config=config, tp_comm_buffer_name=tp_comm_buffer_name, **options)
         self.keep_fp8(config)
         # Attention saves its output itself, and Megatron lets this linear save the same tensor in place of an FP8 copy
         # (``transformer/attention.py``); its delayed recipe cannot.
@@ -203,9 +203,10 @@ class _Linear(torch.autograd.Function):
         is_trained = is_training and weight.requires_grad
         columnwise = is_trained and not ctx.saves_inputs and not keeps_rows
         quantized = recipe.quantize(rows, width, columnwise=columnwise)
-        entered, _ = _entered(layer, quantized, rows, width, rowwise=True, columnwise=False)
+        entered, _ = _entered(layer, quantized, rows, width, in_buffer=split.overlap.gathers)
         layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
-        output = split.leave(inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0])))
+        shape = *_entered_shape(inputs, split), weight.shape[0]
+        output = split.leave(lambda: inputs.new_empty(shape), inputs, shape)
         del entered
         if is_training:
             if not keeps_rows:
@@ -222,20 +223,26 @@ class _Linear(torch.autograd.Function):
         width = ctx.shape[-1]
         rows = ctx.shape[:-1].numel()
         grad = _left_backward(layer, grads[0], columnwise=weight.requires_grad)
+        shape = *_entered_shape(grads[0], split, backward=True), width
         if not weight.requires_grad:
             layer.complete_weight()
-            return split.enter_backward(weight.new_empty((*_entered_shape(grads[0], split, backward=True), width))), *[
-                None
-            ] * 3
+            return split.enter_backward(lambda: weight.new_empty(shape), weight, shape)[0], *[None] * 3
         if ctx.saves_inputs:
             saved = recipe.quantize(rows, width, rowwise=recipe.gathers_rows_only, columnwise=not ctx.keeps_rows)
-        entered, in_transfer = _entered(layer, saved, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
+        entered, in_transfer = _entered(
+            layer, saved, rows, width, rowwise=ctx.keeps_rows, columnwise=True, in_buffer=split.overlap.gathers_again
+        )
         layer.complete_weight()
-        grad_entered = weight.new_empty((*_entered_shape(grads[0], split, backward=True), width))
-        del in_transfer
-        grad_inputs = split.enter_backward(grad_entered)
+
+        def multiply() -> torch.Tensor:
+            product = weight.new_empty(shape)
+            in_transfer.clear()
+            return product
+
+        grad_inputs, _grad_entered = split.enter_backward(multiply, weight, shape)
+        held = _gathered_by_column(layer, grad, grads[0]) if split.way == "row" and split.overlap.gathers else []
         grad_weight = empty_weight_gradient(layer.weight)
-        del grad, saved, entered
+        del grad, saved, entered, held
         return grad_inputs, grad_weight, None, None
 
 
@@ -266,7 +273,8 @@ class _NormLinear(torch.autograd.Function):
         if ctx.returns_gathered:
             entered = recipe.quantize(_entered_shape(inputs, split)[0] * inputs.shape[1], width, columnwise=False)
         else:
-            entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
+            in_buffer = split.overlap.gathers and is_training and returned is None
+            entered, _ = _entered(layer, normalised, rows, width, in_buffer=in_buffer)
         layer.quantize_weight(columnwise=is_training)
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
@@ -289,14 +297,19 @@ class _NormLinear(torch.autograd.Function):
         grad = _left_backward(layer, grads[0])
         if not weight.requires_grad:
             return _backward_of_frozen(ctx, inputs, norm_weight, *grads), *[None] * 5
-        entered, in_transfer = _entered(layer, normalised, rows, width, rowwise=ctx.keeps_rows, columnwise=True)
+        in_buffer, shape = split.overlap.gathers_again, (*grads[0].shape[:-1], width)
+        entered, in_transfer = _entered(
+            layer, normalised, rows, width, rowwise=ctx.keeps_rows, columnwise=True, in_buffer=in_buffer
+        )
         layer.complete_weight()
-        grad_entered = weight.new_empty((*grads[0].shape[:-1], width))
-        grad_normalised = split.enter_backward(grad_entered)
+        grad_normalised, grad_entered = split.enter_backward(lambda: weight.new_empty(shape), weight, shape)
+        if in_buffer:
+            entered.columnwise += layer.recipe.transposed(rows * split.ranks, width)
         grad_weight = empty_weight_gradient(layer.weight)
         del grad_entered, in_transfer
         entered.clear()
         normalised.clear()
+        grad_normalised = split.out_of_buffer(grad_normalised)
         grad_inputs, grad_norm_weight = torch.empty_like(inputs), torch.empty_like(norm_weight)
         del grad, grad_normalised, reciprocal
         return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
@@ -312,7 +325,8 @@ def _backward_of_frozen(
     """Returns the gradient of what a norm and its frozen linear read; TE makes the norm's own gradient all the same."""
     layer, split = ctx.layer, ctx.layer.split
     layer.complete_weight()
-    grad_normalised = split.enter_backward(inputs.new_empty((*grad.shape[:-1], inputs.shape[-1])))
+    shape = *grad.shape[:-1], inputs.shape[-1]
+    grad_normalised, _ = split.enter_backward(lambda: inputs.new_empty(shape), inputs, shape)
     if grad_returned is not None and not ctx.returns_gathered:
         grad_normalised = torch.empty_like(grad_normalised)
     grad_inputs, _ = torch.empty_like(inputs), torch.empty_like(norm_weight)
@@ -362,7 +376,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _entered(
-    layer: Fp8Linear | Fp8NormLinear, own: Quantized, rows: int, width: int, *, rowwise: bool, columnwise: bool
+    layer: Fp8Linear | Fp8NormLinear,
+    own: Quantized,
+    rows: int,
+    width: int,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    in_buffer: bool = False,
 ) -> tuple[Quantized, list[torch.Tensor]]:
     """Returns the operand of a matrix product that a column-parallel linear gathers from `own`.
 
@@ -373,12 +394,15 @@ def _entered(
         width: Of the part.
         rowwise: Whether row-wise values are gathered.
         columnwise: Whether column-wise values are needed.
+        in_buffer: Whether a user buffer has the values; a transposed copy of them is then made later.
 
     Returns:
         The operand, and what lives until the transfer has ended.
     """
     if layer.split.way != "column":
         return own, []
+    if in_buffer:
+        return layer.recipe.gather_in_buffer(rows, layer.split.ranks, width, columnwise=columnwise), []
     entered, arriving = layer.recipe.gather(rows, layer.split.ranks, width, rowwise=rowwise, columnwise=columnwise)
     # Column-wise values are sent in backward, where TE empties the sent tensors itself.
     _note_kept(layer.recipe, [*(own.rowwise if rowwise else ()), *arriving])
@@ -394,6 +418,11 @@ def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor, *, colu
     recipe, split = layer.recipe, layer.split
     if split.way != "row":
         return recipe.quantize(rows, width, columnwise=columnwise)
+    if split.overlap.gathers:
+        own = recipe.quantize(rows, width, columnwise=False)
+        in_buffer = recipe.gather_in_buffer(rows, split.ranks, width, columnwise=False)
+        in_buffer.shared = own.shared
+        return in_buffer
     own = recipe.quantize(rows, width, columnwise=columnwise and not recipe.gathers_rows_only)
     gathered, arriving = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=columnwise)
     # `te.Linear` empties the gathered values where it makes a weight's gradient (linear.py, 2.16.1); those of a frozen
@@ -402,6 +431,28 @@ def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor, *, colu
     _note_kept(recipe, [*own.tensors(), *arriving, *received])
     del own
     return gathered
+
+
+def _gathered_by_column(layer: Fp8Linear, gathered: Quantized, grad: torch.Tensor) -> list[Quantized]:
+    """Gives the weight's product what it reads of the output's gradient by column, where a user buffer has that.
+
+    Args:
+        layer: A row-parallel linear.
+        gathered: The gradient of all ranks, as the input's product has read it.
+        grad: The rank's part of the gradient.
+
+    Returns:
+        What lives until backward has ended.
+    """
+    (rows, width), ranks, recipe = _size(grad), layer.split.ranks, layer.recipe
+    if recipe.gathers_rows_only:
+        gathered.columnwise += recipe.transposed(rows * ranks, width)
+        return []
+    # MXFP8 is quantized and gathered a second time: values by row do not give those by column.
+    own = recipe.quantize(rows, width, rowwise=False, columnwise=True)
+    gathered.columnwise = recipe.gather_in_buffer(rows, ranks, width, columnwise=True).columnwise
+    gathered.rowwise = []
+    return [own]
 
 
 def _note_kept(recipe: Recipe, tensors: Iterable[torch.Tensor]) -> None:

@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from memlab.meter.labels import in_user_buffer
+
 _ROUNDED_SCALAR = 128
 """fp32 elements of the 512 bytes that torch's allocator takes for a tensor of one element."""
 _BULK_ALIGNMENT, _SCALE_ALIGNMENT = 256, 16
@@ -85,6 +87,18 @@ class Recipe(ABC):
         """
         return self.quantize(rows * ranks, width, rowwise=rowwise, columnwise=columnwise), []
 
+    def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
+        """Returns what `gather` does, with its values in a user buffer.
+
+        See ``fill_userbuffers_buffer_for_all_gather`` (``transformer_engine/pytorch/module/base.py``), which takes no
+        other recipes.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: no user buffers")
+
+    def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
+        """Returns the transposed copy of what `gather_in_buffer` returned, if the recipe has one."""
+        return []
+
     def quantize_weights(
         self, count: int, rows: int, width: int, *, rowwise: bool = True, columnwise: bool
     ) -> Quantized:
@@ -118,6 +132,13 @@ class TensorRecipe(Recipe):
         self, count: int, rows: int, width: int, *, rowwise: bool = True, columnwise: bool
     ) -> Quantized:
         return self._with_scales([rows] * count, width, rowwise=rowwise, columnwise=columnwise or not self.transposes)
+
+    def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
+        with in_user_buffer():  # the scale is that of the rank's own part
+            return Quantized([_values(rows * ranks, width)])
+
+    def transposed(self, rows: int, width: int) -> list[torch.Tensor]:
+        return [_values(width, rows)] if self.transposes else []
 
     def state(self, num_matrix_products: int) -> list[torch.Tensor]:
         # Each quantizer has a scale and an amax, tensors of one element.
@@ -230,6 +251,13 @@ class MxRecipe(BlockRecipe):
     row_alignment = 32
     block = 32
     scale_bytes = 1
+
+    def gather_in_buffer(self, rows: int, ranks: int, width: int, *, columnwise: bool) -> Quantized:
+        with in_user_buffer():
+            values = _values(rows * ranks, width)
+        lines, others = (self._column_scale_shape if columnwise else self._scale_shape)(rows, width)
+        made = [values, self._scale((lines * ranks, others))]
+        return Quantized(columnwise=made) if columnwise else Quantized(made)
 
     def _scale_shape(self, rows: int, width: int, is_weight: bool = False) -> tuple[int, int]:
         return _rounded_up(rows, 128), _rounded_up(math.ceil(width / self.block), 4)

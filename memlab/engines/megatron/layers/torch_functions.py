@@ -45,15 +45,17 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
         ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
         ctx.split, ctx.parameter = split, weight
-        return split.leave(_matmul(split.enter(inputs), weight.T))
+        entered = split.enter(inputs)
+        return split.leave(lambda: _matmul(entered, weight.T), inputs, (*entered.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, weight = ctx.saved_tensors
         grad = ctx.split.leave_backward(grads[0])
-        inputs = None if inputs is None else ctx.split.enter(inputs)
-        grad_entered = _matmul(grad, weight)  # stays allocated during the weight's gradient, while it is reduced
-        grad_inputs = ctx.split.enter_backward(grad_entered)
+        inputs = None if inputs is None else ctx.split.enter_again(inputs)
+        shape = *grad.shape[:-1], weight.shape[1]
+        # The latter stays allocated during the weight's gradient, while it is reduced.
+        grad_inputs, _grad_entered = ctx.split.enter_backward(lambda: _matmul(grad, weight), grad, shape)
         grad_weight = None if inputs is None else weight_gradient(ctx.parameter, _flat(grad), _flat(inputs))
         return grad_inputs, grad_weight, None
 
@@ -96,13 +98,14 @@ class NormLinear(torch.autograd.Function):
         if not weight.requires_grad:
             saved = inputs, norm_weight, weight, *of_rows
             return _backward_of_frozen(ctx.split, ctx.returns_gathered, saved, *grads)
-        entered = ctx.split.enter(normalised)
-        grad_entered = _matmul(grads[0], weight)
-        grad_normalised = ctx.split.enter_backward(grad_entered)
+        entered = ctx.split.enter_again(normalised)
+        shape = *grads[0].shape[:-1], weight.shape[1]
+        grad_normalised, grad_entered = ctx.split.enter_backward(lambda: _matmul(grads[0], weight), grads[0], shape)
         grad_weight = weight_gradient(ctx.parameter, _flat(grads[0]), _flat(entered))
         grad_bias = _flat(grads[0]).sum(0) if ctx.has_bias else None  # cuBLAS adds it up beside the weight's gradient
         del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
+        grad_normalised = ctx.split.out_of_buffer(grad_normalised)
         of_norm = _normalise_backward(grad_normalised, inputs, of_rows, norm_weight)
         return *of_norm, grad_weight, grad_bias, None, None, None
 
@@ -116,11 +119,11 @@ def _backward_of_frozen(
 ) -> tuple[Any, ...]:
     # As TE, it frees nothing of what it makes before its end; `NormLinear.backward` holds the normalised output.
     inputs, norm_weight, weight, *of_rows = saved
-    grad_entered = _matmul(grad, weight)
+    grad_entered = _matmul(grad, weight)  # adapters and user buffers are refused together
     if grad_returned is not None and returns_gathered:
         # TE returns the gathered input, and adds no gradient of it (2.12.0 and 2.16.1). Here it is the right one.
         grad_entered += grad_returned.view_as(grad_entered)
-    grad_of_both = grad_normalised = split.enter_backward(grad_entered)
+    grad_of_both = grad_normalised = split.enter_backward(lambda: grad_entered, grad, grad_entered.shape)[0]
     if grad_returned is not None and not returns_gathered:
         grad_of_both = grad_normalised + grad_returned.view_as(grad_normalised)
     grad_inputs, *_ = _normalise_backward(grad_of_both, inputs, of_rows, norm_weight)

@@ -100,11 +100,12 @@ class TorchLinear(torch.nn.Module):
         init_method: Any,
         bias: bool,
         parallel_mode: str | None = None,
+        tp_comm_buffer_name: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
         self.save_original_input = False
-        self.split = split_of(self.way, config)
+        self.split = split_of(self.way, config, tp_comm_buffer_name)
         ranks = config.tensor_model_parallel_size
         rows, columns = _part(self.way, output_size, input_size, ranks)
         self.weight = _weight(rows, columns, config=config, init_method=init_method, way=self.way)
@@ -145,11 +146,12 @@ class TorchNormLinear(torch.nn.Module):
         init_method: Any,
         bias: bool,
         skip_bias_add: bool = False,
+        tp_comm_buffer_name: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
         self.epsilon = config.layernorm_epsilon
-        self.split = split_of("column", config)
+        self.split = split_of("column", config, tp_comm_buffer_name, has_norm=True)
         self.layer_norm_weight, self.layer_norm_bias = _of_norm(input_size, config=config)
         rows = output_size // config.tensor_model_parallel_size
         self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
@@ -164,7 +166,9 @@ class TorchNormLinear(torch.nn.Module):
         inputs = inputs.contiguous()  # as above: the latent vector of keys and values is a slice
         added, left = (None, self.bias) if self.skip_bias_add else (self.bias, None)
         weights = self.layer_norm_weight, self.layer_norm_bias, self.weight, added
-        return NormLinear.apply(inputs, *weights, self.epsilon, self.split, returned), left
+        # TE overlaps this gather in passes with gradients only, not in the first one of a checkpoint.
+        split = self.split if torch.is_grad_enabled() else self.split.without_gathers()
+        return NormLinear.apply(inputs, *weights, self.epsilon, split, returned), left
 
 
 class TorchGroupedLinear(torch.nn.Module):

@@ -24,6 +24,8 @@ CUBLAS_THREADS = 2
 """Threads that use cuBLAS, each with its own handle: the one that runs forward, and autograd's."""
 TE_WORKSPACE_BYTES = 32 * 1024**2 + 1024
 """``get_cublas_workspace_size_bytes`` on compute capability 9.0 and later (``cpp_extensions/gemm.py``)."""
+TE_USER_BUFFER_STREAMS = 3
+"""Parts of the one workspace of products with user buffers (``_NUM_MAX_UB_STREAMS``, ``cpp_extensions/gemm.py``)."""
 TE_GROUPED_GEMM_STREAMS = 4
 """Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
 
@@ -136,7 +138,12 @@ def fill_cublas_workspaces() -> None:
 
 
 def hold_fake_workspaces(
-    *, cublas: bool = True, linears: bool = True, grouped: bool = False, gates_beside: bool = False
+    *,
+    cublas: bool = True,
+    linears: bool = True,
+    grouped: bool = False,
+    gates_beside: bool = False,
+    overlapped: bool = False,
 ) -> None:
     """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
 
@@ -146,9 +153,11 @@ def hold_fake_workspaces(
         grouped: Whether it has grouped linears.
         gates_beside: Whether torch multiplies gates of shared experts on a stream of its own. Measured on an H200
             (torch 2.11): four workspaces more. It is not known of which calls.
+        overlapped: Whether products have user buffers; those that have none have their own workspace all the same.
     """
     sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS * (cublas + 2 * gates_beside)
     sizes += [TE_WORKSPACE_BYTES] * (linears + TE_GROUPED_GEMM_STREAMS * grouped)
+    sizes += [TE_WORKSPACE_BYTES * TE_USER_BUFFER_STREAMS] * overlapped
     device = torch.cuda.current_device()
     _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
 

@@ -1,0 +1,81 @@
+"""Transformer Engine's user buffers in a job's file: how each of them is used, and what memlab does not predict beside.
+
+The names are those of ``initialize_ub`` (``transformer_engine/pytorch/module/base.py``, 2.12.0 and 2.16.1), which takes
+``tp_comm_overlap_cfg``: a mapping in Megatron-Bridge, the path of a YAML file in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.config.option import options_of
+from memlab.config.training_state import RING_EXCHANGES, TrainingState
+from memlab.jobs.frameworks.framework import Reading
+
+OPTION, CONFIG = "tp_comm_overlap", "tp_comm_overlap_cfg"
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "PipelineOverlapCfg": {"method": "pipeline", "fp8_buf": [False]},
+    "RingExchangeOverlapCfg": {"method": "ring_exchange"},
+    "BulkOverlapCfg": {"method": "bulk"},
+}
+"""Of Megatron-Bridge's classes (``training/comm_overlap.py``, 0.6.2 and 067f987d). One is a tuple with False in it,
+which Transformer Engine takes for true."""
+_FIELDS = tuple(name for name in options_of(TrainingState) if name.startswith("tp_comm_"))
+NOT_WRITTEN = dict.fromkeys(_FIELDS, "memlab writes user buffers into jobs of Megatron-LM and Megatron-Bridge only")
+"""Why memlab writes none of the options, by each."""
+METHODS_NOT_WRITTEN = {"tp_comm_overlap_ring_exchange": f"give {CONFIG}, with the method of these buffers"}
+NO_FLAGS = METHODS_NOT_WRITTEN | {name: "Megatron-LM has no argument for it" for name in _FIELDS if "_disable_" in name}
+_REASON = "user buffers of Transformer Engine's overlap of tensor parallel communication"
+
+
+def defaults_of_class(name: str) -> dict[str, Any]:
+    """Returns the defaults that memlab reads of one of Megatron-Bridge's classes; none of another class."""
+    return _DEFAULTS.get(name, {})
+
+
+def complete_user_buffers(reading: Reading, architecture: Architecture) -> None:
+    """Takes which buffers are larger, and names user buffers that memlab does not predict in such a job."""
+    values = reading.values
+    if not values.get(OPTION):
+        return
+    what = _not_beside(reading, architecture)
+    key = next((one.key for one in reading.taken if one.field == OPTION and one.memlab_value), OPTION)
+    if what:
+        reading.taken = [one for one in reading.taken if one.field != OPTION]
+        reading.miss(key, "more", f"{_REASON}, which memlab does not have beside {what}")
+        values[OPTION] = False
+        return
+    configs = [name for name in reading.entries.by_key if name.rpartition(".")[2] == CONFIG]
+    for name in configs:
+        if isinstance(file := reading.get(name), str) and file:
+            reading.miss(name, "either", f"a file that memlab does not read says how large {_REASON} are")
+    ring = []
+    for one in [one for one in reading.entries.by_key if f"{CONFIG}." in one]:
+        buffer, _, name = one.partition(f"{CONFIG}.")[2].partition(".")
+        value = reading.get(one)
+        if name == "method" and buffer in RING_EXCHANGES and value == "ring_exchange":
+            ring.append(buffer)
+            reading.take(one, "tp_comm_overlap_ring_exchange", tuple(ring))
+        elif name == "method" and buffer.endswith("dgrad") and buffer[:3] in ("qkv", "fc1") and value != "bulk":
+            reading.miss(one, "either", "gradients are summed through a user buffer of another kind")
+        elif name == "fp8_buf" and buffer in RING_EXCHANGES and value and values.get("fp8_format"):
+            reading.miss(one, "either", "outputs are summed in FP8")
+        elif name == "atomic_gemm" and value:
+            reading.miss(one, "more", "products that wait for one another have a buffer for their whole output")
+
+
+def _not_beside(reading: Reading, architecture: Architecture) -> str:
+    """Names what of a job memlab does not predict with user buffers; nothing if it predicts them."""
+    values = reading.values
+    fp4 = [one for one in reading.not_modelled if one.key.rpartition(".")[2] in ("fp4", "fp4_format")]
+    beside = {
+        "adapters": values.get("lora_rank") is not None or any(one.key == "peft" for one in reading.not_modelled),
+        "latent attention": architecture.multi_latent_attention,
+        "multi-token prediction": bool(values.get("mtp_num_layers")),
+        "overlapped shared experts": bool(values.get("moe_shared_expert_overlap")),
+        "Megatron's own layers": values.get("transformer_impl") == "local",
+        "FP4": bool(fp4),
+        "tp_comm_overlap_rs_dgrad in FP8": bool(values.get("tp_comm_overlap_rs_dgrad") and values.get("fp8_format")),
+    }
+    return next((what for what, is_there in beside.items() if is_there), "")
