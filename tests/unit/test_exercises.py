@@ -354,9 +354,9 @@ def test_any_row_of_numbers_is_an_answer() -> None:
                 ({"case 1": 3}, "dict with str"),
                 (iter(["3"]), "list_iterator with str"),
                 ("2*h*t", "str"),
-                (None, "NoneType"),
             )
         ),
+        (None, "the check got an answer of the type NoneType, must get one number per case. Hint: run the cell of the"),
         (lambda: 3, "the check got a function, must get one number per case. Hint: replace only the 0"),
         (PLAIN, "the check got the record of a step, must get one number per case. Hint: replace only the 0"),
     ],
@@ -384,13 +384,13 @@ def test_what_is_no_formula_is_refused_in_one_line_with_what_to_give(
         ),
         (
             None,
-            "an answer of the type NoneType, must get the record of a step. Hint: look for a typo in the marked line",
+            "an answer of the type NoneType, must get the record of a step. Hint: run the cell of the answer first",
         ),
         ("full", "an answer of the type str, must get the record of a step. Hint: give what lab.step(...) returned"),
         (3, "numbers, must get the record of a step. Hint: give what lab.step(...) returned"),
         (
             Attempt(),
-            "an answer of the type NoneType, must get the record of a step. Hint: look for a typo in the marked",
+            "an answer of the type NoneType, must get the record of a step. Hint: run the cell of the answer first",
         ),
     ],
 )
