@@ -5,10 +5,11 @@
     python -m benchmarks.framework_steps predict FOLDER/steps.jsonl        anywhere with memlab
 
 Each job is a recipe or a launch script that its framework reads, with random weights and tokens. Automodel runs
-``TrainFinetuneRecipeForNextTokenPrediction``, and verl the ``TrainingWorker`` of its SFT trainer. One GPU takes the
-steps of the first of many ranks: the process group is torch's fake one, whose collectives allocate nothing; here a
-reduce-scatter and an all-gather also copy this rank's part, and a sum is that of equal ranks. Modules
-that a step does not call are absent: data sets, loggers, readers of images.
+``TrainFinetuneRecipeForNextTokenPrediction``, and verl the ``TrainingWorker`` of its SFT trainer, or all phases of its
+actor and reference model (`benchmarks.verl_actor`). One GPU takes the steps of the first of many ranks: the process
+group is torch's fake one, whose collectives allocate nothing; here a reduce-scatter and an all-gather also copy this
+rank's part, and a sum is that of equal ranks. Modules that a step does not call are absent: data sets, loggers, readers
+of images.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import verl_actor
+from benchmarks.verl_actor import ACTOR
+
 GIB = 2**30
-JOB_SECONDS = 60
+JOB_SECONDS = 90
 NUM_STEPS = 3
 _MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -44,6 +48,14 @@ _MODELS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
         "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": False},
+    **{
+        name: {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden,
+            "intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": 2, "vocab_size": 151936,
+            "rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+        for name, hidden, ffn, heads in (
+            ("qwen2.5-0.5b", 896, 4864, 14), ("qwen2.5-1.5b", 1536, 8960, 12), ("qwen2.5-3b", 2048, 11008, 16))
+    },
 }  # fmt: skip
 """From the models' config.json."""
 _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -123,6 +135,35 @@ def jobs() -> list[Job]:
     ]
 
 
+def actor_jobs() -> list[Job]:
+    """Returns the jobs whose phases are measured, the most telling first."""
+    fsdp, reference, model = f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+    actor = Job(framework="verl-actor", model="qwen3-8b", num_layers=2)
+    offload = (f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
+    first = f"{ACTOR}.strategy=fsdp"
+    compiled, chunks = f"{fsdp}.use_torch_compile=true", f"{ACTOR}.entropy_from_logits_with_chunking=true"
+    bf16 = (f"{fsdp}.model_dtype=bf16", f"{reference}.fsdp_config.model_dtype=bf16")
+
+    def of(name: str, *options: str, **fields: Any) -> Job:
+        return replace(actor, model=name, options=options, **fields)
+
+    return [
+        of("qwen3-8b"),
+        of("qwen3-8b", first, *offload),
+        of("qwen2.5-1.5b", *offload, num_layers=28),
+        of("llama-3.1-8b", compiled),
+        of("llama-3.1-8b", first, f"{model}.lora_rank=16"),
+        of("qwen2.5-0.5b", num_layers=24),
+        of("llama-3.1-8b", chunks, f"{ACTOR}.entropy_from_logits_chunk_size=1024"),
+        of("qwen3-8b", f"{model}.lora_rank=16"),
+        of("qwen2.5-3b", *offload, *bf16, num_layers=36, num_microbatches=2),
+        of("qwen2.5-0.5b", num_layers=24, num_ranks=1),
+        of("llama-3.1-8b", f"{fsdp}.offload_policy=true"),
+        of("qwen2.5-1.5b", first, num_layers=28, sequences=(2048, 2048)),
+        of("qwen3-8b", f"{fsdp}.reshard_after_forward=false"),
+    ]
+
+
 def write_job(job: Job, folder: Path) -> Path:
     """Writes a job file that both its framework and memlab read, and the model's config.json; returns its path."""
     folder = folder.resolve()
@@ -133,12 +174,12 @@ def write_job(job: Job, folder: Path) -> Path:
     files = folder / "jobs"
     files.mkdir(exist_ok=True)
     name = f"{zlib.crc32(job.name.encode()):08x}"
-    if job.framework == "verl":
+    if job.framework != "automodel":
         file = files / f"{name}.sh"
-        words = " \\\n  ".join(overrides_of_verl(job, of_model))
-        file.write_text(
-            f"torchrun --nnodes=1 --nproc_per_node={job.num_ranks} -m verl.trainer.sft_trainer \\\n  {words}\n"
-        )
+        is_actor = job.framework == "verl-actor"
+        words = " \\\n  ".join((overrides_of_actor if is_actor else overrides_of_verl)(job, of_model))
+        started = f"torchrun --nnodes=1 --nproc_per_node={job.num_ranks} -m verl.trainer.sft_trainer"
+        file.write_text(f"{'python3 -m verl.trainer.main_ppo' if is_actor else started} \\\n  {words}\n")
     else:
         import yaml
 
@@ -162,6 +203,14 @@ def overrides_of_verl(job: Job, of_model: Path) -> list[str]:
         "data.max_length": str(longest),
         "optim.lr": "1e-5",
     }
+    values |= dict(option.split("=", 1) for option in job.options)
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def overrides_of_actor(job: Job, of_model: Path) -> list[str]:
+    """Returns the overrides of verl's trainer for reinforcement learning."""
+    longest, rows = max(job.sequences or (job.seq_length,)), len(job.sequences) or 1
+    values = verl_actor.overrides(of_model, rows, job.num_microbatches, job.num_ranks, longest)
     values |= dict(option.split("=", 1) for option in job.options)
     return [f"{key}={value}" for key, value in values.items()]
 
@@ -226,7 +275,7 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     file, failed = folder / "steps.jsonl", 0
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {row["name"] for row in rows if "error" not in row}
-    wanted = [job for job in jobs() if only in job.name and job.name not in done]
+    wanted = [job for job in (*jobs(), *actor_jobs()) if only in job.name and job.name not in done]
     _import_frameworks({job.framework for job in wanted})
     context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     for job in wanted:
@@ -243,7 +292,10 @@ def measure(folder: Path, only: str, seconds: float) -> int:
         failed += "error" in row
         with file.open("a") as lines:
             lines.write(json.dumps({"name": job.name, "job": asdict(taken), **row}) + "\n")
-        said = row.get("error") or [{key: round(step[key] / GIB, 3) for key in step} for step in row["steps"]]
+        steps = row.get("phases") or dict(enumerate(row.get("steps", ())))
+        said = row.get("error") or {
+            name: {key: round(step[key] / GIB, 3) for key in step} for name, step in steps.items()
+        }
         print(f"{time.monotonic() - started:.0f} s: {job.name}: {said}", flush=True)
     return failed
 
@@ -261,8 +313,8 @@ def run(job: Job, path: Path, written: Path, on_gpu: bool) -> None:
         _import_frameworks({job.framework})
         _start_ranks(job.num_ranks, on_gpu)
         meter = _Meter(on_gpu)
-        (take_automodel if job.framework == "automodel" else take_verl)(job, path, meter)
-        row: dict[str, Any] = {"steps": meter.steps, **meter.where()}
+        {"automodel": take_automodel, "verl": take_verl, "verl-actor": take_actor}[job.framework](job, path, meter)
+        row: dict[str, Any] = {"steps": meter.steps, "phases": meter.phases, **meter.where()}
     except BaseException as error:  # noqa: BLE001 - the other jobs go on
         traceback.print_exc()
         row = {"error": f"{traceback.format_exc().splitlines()[-1]} ({type(error).__name__})"}
@@ -277,6 +329,8 @@ class _Meter:
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu, self.steps = on_gpu, list[dict[str, int]]()
+        self.phases: dict[str, dict[str, int]] = {}
+        """The last time of each."""
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a step that is measured; before the first, unused segments are freed."""
@@ -300,6 +354,23 @@ class _Meter:
             return result
 
         return measured
+
+    def phase(self, name: str, function: Callable[[], object]) -> None:
+        """Runs a phase, and reads the same of it, with what is in use at its end."""
+        import torch
+
+        self.phases[name] = {}
+        if not self.on_gpu:
+            function()
+            return
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        row = {"start": torch.cuda.memory_allocated()}
+        function()
+        torch.cuda.synchronize()
+        row |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        self.phases[name] = row | {"end": torch.cuda.memory_allocated()}
 
     def where(self) -> dict[str, Any]:
         """Returns the GPU and the versions, and whether the package flash-attn (or its loss) is there."""
@@ -353,9 +424,12 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
 def _pretend_cuda() -> None:
     """Lets a rehearsal without a GPU call what frameworks call."""
     import torch
+    from torch.distributed.fsdp import _init_utils
 
-    for name in ("reset_peak_memory_stats", "empty_cache", "synchronize", "set_device"):
+    for name in ("reset_peak_memory_stats", "empty_cache", "synchronize", "set_device", "ipc_collect"):
         setattr(torch.cuda, name, lambda *_: None)
+    _init_utils._check_module_states_for_sync_module_states = lambda *_: None  # it wants modules on a GPU
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.max_memory_allocated = torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda *_: 0
     torch.cuda.memory_allocated, torch.cuda.mem_get_info = lambda *_: 0, lambda *_: (0, 1)
@@ -441,11 +515,25 @@ def take_verl(job: Job, path: Path, meter: _Meter) -> None:
         print(step(data=data))
 
 
+def take_actor(job: Job, path: Path, meter: _Meter) -> None:
+    """Runs the phases of verl's actor and reference model."""
+    key = f"{verl_actor.MODEL}.path="
+    of_model = Path(next(word for word in path.read_text().split() if word.startswith(key)).removeprefix(key))
+    _build_empty_models()
+    if not meter.on_gpu:
+        _pretend_verl_has_cpus()
+    lengths = [*(job.sequences or (job.seq_length,))] * job.num_microbatches
+    verl_actor.take(overrides_of_actor(job, of_model), lengths, meter.phase, on_gpu=meter.on_gpu)
+
+
 def _pretend_verl_has_cpus() -> None:
     import torch
     from verl.plugin.platform import get_platform
+    from verl.utils import fsdp_utils
 
     kind: Any = type(get_platform())
+    kind.set_allocator_settings = lambda *_: None
+    fsdp_utils.torch = types.SimpleNamespace(**vars(torch) | {"device": lambda _: torch.device("cpu")})
     kind.device_name, kind.current_device = "cpu", lambda *_: torch.device("cpu")
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"
 
@@ -461,6 +549,7 @@ def _build_empty_models() -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
         if device.type != "meta":
             model = model._apply(lambda tensor: torch.zeros_like(tensor, device=device))
+            model.tie_weights()
             for module in model.modules():
                 if hasattr(module, "inv_freq"):
                     module.__init__(config)  # its frequencies have been on meta
@@ -518,10 +607,10 @@ def _import_frameworks(names: set[str]) -> None:
         sys.meta_path.append(_Absent())
     from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
-    _Absent.names = (*_ABSENT_TOO, *_ABSENT, *(("pydantic",) if "verl" in names else ()))
+    _Absent.names = (*_ABSENT_TOO, *_ABSENT, *(("pydantic",) if names - {"automodel"} else ()))
     if "automodel" in names:
         from nemo_automodel.recipes.llm import train_ft  # noqa: F401
-    if "verl" in names:
+    if names - {"automodel"}:
         from verl.workers import engine_workers  # noqa: F401
 
 
@@ -534,6 +623,7 @@ def predict(file: Path) -> int:
     from benchmarks.plain_fsdp2 import compared, print_summary
 
     errors: dict[str, list[float]] = {"start": [], "peak": [], "reserved": []}
+    of_phases: dict[str, list[float]] = {}
     tries = [json.loads(line) for line in file.read_text().splitlines()]
     rows = {(row["name"], row.get("flash_attn")): row for row in tries}  # the last try of each
     not_predicted = 0
@@ -542,6 +632,11 @@ def predict(file: Path) -> int:
             print(f"{row['name']}: not measured: {row['error']}")
             continue
         job = Job(**row["job"] | {key: tuple(row["job"][key]) for key in ("sequences", "options")})
+        if job.framework == "verl-actor":
+            phases = predicted_phases(job, write_job(job, file.parent / "predicted"), has_flash_attn=row["flash_attn"])
+            words = compared_phases(phases, row["phases"], of_phases)
+            print(f"{row['name']}:\n{words}", flush=True)
+            continue
         try:
             predicted = predicted_of(job, write_job(job, file.parent / "predicted"), has_flash_attn=row["flash_attn"])
         except ValueError as error:
@@ -550,8 +645,55 @@ def predict(file: Path) -> int:
             continue
         words = compared(predicted, row["steps"][-1], errors)
         print(f"{row['name']}: {words or predicted}", flush=True)
-    print_summary(errors)
-    return not_predicted + sum(abs(percent) > 1 for percent in errors["peak"])
+    if errors["peak"]:
+        print_summary(errors)
+    for name, percents in of_phases.items():
+        print(f"{name}: {len(percents)} phases, from {min(percents):+.2f} to {max(percents):+.2f} %")
+    wrong = sum(abs(percent) > 1 for percents in (errors["peak"], *of_phases.values()) for percent in percents)
+    return not_predicted + wrong
+
+
+def predicted_phases(job: Job, path: Path, *, has_flash_attn: bool) -> dict[str, int]:
+    """Returns what memlab predicts of each phase of a job file: allocated bytes at its peak.
+
+    Args:
+        job: Which was measured.
+        path: Its file.
+        has_flash_attn: As for `predicted_of`.
+    """
+    from memlab.jobs.job import Job as JobFile
+    from memlab.lab.job_phases import predict_phases
+
+    read = JobFile.read(path, world_size=job.num_ranks)
+    scenario, settings = read.required()
+    assert read.rollout is not None
+    if has_flash_attn:
+        scenario = replace(scenario, state=replace(scenario.state, loss_of_transformers="logprobs_flash_attn"))
+    job_phases = predict_phases(scenario, settings, read.rollout)
+    found = {}
+    for phase in job_phases.phases:
+        beside = phase.training_bytes - (phase.reserved_bytes or phase.training_bytes)
+        found[phase.name] = phase.training_bytes if phase.allocated_bytes is None else phase.allocated_bytes + beside
+    return found
+
+
+def compared_phases(
+    predicted: dict[str, int], measured: dict[str, dict[str, int]], errors: dict[str, list[float]]
+) -> str:
+    """Returns a line for each phase, and adds the errors of the allocated peaks."""
+    lines = []
+    for name, num_bytes in predicted.items():
+        row = measured.get(name)
+        if not row:
+            lines.append(f"  {name:18} {num_bytes / GIB:8.3f} GiB predicted")
+            continue
+        percent = 100 * (num_bytes / row["peak"] - 1)
+        errors.setdefault(name, []).append(percent)
+        lines.append(
+            f"  {name:18} {num_bytes / GIB:8.3f} GiB predicted, {row['peak'] / GIB:8.3f} measured, {percent:+.3f} %; "
+            f"start {row['start'] / GIB:.3f}, reserved {row['reserved'] / GIB:.3f}, end {row['end'] / GIB:.3f}"
+        )
+    return "\n".join(lines)
 
 
 def predicted_of(job: Job, path: Path, *, has_flash_attn: bool) -> dict[str, int]:

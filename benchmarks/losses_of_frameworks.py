@@ -49,6 +49,7 @@ FILES = {
     "slime_loss": "slime/slime/backends/megatron_utils/loss.py",
     "swift": "ms-swift/swift/megatron/trainers/vocab_parallel_utils.py",
     "swift_gkd": "ms-swift/swift/rlhf_trainers/gkd_loss.py",
+    "swift_gkd_ranks": "ms-swift/swift/megatron/trainers/gkd_utils.py",
     "modelopt": "Model-Optimizer/modelopt/torch/distill/plugins/megatron.py",
     "verl": "verl/verl/utils/megatron/tensor_parallel.py",
     "verl_engine": "verl/verl/workers/engine/megatron/transformer_impl.py",
@@ -114,8 +115,8 @@ class Case:
     packed: bool = False
     several_ranks: bool = False
     """Whether their function goes the way of several tensor-parallel ranks; memlab's needs such a group for it."""
-    teacher: torch.Tensor | None = None
-    """Logits that are there before the measurement."""
+    teacher: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+    """Logits that are there before the measurement, or the largest of them and their places."""
 
 
 def state_of(loss: str, *, fp32: bool = True, chunk: int | None = None) -> TrainingState:
@@ -261,6 +262,18 @@ def teacher_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterat
         theirs = partial(_gkd, gkd, ids, teacher, functions)
         name = "ms-swift gkd" + ", several tensor ranks" * (ranks > 1)
         yield Case(name=name, theirs=theirs, state=state, teacher=teacher, several_ranks=ranks > 1)
+    largest = torch.topk(teacher, TOPK, dim=-1)
+    several.get_tensor_model_parallel_rank = lambda: 0
+    gather = taken(checkouts, "swift_gkd_ranks", {"mpu": several})["tp_gather_topk"]
+    for ranks in (1, 2):
+        theirs = partial(_gkd, gkd, ids, tuple(largest), {} if ranks == 1 else {"gather_fn": gather})
+        yield Case(
+            name="ms-swift gkd top-k" + ", several tensor ranks" * (ranks > 1),
+            theirs=theirs,
+            state=replace(state, gkd_logits_topk=TOPK),
+            teacher=tuple(largest),
+            several_ranks=ranks > 1,
+        )
 
 
 def _modelopt(compute: Any, teacher: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -269,9 +282,11 @@ def _modelopt(compute: Any, teacher: torch.Tensor, logits: torch.Tensor) -> torc
 
 
 def _gkd(
-    space: dict[str, Any], ids: torch.Tensor, teacher: torch.Tensor, functions: dict[str, Any], logits: torch.Tensor
+    space: dict[str, Any], ids: torch.Tensor, teacher: Any, functions: dict[str, Any], logits: torch.Tensor
 ) -> torch.Tensor:
-    output = space["TeacherOutput"](full_logits=teacher, labels=ids)
+    names = ("topk_logprobs", "topk_indices") if isinstance(teacher, tuple) else ("full_logits",)
+    given = dict(zip(names, teacher if isinstance(teacher, tuple) else (teacher,), strict=True))
+    output = space["TeacherOutput"](**given, labels=ids)
     total: torch.Tensor = space["gkd_loss"](logits, output, ids, 0.5, 0.9, **functions)[0]
     return total
 

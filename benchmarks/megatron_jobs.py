@@ -513,6 +513,10 @@ def teachers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN_4B, 4, alone, {}, FULL, state=GKD)
     yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=GKD | {"teacher_model": "llama-3.2-1b"})
     yield from of(QWEN, 2, alone, num_microbatches=2, state=GKD | {"teacher_model": "qwen3-4b"})
+    largest = GKD | {"gkd_logits_topk": 64}
+    yield from of(QWEN_4B, 4, alone, {}, FULL, state=largest)
+    yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=largest | {"teacher_model": "llama-3.2-1b"})
+    yield from of(QWEN_4B, 4, alone, num_microbatches=3, state=largest | {"reference_model": "none"})
 
 
 def teachers_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

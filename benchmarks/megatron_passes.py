@@ -63,12 +63,12 @@ def forward_of(state: dict[str, Any], reference: list[GPTModel], chunks: list[An
     """
     if state.get("num_labels"):
         return _of_head
+    if state.get("loss") == "jsd":
+        return _Distillation(reference[0] if reference else None, state.get("gkd_logits_topk"))
     if state.get("reference_model", "none") == "none":
         return _of_language_model
     if state.get("loss") == "logits_kl":
         return partial(_distilled, reference[0])
-    if state.get("loss") == "jsd":
-        return _Distillation(reference[0])
 
     def with_reference(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
         given, labels = _inputs(data)
@@ -168,18 +168,29 @@ def logits_kl(own: torch.Tensor, of_teacher: torch.Tensor) -> torch.Tensor:
 
 
 class _Distillation:
-    """ms-swift's GKD: the teacher runs with all micro-batches before the first is trained."""
+    """ms-swift's GKD: the teacher runs with all micro-batches before the first is trained.
 
-    def __init__(self, teacher: GPTModel) -> None:
-        self._teacher = teacher
+    Args:
+        teacher: None stands for a server, which sends the largest logits.
+        k: How many of each token are compared; None compares all. On one rank.
+    """
+
+    def __init__(self, teacher: GPTModel | None, k: int | None) -> None:
+        self._teacher, self._k = teacher, k
 
     def begin_step(self, data: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
         """Returns the micro-batches, each with its teacher's logits."""
         batches = [*data]
         with torch.no_grad():
             for batch in batches:
-                given, _ = _inputs(iter([batch]))
-                batch["teacher"] = self._teacher(*given)
+                given, labels = _inputs(iter([batch]))
+                if self._teacher is None:
+                    places = torch.arange(self._k, device=labels.device).repeat(*labels.shape, 1)
+                    batch["teacher"] = torch.zeros_like(places, dtype=torch.float32), places
+                    continue
+                logits = self._teacher(*given)
+                batch["teacher"] = logits if self._k is None else torch.topk(logits, k=self._k, dim=-1)
+                del logits
         return iter(batches)
 
     def __call__(self, data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
@@ -190,11 +201,19 @@ class _Distillation:
         return chunk(*given), lambda logits: mean_loss(gkd_loss(logits, teacher, labels) / labels.numel())
 
 
-def gkd_loss(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def gkd_loss(
+    student: torch.Tensor, teacher: torch.Tensor | tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor
+) -> torch.Tensor:
     """Returns the divergence of all tokens together, by the operations of ms-swift's ``gkd_loss`` on one rank."""
     mask = labels != -100
-    active, of_active = student[mask], teacher[mask]
-    own, others = active / 0.9, of_active / 0.9
+    if isinstance(teacher, tuple):
+        active, of_active, places = student[mask], teacher[0][mask], teacher[1][mask]
+        if torch.isinf(of_active).all(dim=-1).any():
+            raise ValueError("a token has no logit of the teacher: correct the job")
+        own, others = torch.gather(active, dim=-1, index=places) / 0.9, of_active / 0.9
+    else:
+        active, of_active = student[mask], teacher[mask]
+        own, others = active / 0.9, of_active / 0.9
     total = own.new_zeros(())
     beta = torch.tensor(0.5, dtype=own.dtype, device=own.device)
     of_teacher, of_own = torch.log(beta), torch.log1p(-beta)

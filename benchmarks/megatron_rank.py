@@ -308,7 +308,7 @@ def frozen_model(job: Job, config: TransformerConfig, chunk: Any) -> GPTModel:
     return frozen(gpt_model(teacher, transformer_config(teacher)), None)
 
 
-_OF_TEACHER = ("loss", "fp32_output", "reference_model", "teacher_model")
+_OF_TEACHER = ("loss", "fp32_output", "reference_model", "teacher_model", "gkd_logits_topk")
 
 
 def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:

@@ -71,6 +71,9 @@ CASES = (
     Case(model="qwen3-8b", num_layers=8, seq_length=8192, num_microbatches=2),
     Case(model="qwen2.5-7b", num_layers=6, rows=2, num_microbatches=3, k=128),
     Case(model="llama-3.2-1b", num_layers=4, num_microbatches=40, k=512, fp32=False, chunk=512, sequences=2),
+    Case(model="phi-4", num_layers=6, num_microbatches=6, k=256),
+    Case(model="phi-4-mini", num_layers=8, num_microbatches=10, seq_length=8192, sequences=2, fp32=False, chunk=2048),
+    Case(model="qwen3-8b", num_layers=4, num_microbatches=20, k=2048, fp32=False),
 )
 
 
@@ -204,14 +207,14 @@ def unpacked(found: tuple[Any, Any], sequences: int, length: int) -> tuple[Any, 
     return rows[0], rows[1]
 
 
-def measure(folder: Path) -> int:
-    """Measures each case; returns how many failed."""
+def measure(folder: Path, first: int) -> int:
+    """Measures each case from a number on; returns how many failed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     folder.mkdir(parents=True, exist_ok=True)
     result, failed = folder / "passes.jsonl", 0
     context = multiprocessing.get_context("spawn")
-    for case in CASES:
+    for case in CASES[first:]:
         process = context.Process(target=run, args=(case, result))
         process.start()
         process.join(SECONDS)
@@ -272,11 +275,13 @@ def main() -> int:
     """Runs one of the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("measure").add_argument("folder", type=Path)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("folder", type=Path)
+    measuring.add_argument("--first", type=int, default=0, help="number of the first case (default: %(default)s)")
     commands.add_parser("predict").add_argument("measured", type=Path, nargs="?")
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        return measure(arguments.folder)
+        return measure(arguments.folder, arguments.first)
     predict(arguments.measured)
     return 0
 

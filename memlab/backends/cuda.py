@@ -16,11 +16,12 @@ from memlab.backends import Backend
 from memlab.backends.allocator_environment import allocator_of_process, check_allocator
 from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
+from memlab.config.cublas import multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces, multiplies_with_torch
+from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
 from memlab.engines.process_group import join_with_nccl, require_started_ranks
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.started_ranks import local_rank

@@ -27,15 +27,14 @@ from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import imitated, is_te_min_version, known
 from memlab.config.backend_kind import KINDS
+from memlab.config.cublas import has_experts, multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.user_buffers import uses_user_buffers
 from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.own_layers import OwnProvider
 from memlab.engines.megatron.retention.transformer_engine_caches import (
-    has_experts,
     hold_fake_workspaces,
-    multiplies_with_torch,
 )
 from memlab.engines.process_group import join_alone
 from memlab.meter.storage_meter import plain_meter, simulated_meter

@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from memlab.config.scenario import Scenario
+
+Sender = Literal["verl", "skyrl", "skyrl_broadcast", "nemo_rl", "nemo_rl_v1"]
+"""Whose code gathers the weights of FSDP and sends them (`memlab.fitting.weight_sync`); SkyRL has another one for an
+engine on other GPUs, and NeMo-RL for each version of its DTensor policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferencePass:
+    """A frozen model with shards of its own, as under FSDP, in its pass for log-probabilities."""
+
+    seq_length: int
+    """Tokens of a row."""
+    micro_batch_size: int = 1
+    is_on_host: bool
+    """Whether its shards are on the host, from where they come to the device unit by unit."""
+    fp32_shards: bool
+    reshards: bool = True
+    """Whether its units are sharded again after forward."""
+    policy_is_away: bool = False
+    """Whether nothing of the trained model is on the device meanwhile, nor of the frozen one in other phases."""
+
+    def of(self, scenario: Scenario) -> Scenario:
+        """Returns the scenario of the pass of a job; FSDP1's shards are on the device there.
+
+        Raises:
+            ValueError: If memlab refuses it.
+        """
+        is_second, trained = scenario.state.fsdp_version == 2, scenario.state
+        state = replace(
+            trained,
+            lora=None,
+            fsdp_cpu_offload=self.is_on_host and is_second,
+            fp32_sharded_params=self.fp32_shards and scenario.dtype != "fp32",
+            reshard_after_forward="all" if self.reshards else "none",
+            reshard_root_after_forward=self.reshards and is_second,
+            fsdp2_forward_prefetch_depth=0,
+        )
+        return _with_rows(replace(scenario, state=state), self.seq_length, self.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +126,22 @@ class Rollout:
     """Whether log-probabilities and weight sync find on the device what is offloaded for generation."""
     syncs_from_host: bool = False
     """Whether the weight sync reads the host's copy of what is offloaded, and nothing returns to the device for it."""
+    reference_pass: ReferencePass | None = None
+    """Of a frozen model with shards of its own; it takes its pass after the policy's or before it."""
+    sender: Sender | None = None
+    """None for Megatron's weights."""
+    gathers_model_at_once: bool = False
+    """Whether a weight sync of FSDP1 gathers the whole model before it sends a part of it."""
+    entropy_bytes_of_logit: int = 0
+    """Bytes of each logit, beside the logit itself, that the entropy takes in the policy's pass; 0 where it is not
+    computed there, or by one compiled function."""
+    entropy_tokens: int | None = None
+    """Of how many tokens at a time; None is all of a micro-batch."""
+    gathers_model_for_passes: bool = False
+    """Whether the whole model is gathered before a forward-only pass begins."""
+    host_copies_of_shards: int = 0
+    """How often the host has the rank's shards beside what is offloaded, as for a reference model that trades places
+    with the policy."""
     freed_for_log_probabilities: tuple[str, ...] = ()
     """Categories of bytes that leave the device before log-probabilities, although they stay for generation."""
     num_passes: int | None = None
@@ -103,15 +157,7 @@ class Rollout:
         Raises:
             ValueError: If memlab refuses the pass's workload.
         """
-        layout = scenario.layout
-        # Frameworks pad rows to what the layout divides; a budget is then used up to the last such row.
-        unit = layout.ranks_of_a_sequence
-        unit *= 2 if layout.context_parallel_size > 1 else 1
-        if scenario.packed_sequences is not None:
-            tokens = self.seq_length * self.micro_batch_size
-            return scenario.with_tokens_of_a_row(max(1, tokens // unit) * unit)
-        tokens = max(1, self.seq_length // unit) * unit
-        return replace(scenario, seq_length=tokens, micro_batch_size=self.micro_batch_size)
+        return _with_rows(scenario, self.seq_length, self.micro_batch_size)
 
     def num_weights_of_engine(self, scenario: Scenario) -> int:
         """Returns how many of the model's weights one GPU of an engine has."""
@@ -124,3 +170,14 @@ class Rollout:
         """Returns JSON-ready values."""
         teacher = self.teacher and asdict(self.teacher) | {"scenario": self.teacher.scenario.to_dict()}
         return asdict(self) | {"teacher": teacher}
+
+
+def _with_rows(scenario: Scenario, seq_length: int, micro_batch_size: int) -> Scenario:
+    """Returns the scenario with other rows: frameworks pad them to what the layout divides, up to their budget."""
+    layout = scenario.layout
+    unit = layout.ranks_of_a_sequence
+    unit *= 2 if layout.context_parallel_size > 1 else 1
+    if scenario.packed_sequences is not None:
+        tokens = seq_length * micro_batch_size
+        return scenario.with_tokens_of_a_row(max(1, tokens // unit) * unit)
+    return replace(scenario, seq_length=max(1, seq_length // unit) * unit, micro_batch_size=micro_batch_size)

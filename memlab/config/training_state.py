@@ -248,6 +248,16 @@ class TrainingState:
         at_most=2**16,
     )
     """``distillation.topk_logits_k`` of NeMo-RL (7ea279ab), whose example has 64."""
+    gkd_logits_topk: int | None = option(
+        None,
+        "largest logits of the teacher that the loss compares with; with `reference_model` none, a server sends them "
+        "(default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="jsd",
+        at_most=2**16,
+    )
+    """ms-swift's option of GKD (3602360)."""
     entropy_loss: bool = option(
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
@@ -733,7 +743,7 @@ class TrainingState:
             self._check_head()
         if self.reference_model != "none":
             self._check_reference_model()
-        elif self.loss in COMPARE_WITH_TEACHER:
+        elif self.loss in COMPARE_WITH_TEACHER and not (self.loss == "jsd" and self.gkd_logits_topk is not None):
             raise RuleError(
                 f"loss is {self.loss!r}, which compares with a teacher's logits, and reference_model is 'none': choose "
                 "'copy', or 'without_adapters' with lora_rank",
@@ -1060,7 +1070,7 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
+    *("topk_logits_k", "gkd_logits_topk", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")

@@ -36,6 +36,30 @@ def own_names(architecture: Architecture, names: Iterable[str]) -> tuple[str, ..
     return tuple(own for one in names_of_model for own in one if own in found or len(one) == 1)
 
 
+def state_dict_sizes(architecture: Architecture, num_layers: int) -> Iterator[tuple[str, int]]:
+    """Yields module and elements of a model's parameters in the order of its state dict.
+
+    Of vectors there are the norms before a layer's halves and before the output layer. The experts of a layer are two
+    parameters. An output layer that is tied to the embedding is in the state dict too.
+    """
+    hidden = architecture.hidden_size
+    yield "model.embed_tokens", architecture.vocab_size * hidden
+    by_layer: dict[str, list[Linear]] = {}
+    for linear in linears(architecture, num_layers):
+        by_layer.setdefault(linear.name.partition(".self_attn")[0].partition(".mlp")[0], []).append(linear)
+    for layer, own in by_layer.items():
+        if layer == "lm_head":
+            yield "model.norm", hidden
+        yield from ((linear.name, linear.outputs * linear.inputs) for linear in own)
+        if layer != "lm_head":
+            if architecture.routes:
+                one = (architecture.num_moe_experts or 0) * architecture.moe_ffn_hidden_size * hidden
+                yield f"{layer}.mlp.experts.gate_up_proj", 2 * one
+                yield f"{layer}.mlp.experts.down_proj", one
+            yield f"{layer}.input_layernorm", hidden
+            yield f"{layer}.post_attention_layernorm", hidden
+
+
 def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:
     """Yields the linears of a model's first layers, and its output layer."""
     sizes = architecture

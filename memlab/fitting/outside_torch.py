@@ -89,7 +89,7 @@ class OutsideTorch:
 
 
 def estimate_outside_torch(
-    layout: Layout, model: Architecture | None = None, state: TrainingState | None = None
+    layout: Layout, model: Architecture | None = None, state: TrainingState | None = None, *, trains: bool = True
 ) -> OutsideTorch:
     """Estimates what the GPU of a rank of Megatron-Core holds outside torch's allocator.
 
@@ -101,6 +101,8 @@ def estimate_outside_torch(
             embedding too, how tokens get to their experts, whether a head takes the place of the output layer, whose
             kernels attention has, and whether an FP8 recipe reduces over ranks. None: no such layers, alltoall, an
             output layer, cuDNN's kernels and bf16.
+        trains: False for the process of a teacher, which reduces no gradients, and gathers the logits that it sends
+            over tensor and context parallel ranks and sends them to all stages (`memlab.config.rollout.TeacherPass`).
     """
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
@@ -109,8 +111,12 @@ def estimate_outside_torch(
     is_alone = state is not None and state.loss == "jsd" and layout.tensor_model_parallel_size == 1
     has_logits = is_last_stage and not has_head and not is_alone
     rings = _groups_that_reduce(layout, has_experts=has_experts, has_logits=has_logits)
-    is_tied = bool(model and model.share_embeddings_and_output_weights) and not has_head
-    has_copies = is_tied or bool(state and state.mtp_num_layers)
+    if not trains:
+        rings = rings[2:]  # without those of gradients, parameters and their norm
+        shares = (layout.context_parallel_size, layout.pipeline_model_parallel_size)
+        rings += [size for size in shares if size > 1]
+    is_tied = trains and bool(model and model.share_embeddings_and_output_weights) and not has_head
+    has_copies = is_tied or (trains and bool(state and state.mtp_num_layers))
     is_at_an_end = is_last_stage or layout.pipeline_stage == 0
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
         rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)
@@ -144,10 +150,15 @@ def estimate_outside_torch(
     )
 
 
-def outside_torch_of(job: Scenario) -> OutsideTorch:
-    """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is."""
+def outside_torch_of(job: Scenario, *, trains: bool = True) -> OutsideTorch:
+    """Estimates what the GPU of a job's rank holds outside torch's allocator, whatever the engine is.
+
+    Args:
+        job: With the rank.
+        trains: As for `estimate_outside_torch`, with Megatron-Core.
+    """
     if job.engine == "megatron":
-        estimated = estimate_outside_torch(job.layout, job.architecture, job.state)
+        estimated = estimate_outside_torch(job.layout, job.architecture, job.state, trains=trains)
         return replace(estimated, user_buffer_bytes=user_buffer_bytes(job))
     num_groups = _num_groups_of_fsdp2(job)
     is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
@@ -219,7 +230,7 @@ def _pairs(layout: Layout, *, exchanges: bool = True, sends_heads: bool = False)
     """Returns how many communicators send to single ranks, and to how many peers they send and receive in all.
 
     If `exchanges`, each rank sends rows to the ranks of their experts; otherwise all gather all tokens. If
-    `sends_heads`, each of the ranks that share a sequence sends to all others (not measured).
+    `sends_heads`, each of the ranks that share a sequence sends to all others (measured with two ranks).
 
     A pipeline without virtual stages and a ring of two ranks send in batches, over the group's communicator. Otherwise
     torch makes a communicator for each direction (``ProcessGroupNCCL::send``, torch 2.11).

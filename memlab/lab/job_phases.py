@@ -10,6 +10,8 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import outside_torch_of
+from memlab.fitting.weight_sync import bytes_of_sync
+from memlab.lab.reference_pass import ReferencePeaks
 from memlab.lab.search_steps import SimulatedSteps, stepping
 from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhase, JobPhases
@@ -58,8 +60,8 @@ def phases_of(
 ) -> JobPhases:
     """Predicts the passes between training steps that the job has, and adds up the phases.
 
-    Log-probabilities are a forward-only pass on the model of the training step. A teacher is another model, on a lab of
-    its own, for which that of the steps is closed.
+    Log-probabilities are a forward-only pass on the model of the training step. A teacher is another model, and so is a
+    reference model that has shards of its own: each is on a lab of its own, for which that of the steps is closed.
 
     A training step begins with loading what is on the host, and ends with offloading it again.
 
@@ -85,11 +87,8 @@ def phases_of(
     reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
     reference_between = 0 if settings.offload_parameters else reference
     outside = outside_torch_of(scenario).total_bytes
-    teacher = None
-    if rollout.teacher is not None:
-        steps.close()
-        teacher = TeacherPeaks.of(rollout.teacher, scenario.layout.rank, replay=replay)
-        outside += teacher.outside_torch_bytes
+    teacher, frozen = _others(trained, passed, steps, rollout, replay=replay)
+    outside += frozen.outside_torch_bytes + (0 if teacher is None else teacher.outside_torch_bytes)
     has_weights = rollout.is_colocated and rollout.engine_has_own_weights
     weights = _BYTES_OF_A_WEIGHT * rollout.num_weights_of_engine(scenario) if has_weights else 0
     engine = _engine_bytes(rollout, weights, gpu_memory_bytes)
@@ -97,23 +96,24 @@ def phases_of(
     beside = engine if rollout.engine_bytes is None or engine is None else engine - weights
     asleep = 0 if rollout.engine_sleeps else beside
     of_sync = weights if rollout.engine_sleeps else engine
-    gathered = _gathered_bytes(scenario, rollout)
     generating = between + reference_between
     synced += reference_between if rollout.syncs_from_host else reference
     if rollout.is_colocated and not rollout.engine_has_own_weights:
         generating += parameters
-    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
-        gathered = 0
-    kept = rollout.kept_buffer_bytes
-    if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
+    kept, free = rollout.kept_buffer_bytes, None
+    if gpu_memory_bytes is not None and of_sync is not None:
         free = gpu_memory_bytes - outside - between - synced - kept - of_sync
-        gathered = int(max(0, free) * rollout.bucket_share)
-    left = 0 if teacher is None else teacher.left_bytes
+    gathered = _gathered_bytes(scenario, rollout, free)
+    left = frozen.left_bytes if teacher is None else teacher.left_bytes
     phases = [_Phase("generation", generating + left, engine)]
     if passed is not None:
         freed = sum(passed.peak_by_category.get(name, 0) for name in rollout.freed_for_log_probabilities)
-        held = _held_bytes(passed) + loaded - parameters + reference - freed + left
-        phases.append(_Phase("log-probabilities", held, asleep, _peaks(passed)))
+        # What forward leaves gathered, as FSDP1 does the root, is there when the entropy is computed.
+        at_least = passed.static_bytes + parameters + _beside_a_pass(passed.scenario, rollout)
+        held = max(_held_bytes(passed), at_least) + loaded - parameters + reference - freed + left
+        phases.append(_Phase("log-probabilities", held, asleep, _peaks(passed, at_least)))
+    if rollout.reference_pass is not None:
+        phases.append(_Phase("reference model", frozen.held_bytes, asleep, frozen.peaks))
     if teacher is not None:
         freed = sum(trained.peak_by_category.get(name, 0) for name in rollout.freed_for_teacher)
         of_teacher = (teacher.allocated_bytes, teacher.active_bytes, teacher.reserved_bytes)
@@ -121,6 +121,7 @@ def phases_of(
     phases.append(_Phase("training step", _held_bytes(trained) + reference + left, asleep, _peaks(trained)))
     phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
     host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
+    host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category.get("parameters", 0)
     return JobPhases(
         rank=scenario.layout.rank,
         is_colocated=rollout.is_colocated,
@@ -149,6 +150,20 @@ def phases_of(
     )
 
 
+def _others(
+    trained: StepRecord, passed: StepRecord | None, steps: SimulatedSteps, rollout: Rollout, *, replay: bool
+) -> tuple[TeacherPeaks | None, ReferencePeaks]:
+    """Predicts the passes of models on labs of their own, for which that of the steps is closed."""
+    teacher, frozen = None, ReferencePeaks()
+    if rollout.teacher is not None:
+        steps.close()
+        teacher = TeacherPeaks.of(rollout.teacher, trained.scenario.layout.rank, replay=replay)
+    if rollout.reference_pass is not None:
+        steps.close()
+        frozen = ReferencePeaks.of(rollout.reference_pass, trained, passed, replay=replay)
+    return teacher, frozen
+
+
 class _Phase(NamedTuple):
     name: str
     num_bytes: int
@@ -158,8 +173,19 @@ class _Phase(NamedTuple):
     """As in `JobPhase`."""
 
 
-def _peaks(record: StepRecord) -> tuple[int | None, int | None, int | None]:
-    return record.peak_allocated_bytes, record.peak_active_bytes, record.peak_reserved_bytes
+def _peaks(record: StepRecord, at_least: int = 0) -> tuple[int | None, int | None, int | None]:
+    peaks = (record.peak_allocated_bytes, record.peak_active_bytes, record.peak_reserved_bytes)
+    return tuple(None if peak is None else max(peak, at_least) for peak in peaks)  # type: ignore[return-value]
+
+
+def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:
+    """Returns what a forward-only pass has beside shards where it gathers the whole model, or computes an entropy."""
+    model = scenario.architecture.with_layers(scenario.num_layers)
+    width = 2 if scenario.dtype == "bf16" else 4
+    gathered = width * model.num_parameters // scenario.layout.tensor_model_parallel_size
+    tokens = min(scenario.tokens_of_rank, rollout.entropy_tokens or scenario.tokens_of_rank)
+    entropy = model.vocab_size * (width * scenario.tokens_of_rank + rollout.entropy_bytes_of_logit * tokens)
+    return max(gathered if rollout.gathers_model_for_passes else 0, entropy if rollout.entropy_bytes_of_logit else 0)
 
 
 def _held_bytes(record: StepRecord) -> int:
@@ -176,8 +202,29 @@ def _engine_bytes(rollout: Rollout, weights_bytes: int, gpu_memory_bytes: int | 
     return int(gpu_memory_bytes * rollout.gpu_memory_utilization)
 
 
-def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
-    """Returns what one bucket takes with its copies: what its key says, but at least the largest weight as a whole."""
+def _gathered_bytes(scenario: Scenario, rollout: Rollout, free_bytes: int | None) -> int | None:
+    """Returns what the weight sync has on the device beside the shards or the weights; None where that is not known.
+
+    Args:
+        scenario: Of the training steps.
+        rollout: Of the job.
+        free_bytes: Of the GPU as the sync begins; None where that is not known.
+    """
+    if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor
+        return 0
+    bucket = _bucket_bytes(scenario, rollout)
+    if bucket is None and rollout.bucket_share and free_bytes is not None:
+        bucket = int(max(0, free_bytes) * rollout.bucket_share)
+    return bucket if bucket is None or rollout.sender is None else bytes_of_sync(scenario, rollout, bucket)
+
+
+def _bucket_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
+    """Returns what one bucket takes with its copies: what its key says, and of Megatron's weights at least the largest.
+
+    What FSDP's weights take beside it is added by `bytes_of_sync`.
+    """
+    if rollout.sender is not None:
+        return None if rollout.bucket_bytes is None else rollout.bucket_copies * rollout.bucket_bytes
     if rollout.sends_adapters:
         return _BYTES_OF_A_WEIGHT * max(prod(weight.shape) for weight in scenario.weights_of_adapters())
     if rollout.bucket_bytes is None:

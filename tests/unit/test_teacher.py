@@ -62,6 +62,46 @@ def test_a_loss_is_the_divergence_of_two_distributions_on_one_rank_and_on_two(lo
         on_ranks(ranks, job)
 
 
+def test_the_largest_logits_are_compared_by_themselves_on_one_rank_and_on_two() -> None:
+    """By definition: both distributions over the teacher's 5 largest logits of each token, and no others."""
+    torch.manual_seed(1)
+    student, teacher = torch.randn(2, 1, 600, 32).unbind()
+    student.requires_grad_()
+    values, places = teacher.topk(5)
+    wanted = divergence("jsd", student.gather(-1, places).double(), values.double()).float()
+    (gradient,) = torch.autograd.grad(wanted.sum(), student)
+
+    def job(rank: int, group: Any) -> None:
+        own = student.detach().chunk(group.size(), -1)[rank].contiguous().requires_grad_()
+        labels = torch.zeros(1, 600, dtype=torch.int64)
+        found = LOSSES["jsd"](own * 1, labels, group, None, teacher=(values, places))  # type: ignore[call-arg]
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-6)
+        (of_own,) = torch.autograd.grad(found.sum(), own)
+        torch.testing.assert_close(of_own, gradient.chunk(group.size(), -1)[rank], rtol=1e-3, atol=1e-6)
+
+    for ranks in (1, 2):
+        on_ranks(ranks, job)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_of_the_largest_logits_needs_what_ms_swift_s_function_does(ranks: int) -> None:
+    """Bytes per logit of 1,024 tokens and 8,000 logits, 64 of them compared: torch's profiler on the CPU, torch 2.13."""
+    shape, k = (1, 1024, 8000), 64
+    labels = torch.zeros(shape[:2], dtype=torch.int64)
+    teacher = (torch.zeros(1, 1024, k, dtype=torch.bfloat16), torch.arange(k).repeat(1, 1024, 1))
+    found: list[dict[str, float]] = []
+
+    def job(_: int, group: Any) -> None:
+        compute = partial(LOSSES["jsd"], labels=labels, group=group, chunk_size=None, teacher=teacher)
+        found.append(bytes_of_logit(compute, fp32=True, trains=True, shape=shape))
+
+    on_ranks(ranks, job)
+    few = {"forward": 8.36, "held": 4.27, "backward": 8.1}
+    wanted = few if ranks == 1 else {"forward": 8.44, "held": 4.29, "backward": 8.1}
+    for of_rank in found:
+        assert of_rank == pytest.approx(wanted, abs=0.15)
+
+
 @pytest.mark.parametrize(
     ("loss", "ranks", "forward", "held", "backward"),
     [
@@ -105,8 +145,10 @@ def test_a_loss_needs_what_the_framework_s_own_function_does(
             TrainingState(**{**GKD.changed(), "teacher_model": "qwen3-moe-tiny", "lora": LoRA(rank=4)}),
         ),
         ("qwen3-moe-tiny", TrainingState(loss="jsd", lora=LoRA(rank=4), reference_model="without_adapters")),
+        ("llama-3-tiny", TrainingState(**GKD.changed(), gkd_logits_topk=16)),
+        ("llama-3-tiny", TrainingState(loss="jsd", fp32_output=True, gkd_logits_topk=16)),
     ],
-    ids=["the same model", "another one, beside adapters", "without adapters"],
+    ids=["the same model", "another one, beside adapters", "without adapters", "largest logits", "of a server"],
 )
 def test_a_step_is_the_cpu_s_to_the_byte(model: str, state: TrainingState) -> None:
     records = []
@@ -121,7 +163,7 @@ def test_a_step_is_the_cpu_s_to_the_byte(model: str, state: TrainingState) -> No
 
 def test_what_a_replay_leaves_out_changes_no_byte_of_a_step_with_a_teacher() -> None:
     options: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 4, "backend": "simulated"}
-    for state in (KL, GKD):
+    for state in (KL, GKD, TrainingState(**GKD.changed(), gkd_logits_topk=16)):
         peaks = set()
         for replay in (True, False):
             with Lab("llama-3-tiny", state=state, replay=replay, **options) as lab:
@@ -194,6 +236,7 @@ def test_a_teacher_that_memlab_cannot_compare_with_is_refused(teacher: str, word
 
 
 _GKD = "megatron rlhf --rlhf_type gkd --model Qwen/Qwen3-8B --max_length 512 --micro_batch_size 1 --global_batch_size 8"
+_SERVER = f"{_GKD} --lmbda 0 --teacher_model_server http://localhost:8000 --gkd_logits_topk 32"
 _OTHER = f"{_GKD} --lmbda 0 --teacher_model Qwen/Qwen3-32B"
 
 
@@ -215,11 +258,7 @@ _OTHER = f"{_GKD} --lmbda 0 --teacher_model Qwen/Qwen3-32B"
             {"rlhf_type": "less", "steps_per_generation": "more", "beta": "less"},
         ),
         # What memlab does not predict with it stays a bound from one side.
-        (
-            f"{_OTHER} --gkd_logits_topk 64",
-            ("log_softmax", "none", None),
-            {"rlhf_type": "more", "teacher_model": "more"},
-        ),
+        (f"{_GKD} --lmbda 0 --gkd_logits_topk 64", ("log_softmax", "none", None), {"rlhf_type": "more"}),
         (
             f"{_OTHER} --pipeline_model_parallel_size 2",
             ("log_softmax", "none", None),
@@ -242,6 +281,24 @@ def test_jobs_of_ms_swift_have_their_teacher(
     state = job.required()[0].state
     assert (state.loss, state.reference_model, state.teacher_model) == found
     assert {one.key: one.effect for one in job.not_modelled} == missed
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        (f"{_OTHER} --gkd_logits_topk 32", "copy"),
+        (_SERVER, "none"),
+        (f"{_SERVER} --pipeline_model_parallel_size 2 --fp8_format hybrid --fp8_recipe tensorwise", "none"),
+    ],
+)
+def test_jobs_of_ms_swift_compare_with_the_largest_logits(text: str, reference: str, tmp_path: Path) -> None:
+    """``_compute_teacher_logits`` in swift/megatron/trainers/gkd_trainer.py (3602360)."""
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    job = Job.read(path)
+    state = job.required()[0].state
+    assert (state.loss, state.reference_model, state.gkd_logits_topk) == ("jsd", reference, 32)
+    assert {one.key: one.effect for one in job.not_modelled} == {"rlhf_type": "less"}
 
 
 def test_a_written_job_of_ms_swift_has_its_teacher(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.megatron_teacher import CASES, predicted
 from memlab.backends.kernel_temporaries import bytes_of_topk, logsumexp
 from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout, TeacherPass
@@ -16,6 +18,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.losses import _largest
+from memlab.fitting.outside_torch import RING_OF_ONE_BYTES
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.lab.lab import Lab
@@ -24,12 +27,18 @@ from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhases
 from tests.unit.ranks import on_ranks
 
+RESULTS = Path(__file__).parents[2] / "labs" / "results" / "h200_teacher_passes.jsonl"
 STATE = TrainingState(loss="topk_logits", topk_logits_k=16)
 
 
 def teacher(**options: Any) -> Scenario:
     values = {"state": STATE, "num_layers": 2, "seq_length": 256, "num_microbatches": 4, **options}
     return Scenario.of("llama-3-tiny", **values)  # type: ignore[arg-type]
+
+
+BEYOND = 2**20 + 2**19 + 2**17 - 2**25
+"""By which the process of a teacher of one layer of Qwen3-4B differs from a lab: its weights of 95, 47.5 and 741.875 MiB
+have segments of whole 2 MiB each, whose ends of up to 1 MiB stay with them, and autograd's thread has no workspace."""
 
 
 def large(**options: Any) -> Scenario:
@@ -100,7 +109,7 @@ def test_each_micro_batch_keeps_its_largest_logits_and_what_is_not_stepped_is_ad
     assert many - few == pytest.approx(32 * kept, rel=0.05)
     passes = TeacherPass(scenario=large(), num_microbatches=40)
     assert passes.kept_bytes(1) == kept
-    assert TeacherPeaks.of(passes, 0, replay=True).allocated_bytes == pytest.approx(many, rel=1e-4)
+    assert TeacherPeaks.of(passes, 0, replay=True).allocated_bytes == pytest.approx(many + BEYOND, abs=2**17)
 
 
 def test_what_is_sent_is_there_twice_in_the_end() -> None:
@@ -110,7 +119,7 @@ def test_what_is_sent_is_there_twice_in_the_end() -> None:
     sent, weights = 12 * 4096 * 256 * 40, 2 * scenario.architecture.with_layers(1).num_parameters
     assert peak == pytest.approx(weights + 2 * sent, rel=0.06)
     found = TeacherPeaks.of(TeacherPass(scenario=scenario, num_microbatches=40), 0, replay=True)
-    assert found.allocated_bytes == pytest.approx(peak, rel=1e-3)
+    assert found.allocated_bytes == pytest.approx(peak + BEYOND, rel=1e-3)
 
 
 def test_a_live_pass_finds_the_largest_logits(open_lab: Any) -> None:
@@ -234,3 +243,24 @@ def test_the_same_file_is_read_as_its_teacher_s(tmp_path: Path) -> None:
     scenario, _ = Job.read(tmp_path / "config.yaml", format_name="nemo-rl-teacher").required()
     assert scenario.architecture.name == "qwen3-4b"
     assert scenario.seq_length == 4096
+
+
+MEASURED = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        3,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in range(len(CASES)) if number != 3),
+    ],
+)
+def test_a_teacher_holds_what_it_did_on_an_h200(number: int) -> None:
+    """Plain Megatron-Core without DDP. Its script uses no group of all ranks, which NeMo-RL does when it starts."""
+    case = CASES[number]
+    row = MEASURED[case.name]
+    last, found = row["steps"][-1], predicted(case, row["environment"])
+    assert found["peak_bytes"] == pytest.approx(last["peak_bytes"], rel=3e-4)
+    assert found["left_bytes"] == pytest.approx(last["left_bytes"], abs=2**18)
+    assert found["peak_reserved_bytes"] == pytest.approx(last["peak_reserved_bytes"], rel=0.05)
+    assert found["outside_torch_bytes"] - RING_OF_ONE_BYTES == pytest.approx(last["outside_torch_bytes"], rel=0.06)

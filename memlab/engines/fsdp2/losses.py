@@ -26,6 +26,8 @@ def loss_of_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, by_row: bool
         tokens: int64 [batch, sequence]; those that follow.
         by_row: Whether flash-attn is not there.
     """
+    if by_row and not torch.is_grad_enabled():  # then each token's log-probabilities are freed before the next one's
+        return -_chosen(logits.flatten(0, 1), tokens.flatten()).mean()
     function = _RowLogProbs if by_row else _FlashLogProbs
     return -function.apply(logits.flatten(0, 1), tokens.flatten()).mean()
 
@@ -58,6 +60,12 @@ class _FlashLogProbs(torch.autograd.Function):
         logits, log_sums, tokens = ctx.saved_tensors
         _write_gradient(logits, log_sums, tokens, grads[0])
         return logits, None
+
+
+@one_kernel()
+def _chosen(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    values = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return values.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 @one_kernel()

@@ -30,6 +30,10 @@ _ENTROPY_COEFFICIENT = 0.01
 """Of the entropy in a loss: a usual one."""
 
 
+Teacher = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The logits of a teacher, or the largest of them and their places."""
+
+
 class LossFromLogits(torch.nn.Module):
     """The loss -advantage x log-probability of each label, with an advantage of 1, so that it is the cross entropy.
 
@@ -46,7 +50,7 @@ class LossFromLogits(torch.nn.Module):
         labels: torch.Tensor,
         state: TrainingState,
         lengths: tuple[int, ...] | None = None,
-        teacher: torch.Tensor | None = None,
+        teacher: Teacher | None = None,
     ) -> torch.Tensor:
         """Returns each token's loss, fp32 [sequences, tokens].
 
@@ -55,7 +59,8 @@ class LossFromLogits(torch.nn.Module):
             labels: int64 [sequences, tokens], in the whole vocabulary.
             state: Names the loss, and the tokens that are computed at once.
             lengths: Of the packed sequences of a row on this rank; None where rows are not packed.
-            teacher: The logits that `COMPARE_WITH_TEACHER` compare with, of the same shape.
+            teacher: The logits that `COMPARE_WITH_TEACHER` compare with, of the same shape; or the largest of them
+                [sequences, tokens, k], with their places in the whole vocabulary.
         """
         group = parallel_state.get_tensor_model_parallel_group()
         if state.num_labels is not None:
@@ -245,10 +250,12 @@ def _logits_kl(
 
 
 def _jsd(
-    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, teacher: torch.Tensor
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, teacher: Teacher
 ) -> torch.Tensor:
     every = torch.arange(labels.numel(), device=labels.device)  # the tokens of answers are picked: all of them here
-    active, of_active = (each.flatten(0, 1)[every] for each in (logits, teacher))
+    if isinstance(teacher, tuple):
+        return _jsd_of_largest(logits, labels, group, every, *teacher)
+    active, of_active = _Rows.apply(logits, every), teacher.flatten(0, 1)[every]
     own, others = ((each / _TEMPERATURE_OF_GKD).unsqueeze(0) for each in (active, of_active))
     beta = torch.tensor(_BETA_OF_GKD, dtype=own.dtype, device=own.device)
     of_own, of_teacher = torch.log1p(-beta), torch.log(beta)
@@ -262,6 +269,54 @@ def _jsd(
         of_rank = of_rank + (1 - beta) * (torch.exp(student) * (student - mixture)).sum(-1)
         parts.append(_SumOfRanks.apply(of_rank, group, False))
     return torch.cat(parts, dim=1).view_as(labels)
+
+
+def _jsd_of_largest(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any,
+    every: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor,
+) -> torch.Tensor:
+    active, of_active, chosen = _Rows.apply(logits, every), *(each.flatten(0, 1)[every] for each in (values, places))
+    if group.size() > 1:
+        chosen, elsewhere = _on_this_rank(chosen, logits.shape[-1], group.rank())
+    own = _Picked.apply(active, chosen)
+    if group.size() > 1:
+        # The ranks' parts are put together by their maximum, where each is -inf elsewhere (``tp_gather_topk``).
+        own = own.masked_fill(elsewhere, float("-inf"))
+        of_all = own.detach()
+        torch.distributed.all_reduce(of_all, op=ReduceOp.MAX, group=group)
+        own = torch.where(elsewhere, of_all, own)
+    own, others = own / _TEMPERATURE_OF_GKD, of_active / _TEMPERATURE_OF_GKD
+    beta = torch.tensor(_BETA_OF_GKD, dtype=own.dtype, device=own.device)
+    of_own, of_teacher = torch.log1p(-beta), torch.log(beta)
+    parts = []
+    for start in range(0, labels.numel(), _CHUNK_OF_GKD):
+        student, target = (torch.log_softmax(each[start : start + _CHUNK_OF_GKD], dim=-1) for each in (own, others))
+        mixture = torch.logsumexp(torch.stack([student + of_own, target + of_teacher]), dim=0)
+        part = beta * (torch.exp(target) * (target - mixture)).sum(-1)
+        parts.append(part + (1 - beta) * (torch.exp(student) * (student - mixture)).sum(-1))
+    return torch.cat(parts).view_as(labels)
+
+
+def largest_of_swift(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the k largest logits of each token and their places in the whole vocabulary: [sequences, tokens, k].
+
+    See ``vocab_parallel_topk`` in swift/megatron/trainers/gkd_utils.py (ms-swift 3602360).
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    own, places = torch.topk(logits, k, dim=-1)
+    if group.size() == 1:
+        return own, places
+    places = places + group.rank() * logits.shape[-1]
+    of_ranks = [[torch.empty_like(each) for _ in range(group.size())] for each in (own, places)]
+    for parts, each in zip(of_ranks, (own, places), strict=True):
+        torch.distributed.all_gather(parts, each, group=group)
+    together, their_places = (torch.cat(parts, dim=-1) for parts in of_ranks)
+    values, chosen = torch.topk(together, k, dim=-1)
+    return values, their_places.gather(-1, chosen)
 
 
 def _log_softmax_of_swift(logits: torch.Tensor, group: Any) -> torch.Tensor:
@@ -428,6 +483,27 @@ class _Picked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         values, places = ctx.saved_tensors
         return torch.zeros_like(values).scatter_add_(-1, places, gradient), None
+
+
+class _Rows(torch.autograd.Function):
+    """Tokens of all sequences by their numbers, as torch's indexing picks them.
+
+    Under a dispatch mode the backward of torch's own makes one tensor of all logits more (``index_backward`` in
+    torch/csrc/autograd/FunctionsManual.cpp, 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(every)
+        ctx.shape = logits.shape
+        return logits.flatten(0, 1)[every]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (every,) = ctx.saved_tensors
+        of_logits = gradient.new_zeros(ctx.shape)
+        of_logits.flatten(0, 1).index_put_((every,), gradient, accumulate=True)
+        return of_logits, None
 
 
 class _Slice(torch.autograd.Function):

@@ -20,6 +20,7 @@ from memlab.engines.megatron.activation_offload import manager as offload_manage
 from memlab.engines.megatron.adapters import without_adapters
 from memlab.engines.megatron.build import LiveModel, seed_megatron
 from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
+from memlab.engines.megatron.losses import Teacher, largest_of_swift
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -48,7 +49,7 @@ def train_step(
     data_parallel_overlap.fill_buffers(live)
     batches = [_batches(live.scenario) for _ in live.chunks]  # they hold the last mask until the step ends
     with _phases(live, labels, microbatches.before_forward):
-        teachers: deque[torch.Tensor] = deque()
+        teachers: deque[Teacher] = deque()
         if live.scenario.state.loss == "jsd":
             labels.enter_phase("forward")
             teachers = _logits_of_all_microbatches(live)
@@ -93,23 +94,42 @@ class _Batch(NamedTuple):
     """Those that are made with the mask."""
 
 
-def _logits_of_all_microbatches(live: LiveModel) -> deque[torch.Tensor]:
+def _logits_of_all_microbatches(live: LiveModel) -> deque[Teacher]:
     """Runs the teacher with all micro-batches, as ms-swift's GKD does before the first is trained.
 
-    Each micro-batch frees its logits (``_compute_teacher_logits_local`` and ``forward_step`` in
-    swift/megatron/trainers/gkd_trainer.py, 3602360).
+    Each micro-batch frees its logits, or the largest of them, which a server may send too
+    (``_compute_teacher_logits_local`` and ``forward_step`` in swift/megatron/trainers/gkd_trainer.py, 3602360).
     """
+    scenario, k = live.scenario, live.scenario.state.gkd_logits_topk
+    if scenario.state.reference_model == "none":
+        assert k is not None, "the training state has checked it"
+        return deque(_sent(scenario, k) for _ in range(scenario.num_microbatches))
     for model in live.reference:
         model.config.memlab_routing.begin_step()
-    batches = _batches(live.scenario)
-    return deque(_forward_step(live, None, batches, live.chunk)[0] for _ in range(live.scenario.num_microbatches))
+    batches = _batches(scenario)
+
+    def of_one() -> Teacher:
+        logits: torch.Tensor = _forward_step(live, None, batches, live.chunk)[0]
+        return logits if k is None else largest_of_swift(logits, k)
+
+    return deque(of_one() for _ in range(scenario.num_microbatches))
+
+
+def _sent(scenario: Scenario, k: int) -> Teacher:
+    """Returns what a server sends of a micro-batch: log-probabilities in fp32, and places.
+
+    See ``assemble_teacher_output`` in swift/rlhf_trainers/gkd_helpers.py (ms-swift 3602360).
+    """
+    tokens = scenario.seq_length // scenario.layout.context_parallel_size
+    places = torch.arange(k, device="cuda").repeat(scenario.micro_batch_size, tokens, 1)
+    return torch.zeros(places.shape, dtype=torch.float32, device="cuda"), places
 
 
 def _run_schedule(
     live: LiveModel,
     microbatches: Microbatches,
     batches: list[Iterator[_Batch]],
-    teachers: deque[torch.Tensor],
+    teachers: deque[Teacher],
     *,
     forward_only: bool = False,
 ) -> float | None:
@@ -168,7 +188,7 @@ def _over_the_copies(loss: float) -> float:
 
 
 def _forward_step(
-    live: LiveModel, teachers: deque[torch.Tensor] | None, batches: Iterator[_Batch], model: Any
+    live: LiveModel, teachers: deque[Teacher] | None, batches: Iterator[_Batch], model: Any
 ) -> tuple[torch.Tensor, Any]:
     """Runs a micro-batch, with the logits of its teacher if these are there already; None runs the teacher alone."""
     batch, mask, positions = next(batches)

@@ -683,6 +683,7 @@ ONLY_OF_MS_SWIFT = {
     "num_labels": "of the training jobs that memlab reads, only ms-swift's have a head",
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
     "teacher_model": "of the training jobs that memlab reads, only ms-swift's name a teacher that is in the step",
+    "gkd_logits_topk": "only ms-swift's GKD compares with the largest logits of a teacher that is in the step",
 }
 ONLY_OF_VERL_AND_SLIME = {
     "entropy_loss": "memlab has this entropy in the losses of verl and slime only",

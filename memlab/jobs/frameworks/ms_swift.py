@@ -130,6 +130,7 @@ KEYS = (
     Key("max_completion_length", "max_completion_length", WHOLE, 512),
     Key("rlhf_type", "rlhf_type", TEXT, None),
     Key("teacher_model", "teacher_model", TEXT, None),
+    Key("gkd_logits_topk", "gkd_logits_topk", COUNT),
     Key("task_type", "task_type", TEXT, None),
     Key("num_labels", "num_labels", COUNT, None),
     Key("vllm_mode", "vllm_mode", TEXT, None),
@@ -297,26 +298,19 @@ def _complete_model(reading: Reading, architecture: Architecture) -> None:
 def _take_teacher(reading: Reading, student: Architecture) -> None:
     """Takes GKD's teacher, which runs before the micro-batches of a step are trained, where memlab predicts it.
 
-    The teacher is as it is loaded, or the model without its adapters (`_drop_teacher`).
+    The teacher is as it is loaded, or the model without its adapters (`_drop_teacher`), or a server sends its largest
+    logits (``_compute_teacher_logits`` in swift/megatron/trainers/gkd_trainer.py, 3602360).
     """
     values, get, key = reading.values, reading.get, "teacher_model"
-    is_student = key in reading.without_effect
-    has_more = any(map(is_given, map(values.get, ("fp8_format", "mtp_num_layers", "offload_modules"))))
-    has_stages = (values.get("pipeline_model_parallel_size") or 1) > 1
-    if not is_given(get(key)) or is_given(get("gkd_logits_topk")) or has_more or has_stages:
-        return
-    try:
-        teacher = student if is_student else find_architecture(str(get(key)))
-    except ValueError:
-        return
-    if teacher.vocab_size != student.vocab_size or (is_student and values.get("lora_rank") is None):
+    is_server = is_given(get("teacher_model_server")) and values.get("gkd_logits_topk") is not None
+    if not is_server and not _takes_own_teacher(reading, student):
+        values.pop("gkd_logits_topk", None)
+        reading.taken = [one for one in reading.taken if one.field != "gkd_logits_topk"]
         return
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (key, "rlhf_type")]
     reading.take("rlhf_type", "loss", "jsd")
-    reading.take("rlhf_type", "reference_model", "without_adapters" if is_student else "copy")
-    if not is_student:
-        is_other = teacher.name != student.name or is_given(get("num_layers"))
-        reading.take(key, key, str(get(key)) if is_other else None)
+    if not is_server:
+        reading.take("rlhf_type", "reference_model", "without_adapters" if key in reading.without_effect else "copy")
     reading.miss(
         "rlhf_type", "less", "the loss compares the tokens of answers alone, and memlab takes those of prompts too"
     )
@@ -328,6 +322,26 @@ def _take_teacher(reading: Reading, student: Architecture) -> None:
         reading.miss("sft_alpha", "more", "the language model's loss is computed beside it")
     if (get("steps_per_generation") or 1) > 1 or is_given(get("generation_batch_size")):
         reading.miss("steps_per_generation", "more", "the teacher's logits of several steps are there together")
+
+
+def _takes_own_teacher(reading: Reading, student: Architecture) -> bool:
+    """Takes a teacher that the training's ranks have; False where there is none, or memlab does not predict it."""
+    values, get, key = reading.values, reading.get, "teacher_model"
+    is_student = key in reading.without_effect
+    has_more = any(map(is_given, map(values.get, ("fp8_format", "mtp_num_layers", "offload_modules"))))
+    has_stages = (values.get("pipeline_model_parallel_size") or 1) > 1
+    if not is_given(get(key)) or has_more or has_stages:
+        return False
+    try:
+        teacher = student if is_student else find_architecture(str(get(key)))
+    except ValueError:
+        return False
+    if teacher.vocab_size != student.vocab_size or (is_student and values.get("lora_rank") is None):
+        return False
+    if not is_student:
+        is_other = teacher.name != student.name or is_given(get("num_layers"))
+        reading.take(key, key, str(get(key)) if is_other else None)
+    return True
 
 
 def _complete_trained(reading: Reading) -> None:
@@ -398,6 +412,9 @@ def complete(reading: Reading) -> None:
         values["loss"], values["fp32_output"] = "log_softmax", True
     if kind == "gkd":
         reading.miss("rlhf_type", "more", "the loss compares whole distributions of teacher and student")
+    elif values.pop("gkd_logits_topk", None) is not None:
+        reading.taken = [one for one in reading.taken if one.field != "gkd_logits_topk"]
+        reading.without_effect["gkd_logits_topk"] = "only --rlhf_type gkd reads it"
     # With this probability GKD trains on answers of the student, where an engine makes them
     # (``_determine_data_source`` in swift/megatron/trainers/gkd_trainer.py).
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
@@ -765,7 +782,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "max_length": length // 2 if is_likelihood else length,
             "max_completion_length": length - length // 2 if is_likelihood else 512,
             "rlhf_type": "gkd" if has_teacher else "grpo" if is_likelihood else "dpo" if is_pairs else None,
-            "teacher_model": scenario.state.teacher_model or named(scenario)["architecture"] if has_teacher else None,
+            "teacher_model": (scenario.state.teacher_model or named(scenario)["architecture"])
+            if has_teacher and scenario.state.reference_model != "none"
+            else None,
             "task_type": None if scenario.state.num_labels is None else "seq_cls",
             "tuner_type": "full" if scenario.state.lora is None else "lora",
             "bf16": scenario.dtype == "bf16",
@@ -796,6 +815,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["seq_length"] = f"ms-swift pads rows to a multiple of {multiple} tokens"
     if (scenario.state.loss, scenario.state.fp32_output) not in _LOSSES:
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax and jsd of logits in fp32"
+    if scenario.state.loss == "jsd" and scenario.state.reference_model == "none":
+        reasons["loss"] = "a teacher that is a server has an address: add --teacher_model_server ADDRESS"
     return reasons
 
 

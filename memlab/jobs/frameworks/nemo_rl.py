@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
@@ -260,12 +261,8 @@ def complete(reading: Reading) -> None:
         _take_mask(reading, is_dynamic=is_dynamic)
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
-    of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
-    of_log_probs = longest
-    if is_packed_row or is_dynamic:
-        of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
-    _take_rollout(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
+    of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed_row, is_dynamic=is_dynamic)
+    take_phases(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
@@ -301,16 +298,49 @@ def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:
         reading.take(key, "create_attention_mask", value=True)
 
 
-def _take_rollout(
-    reading: Reading, per_node: int, seq_length: int, rows: int, *, is_colocated: bool, generates: bool
+def rows_of_pass(values: dict[str, Any], longest: int, *, is_packed: bool, is_dynamic: bool) -> tuple[int, int]:
+    """Returns the tokens of a row, and the rows, of a pass for log-probabilities."""
+    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
+    of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
+    if is_packed or is_dynamic:
+        return (of_packed if is_packed else of_dynamic) or longest * rows, 1
+    return longest, rows
+
+
+def compares(reading: Reading) -> bool:
+    """Whether a penalty compares the policy with a reference model."""
+    return bool(reading.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0)
+
+
+def take_phases(
+    reading: Reading,
+    per_node: int,
+    seq_length: int,
+    rows: int,
+    *,
+    is_colocated: bool,
+    generates: bool,
+    sender: Sender | None = None,
 ) -> None:
+    """Takes what the job does between training steps.
+
+    Args:
+        reading: Of the job.
+        per_node: Ranks of the training on a node.
+        seq_length: Tokens of a row for log-probabilities.
+        rows: Of such a pass.
+        is_colocated: Whether the inference engine has the training's GPUs.
+        generates: Whether the job has one.
+        sender: As in `Rollout`.
+    """
     values = reading.values
     bucket = values.pop("bucket", None)
     if bucket and not is_colocated:
         reading.taken = [one for one in reading.taken if one.field != "bucket"]
         reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
     if not generates:
-        del values["engine_share"], values["engine_ranks"], values["frees_optimizer"], values["moves_for_teacher"]
+        for name in ("engine_share", "engine_ranks", "frees_optimizer", "moves_for_teacher"):
+            values.pop(name, None)
         return
     engine = _take_engine(reading)
     _note_skipped_passes(reading)
@@ -318,7 +348,7 @@ def _take_rollout(
     # those that stay on the device while other GPUs generate.
     on_device = {"gradients": not values["offload_gradients"], "optimizer state": not values["offload_optimizer"]}
     # ``offload_before_refit``, which ``distillation_train`` calls before a teacher's passes where other GPUs generate.
-    moves = values.pop("moves_for_teacher")
+    moves = values.pop("moves_for_teacher", False)
     for_teacher = [name for name, is_there in on_device.items() if is_there and (moves or name == "gradients")]
     on_device["optimizer state"] &= values.pop("frees_optimizer")
     freed = [] if _trains_in_parts(reading) else [name for name, is_freed in on_device.items() if is_freed]
@@ -331,6 +361,7 @@ def _take_rollout(
         # Megatron copies weights from tensor to tensor.
         bucket_bytes=0 if engine[1] == "megatron" else int(bucket * 2**30) if bucket and is_colocated else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
+        sender=sender,
         freed_for_log_probabilities=tuple(freed),
         engine=engine,
         quantization=f"{_GENERATION}.{'sglang' if engine[1] == 'sglang' else 'vllm'}_kwargs.quantization",
@@ -356,8 +387,7 @@ def _note_skipped_passes(reading: Reading) -> None:
     get, key = reading.get, "loss_fn.force_on_policy_ratio"
     if any(name.startswith("distillation.") for name in reading.entries.by_key):
         reading.values["computes_log_probabilities"] = False
-    compares = get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
-    skips_reference = get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares
+    skips_reference = get("grpo.skip_reference_policy_logprobs_calculation") is True or not compares(reading)
     if get(key) is True and get("grpo.seq_logprob_error_threshold") is None and skips_reference:
         reading.take(key, "computes_log_probabilities", value=False)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
@@ -37,7 +38,16 @@ from memlab.jobs.frameworks.fsdp2 import (
 )
 from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_given
 from memlab.jobs.frameworks.lines import yaml_lines
-from memlab.jobs.frameworks.nemo_rl import NEMO_RL, PAIRS, WITHOUT_GENERATION, complete_ranks, take_longest
+from memlab.jobs.frameworks.nemo_rl import (
+    NEMO_RL,
+    PAIRS,
+    WITHOUT_GENERATION,
+    compares,
+    complete_ranks,
+    rows_of_pass,
+    take_longest,
+    take_phases,
+)
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
@@ -65,9 +75,11 @@ _OF_METHODS = (
     "is_colocated",
     "generation_nodes",
     "generation_ranks",
+    *("log_prob_micro_batch_size", "log_prob_packed_tokens", "log_prob_dynamic_tokens"),
+    *("engine_share", "engine_ranks", "bucket", "frees_optimizer"),
 )
 _MISSING_OF_METHODS = (
-    *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation", "teacher"),
+    *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation"),
     *("value", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
 )
 
@@ -94,6 +106,12 @@ KEYS = (
 FRAMEWORK_MISSING = (
     *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
+    Missing(
+        "teacher.model_name",
+        "more",
+        "the teacher's passes run between the steps, and memlab predicts them of Megatron's policies only",
+        is_given,
+    ),
     Missing("distillation.topk_logits_k", "more", "the loss compares with the logits of a teacher", is_given),
     Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
     *(
@@ -119,14 +137,15 @@ def complete(reading: Reading) -> None:
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & WITHOUT_GENERATION
     del values["is_dtensor"]
-    complete_ranks(reading)
+    per_node = complete_ranks(reading)
     _take_groups(reading)
     # ``from_pretrained`` makes fp32 parameters in both versions.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced="fp32")
     if values["dtype"] != "fp32":
         reading.miss("policy.precision", "more", "each layer returns its hidden states in fp32")
     _take_optimizer(reading)
-    moves = values.pop("is_colocated") and generates and not values["fsdp_cpu_offload"]
+    is_colocated = values.pop("is_colocated")
+    moves = is_colocated and generates and not values["fsdp_cpu_offload"]
     values |= dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), moves)
     is_version_2 = values.pop("is_version_2")
     if is_version_2 and values["world_size"] == 1:
@@ -140,11 +159,14 @@ def complete(reading: Reading) -> None:
             key = f"{_DTENSOR}.activation_checkpointing"
             reading.miss(key, "either", "NeMo-RL checkpoints the parts of a layer, each")
     reading.miss("loss_fn", "either", "the log-probabilities of NeMo-RL's loss are computed in fp32, in another order")
-    _take_rows(reading, pairs=bool(sections & PAIRS) and not generates)
-    if generates:
-        reading.warnings.append(
-            "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
-        )
+    longest, is_packed, is_dynamic = take_longest(reading), values["is_packed"], values["is_dynamic"]
+    of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed, is_dynamic=is_dynamic)
+    # ``unshard_fsdp2_model`` in dtensor_policy_worker.py, and ``use_reference_model`` in both versions.
+    values["gathers_model_for_passes"] = generates and not is_version_2
+    values["host_copies_of_shards"] = 2 * (generates and compares(reading))
+    sender: Sender = "nemo_rl" if is_version_2 else "nemo_rl_v1"
+    take_phases(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates, sender=sender)
+    _take_rows(reading, longest, pairs=bool(sections & PAIRS) and not generates)
 
 
 def _take_groups(reading: Reading) -> None:
@@ -178,9 +200,9 @@ def _take_optimizer(reading: Reading) -> None:
         take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
 
 
-def _take_rows(reading: Reading, *, pairs: bool) -> None:
+def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
     values = reading.values
-    longest, sequences = take_longest(reading), values.pop("sequences")
+    sequences = values.pop("sequences")
     if pairs:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
         sequences *= 2

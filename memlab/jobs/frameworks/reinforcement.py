@@ -7,7 +7,7 @@ from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, published_architecture
-from memlab.config.rollout import Rollout
+from memlab.config.rollout import ReferencePass, Rollout, Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -209,6 +209,8 @@ def take_rollout(
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
     syncs_from_host: bool = False,
+    reference_pass: ReferencePass | None = None,
+    sender: Sender | None = None,
     freed_for_log_probabilities: tuple[str, ...] = (),
     engine: tuple[str, str] = ("", "vllm"),
     quantization: str,
@@ -229,6 +231,8 @@ def take_rollout(
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
         syncs_from_host: As in `Rollout`.
+        reference_pass: As in `Rollout`.
+        sender: As in `Rollout`.
         freed_for_log_probabilities: As in `Rollout`.
         engine: The key that chooses the inference engine, and the engine.
         quantization: The key that quantizes the engine's weights; without it, the checkpoint decides.
@@ -271,6 +275,13 @@ def take_rollout(
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
         syncs_from_host=syncs_from_host,
+        reference_pass=reference_pass,
+        sender=sender,
+        gathers_model_at_once=values.pop("gathers_model_at_once", False),
+        gathers_model_for_passes=values.pop("gathers_model_for_passes", False),
+        entropy_bytes_of_logit=values.pop("entropy_bytes_of_logit", 0),
+        entropy_tokens=values.pop("entropy_tokens", None),
+        host_copies_of_shards=values.pop("host_copies_of_shards", 0),
         freed_for_log_probabilities=freed_for_log_probabilities,
     )
 

@@ -114,7 +114,7 @@ def complete(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
-    _note_skipped_passes(reading)
+    note_skipped_passes(reading)
     # ``_save_lora_adapters_and_sync`` in workers/megatron/megatron_worker.py; by default adapters are merged.
     is_merged = reading.get(f"{_MEGATRON}.lora_config.merge_lora") is not False
     values["sends_adapters"] = values.get("lora_rank") is not None and not is_merged
@@ -128,8 +128,8 @@ def complete(reading: Reading) -> None:
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
         # ``_send_chunks_vllm_native`` in weight_sync/cuda_ipc_strategy.py packs them into one tensor.
         bucket_copies=2 if is_colocated else 1,
-        freed_for_log_probabilities=() if is_colocated else _freed_by_reference_model(reading),
-        engine=_engine(reading),
+        freed_for_log_probabilities=() if is_colocated else freed_by_reference_model(reading),
+        engine=engine_of(reading),
         quantization=f"{_ENGINE}.engine_init_kwargs.quantization",
     )
     if tokens > 0:
@@ -142,14 +142,14 @@ def complete(reading: Reading) -> None:
     drop_single_chunk(values)
 
 
-def _compares(reading: Reading) -> bool:
+def compares(reading: Reading) -> bool:
     """Whether a penalty compares the policy with a reference model."""
     algorithm = "trainer.algorithm"
     compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
     return any(compares)
 
 
-def _note_skipped_passes(reading: Reading) -> None:
+def note_skipped_passes(reading: Reading) -> None:
     """Notes where a loss reads the engine's log-probabilities alone, so that there is no pass for the policy's own.
 
     See ``_skip_policy_forward`` in skyrl/train/trainer.py (main of August 2026). A correction for other policies needs
@@ -160,11 +160,11 @@ def _note_skipped_passes(reading: Reading) -> None:
     kind, anchor = reading.get(key), reading.get(f"{algorithm}.cispo.cispo_anchor")
     reads_none = kind in ("rollout_is", "dppo") or (kind == "cispo" and anchor == "rollout")
     corrects = any(name.startswith(f"{algorithm}.off_policy_correction.") for name in reading.entries.by_key)
-    if reads_none and not corrects and not _compares(reading):
+    if reads_none and not corrects and not compares(reading):
         reading.take(key, "computes_log_probabilities", value=False)
 
 
-def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
+def freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
     """Returns what is off the device in a pass for log-probabilities, although it is on it for generation.
 
     A reference model has the policy's GPUs (``placement.colocate_policy_ref``), and its pass comes first: the policy
@@ -172,10 +172,10 @@ def _freed_by_reference_model(reading: Reading) -> tuple[str, ...]:
     skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0).
     """
     is_together = reading.get("trainer.placement.colocate_policy_ref", default=True)
-    return ("gradients", "optimizer state") if _compares(reading) and is_together else ()
+    return ("gradients", "optimizer state") if compares(reading) and is_together else ()
 
 
-def _engine(reading: Reading) -> tuple[str, str]:
+def engine_of(reading: Reading) -> tuple[str, str]:
     """Returns the key that chooses the inference engine, and the engine; versions before 0.3 have their own key."""
     for key in (f"{_ENGINE}.backend", "generator.backend"):
         if reading.get(key) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
@@ -43,13 +44,15 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     note_replaced_values,
     note_segments,
+    take_rollout,
     take_rows,
     take_sequences,
 )
-from memlab.jobs.frameworks.skyrl import SKYRL
+from memlab.jobs.frameworks.skyrl import SKYRL, compares, engine_of, freed_by_reference_model, note_skipped_passes
 
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
+_ENGINE = "generator.inference_engine"
 _OF_MEGATRON_ONLY = ("trainer.fused_lm_head_logprob", f"{_POLICY}.model.fake_int4_qat.enabled")
 _TRAINER = (
     "architecture",
@@ -67,6 +70,8 @@ _TRAINER = (
     "input_length",
     "response_length",
     "strategy",
+    "log_prob_micro_batch_size",
+    *("engine_share", "engine_ranks", "engine_stages", "engine_data_ranks", "bucket"),
 )
 
 KEYS = (
@@ -84,6 +89,7 @@ KEYS = (
     Key(f"{_POLICY}.model.lora.dropout", "lora_dropout", NUMBER, 0.0),
 )
 FRAMEWORK_MISSING = (
+    *(row for row in SKYRL.missing if row.name.startswith("generator.")),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing("trainer.flash_attn", "either", "rows are padded, and attention then has a mask", is_false),
@@ -106,7 +112,8 @@ def complete(reading: Reading) -> None:
     values = reading.values
     del values["strategy"]
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
-    del values["nodes"], values["ranks_per_node"]
+    per_node = values.pop("ranks_per_node")
+    del values["nodes"]
     note_replaced_values(reading, f"{_POLICY}.model_config_kwargs")
     # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
@@ -116,7 +123,8 @@ def complete(reading: Reading) -> None:
     take_shards(reading, f"{_FSDP}.fsdp_size")
     take_resharding(reading)
     take_ulysses(reading)
-    moves = values.pop("is_colocated") and not values["fsdp_cpu_offload"]
+    is_colocated = values.pop("is_colocated")
+    moves = is_colocated and not values["fsdp_cpu_offload"]
     values["offload_parameters"] = values["offload_gradients"] = moves
     values["offload_optimizer"] = values.pop("leaves_after_step") and moves
     if values["expandable_segments"]:
@@ -126,10 +134,8 @@ def complete(reading: Reading) -> None:
     take_attention(reading, f"{_POLICY}.model_config_kwargs.attn_implementation")
     take_logprobs(reading, "trainer.algorithm.policy_loss_type", "cross_entropy")  # of whole rows of the batch
     take_units(reading, "input")
+    _take_phases(reading, per_node, is_colocated=is_colocated)
     _take_rows(reading)
-    reading.warnings.append(
-        "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
-    )
 
 
 def check(reading: Reading) -> None:
@@ -148,6 +154,45 @@ def check(reading: Reading) -> None:
                 "them",
                 "strategy",
             )
+
+
+def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None:
+    """Takes what the job does between training steps.
+
+    A reference model has shards of its own in bf16 (``FSDPRefWorkerBase`` in workers/fsdp/fsdp_worker.py), and trades
+    places with the policy where both have the same GPUs (``_ensure_on_gpu`` in workers/worker_dispatch.py). Adapters
+    are sent as files.
+    """
+    values, has_adapters = reading.values, reading.values.get("lora_rank") is not None
+    longest = (values["input_length"] or values["prompt_length"]) + values["response_length"]
+    tokens, rows, bucket = values["tokens_per_rank"], values.pop("log_prob_micro_batch_size"), values.pop("bucket") or 0
+    row, rows = (longest * rows, 1) if values["removes_padding"] else (longest, rows)
+    if tokens > 0:
+        row, rows = tokens * (values.get("context_parallel_size") or 1), 1
+    note_skipped_passes(reading)
+    is_together = is_colocated or reading.get("trainer.placement.colocate_policy_ref", default=True)
+    values["sends_adapters"] = has_adapters
+    of_reference = ReferencePass(
+        seq_length=row,
+        micro_batch_size=rows,
+        is_on_host=reading.get("trainer.ref.fsdp_config.cpu_offload") is True,
+        fp32_shards=reading.get("trainer.bf16") is False,
+        reshards=reading.get("trainer.ref.fsdp_config.reshard_after_forward") is not False,
+        policy_is_away=True,
+    )
+    take_rollout(
+        reading,
+        is_colocated=is_colocated,
+        ranks_per_node=per_node,
+        seq_length=row,
+        micro_batch_size=rows,
+        bucket_bytes=int(bucket * 2**30) if is_colocated and not has_adapters else 0,
+        reference_pass=of_reference if compares(reading) and is_together else None,
+        sender="skyrl" if is_colocated else "skyrl_broadcast",
+        freed_for_log_probabilities=() if is_colocated else freed_by_reference_model(reading),
+        engine=engine_of(reading),
+        quantization=f"{_ENGINE}.engine_init_kwargs.quantization",
+    )
 
 
 def _take_rows(reading: Reading) -> None:

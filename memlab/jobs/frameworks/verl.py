@@ -136,15 +136,13 @@ def complete(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
-    of_log_probs, rows = _largest_pass(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
+    passes = rows_of_passes(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
+    of_log_probs, rows = max(passes if compares(reading) else passes[:1], key=math.prod)
     _take_entropy(reading)
     is_colocated = values.pop("is_colocated")
     if is_colocated:
         take_allocator(reading)
-    # ``apply_bypass_mode`` in verl/trainer/ppo/rollout_corr_helper.py takes the engine's log-probabilities (0.9.1).
-    bypass = "algorithm.rollout_correction.bypass_mode"
-    if reading.get(bypass) is True and not _compares(reading):
-        reading.take(bypass, "computes_log_probabilities", value=False)
+    skip_passes(reading)
     merge = "actor_rollout_ref.model.lora.merge"
     if values.get("lora_rank") is not None and reading.get(merge) is not True:
         # ``update_weights`` in verl/workers/engine_workers.py.
@@ -159,8 +157,7 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs,
         micro_batch_size=rows,
         bucket_bytes=(values.pop("bucket") or 0) * 2**20,
-        # To other GPUs, two buffers take turns (``NCCLCheckpointEngine`` in verl/checkpoint_engine, August 2026).
-        bucket_copies=1 if reading.get(f"{_ROLLOUT}.checkpoint_engine.backend") in (None, "naive") else 2,
+        bucket_copies=copies_of_bucket(reading),
         has_reference_model=_keeps_reference_model(reading),
         engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
         quantization=f"{_ROLLOUT}.quantization",
@@ -176,13 +173,28 @@ def complete(reading: Reading) -> None:
     take_sequences(reading, longest, sequences, packed_by=key)
 
 
-def _largest_pass(
-    reading: Reading, longest: int, tokens: int, *, is_dynamic: bool, removes_padding: bool
-) -> tuple[int, int]:
-    """Returns the tokens of a row, and the rows, of the largest pass without backward.
+def copies_of_bucket(reading: Reading) -> int:
+    """Returns how many buckets there are: to other GPUs, two take turns (``NCCLCheckpointEngine``, August 2026)."""
+    return 1 if reading.get(f"{_ROLLOUT}.checkpoint_engine.backend") in (None, "naive") else 2
 
-    The policy's and the reference model's have keys of their own (``ActorRolloutRefWorker`` in
-    verl/workers/engine_workers.py, 0.9.1), and take the actor's where these are not given.
+
+def skip_passes(reading: Reading) -> None:
+    """Notes where a job takes the inference engine's log-probabilities in place of the policy's.
+
+    See ``apply_bypass_mode`` in verl/trainer/ppo/rollout_corr_helper.py (0.9.1).
+    """
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    if reading.get(bypass) is True and not compares(reading):
+        reading.take(bypass, "computes_log_probabilities", value=False)
+
+
+def rows_of_passes(
+    reading: Reading, longest: int, tokens: int, *, is_dynamic: bool, removes_padding: bool
+) -> list[tuple[int, int]]:
+    """Returns the tokens of a row, and the rows, of the policy's and of the reference model's pass without backward.
+
+    They have keys of their own (``ActorRolloutRefWorker`` in verl/workers/engine_workers.py, 0.9.1), and take the
+    actor's where these are not given.
     """
     values, passes = reading.values, []
     for model in ("policy", "reference"):
@@ -191,7 +203,7 @@ def _largest_pass(
             passes.append((own * (values.get("context_parallel_size") or 1), 1))
         else:
             passes.append((longest * rows, 1) if removes_padding else (longest, rows))
-    return max(passes if _compares(reading) else passes[:1], key=math.prod)
+    return passes
 
 
 def _take_entropy(reading: Reading) -> None:
@@ -320,7 +332,7 @@ def note_critic(reading: Reading, engine: str) -> None:
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 
-def _compares(reading: Reading) -> bool:
+def compares(reading: Reading) -> bool:
     """Whether a penalty compares the policy with a reference model."""
     return True in [reading.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
 
@@ -332,7 +344,7 @@ def _keeps_reference_model(reading: Reading) -> bool:
     trained. It is offloaded as the parameters are (``ref/megatron_ref.yaml``), unless its own key says otherwise.
     """
     adapters = [reading.entries.get(f"actor_rollout_ref.model.{key}") for key in ("lora.rank", "lora_rank")]
-    if not _compares(reading) or any(adapters):
+    if not compares(reading) or any(adapters):
         return False
     moves = bool(reading.values.get("offload_parameters"))
     key = "actor_rollout_ref.ref.megatron.param_offload"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
@@ -44,14 +45,24 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     note_replaced_values,
     only_segments,
+    take_rollout,
     take_rows,
     take_sequences,
 )
-from memlab.jobs.frameworks.verl import VERL, note_critic, take_allocator
+from memlab.jobs.frameworks.verl import (
+    VERL,
+    compares,
+    copies_of_bucket,
+    note_critic,
+    rows_of_passes,
+    skip_passes,
+    take_allocator,
+)
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
-_FSDP = f"{_ACTOR}.fsdp_config"
+_FSDP, _REF = f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
 _OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
@@ -67,6 +78,8 @@ _TRAINER = (
     "is_colocated",
     "prompt_length",
     "response_length",
+    *(f"{model}_{field}" for model in ("policy", "reference") for field in ("is_dynamic", "tokens", "rows")),
+    *("engine_share", "engine_sleeps", "engine_ranks", "engine_stages", "engine_data_ranks", "bucket"),
 )
 
 
@@ -118,7 +131,15 @@ KEYS = (
     Key(f"{_ACTOR}.strategy", "strategy", TEXT, "fsdp"),
     *engine_keys(*_PREFIXES),
     Key(f"{_ACTOR}.ulysses_sequence_parallel_size", "ulysses", COUNT),
-)
+    Key(f"{_FSDP}.use_torch_compile", "is_compiled", SWITCH, True),
+    *(Key(f"{section}.entropy_from_logits_with_chunking", "has_chunks_of_entropy", SWITCH, False)
+      for section in (_ACTOR, _FSDP)),
+    *(Key(f"{section}.entropy_from_logits_chunk_size", "entropy_chunk_size", COUNT, 2048)
+      for section in (_ACTOR, _FSDP)),
+    Key(f"{_REF}.model_dtype", "reference_shards", LONG_DTYPE, "fp32"),
+    Key(f"{_REF}.reshard_after_forward", "reference_reshards", SWITCH, True),
+    Key(f"{_ROLLOUT}.layered_summon", "is_layered", SWITCH, False),
+)  # fmt: skip
 FRAMEWORK_MISSING = (
     *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
       and not row.name.startswith(_OF_MEGATRON)),
@@ -150,7 +171,8 @@ def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
-    del values["nodes"], values["ranks_per_node"]
+    per_node = values.pop("ranks_per_node")
+    del values["nodes"]
     engine, configuration = values.pop("model_engine", None), reading.get(f"actor@{_ACTOR}")
     is_chosen = engine is not None or configuration is not None
     if "fsdp_turbo" in (engine, str(configuration).removesuffix("_actor")):
@@ -162,12 +184,15 @@ def complete(reading: Reading) -> None:
     reading.known.add("config_name")
     note_critic(reading, "critic.fsdp")
     complete_engine(reading, *_PREFIXES, strategy=f"{_ACTOR}.strategy", loss=f"{_ACTOR}.policy_loss")
-    _take_rows(reading)
-    if values.pop("is_colocated"):
+    if values["is_colocated"]:
         take_allocator(reading)
-    reading.warnings.append(
-        "memlab predicts the training step of this job, and neither its weight sync nor its log-probabilities"
-    )
+    if not values["offload_parameters"]:  # ``offload_fsdp_model_to_cpu`` in verl/utils/fsdp_utils.py empties the cache
+        reading.warnings.append(
+            f"{_FSDP}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
+            "what it needs by itself, and torch may hold more that is left of the phases before"
+        )
+    _take_phases(reading, per_node)
+    _take_rows(reading)
 
 
 def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, strategy: str, loss: str) -> None:
@@ -244,6 +269,65 @@ def _take_optimizer(reading: Reading, optim: str) -> None:
         values["offload_parameters"] = values["offload_optimizer"] = False
     else:
         take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
+
+
+def _take_phases(reading: Reading, per_node: int) -> None:
+    """Takes what the job does between training steps; its engine frees the gradients when a step ends.
+
+    A reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py, 0.9.1), and the
+    policy without adapters takes its place. The policy's pass computes the entropy (``_compute_old_log_prob`` in
+    trainer/ppo/ray_trainer.py), by a function that torch compiles unless told otherwise.
+    """
+    values, longest = reading.values, reading.values["prompt_length"] + reading.values["response_length"]
+    is_colocated, has_adapters = values.pop("is_colocated"), values.get("lora_rank") is not None
+    policy, reference = rows_of_passes(
+        reading, longest, values["tokens_per_rank"],
+        is_dynamic=values["is_dynamic"], removes_padding=values["removes_padding"],
+    )  # fmt: skip
+    shards, reshards = values.pop("reference_shards"), values.pop("reference_reshards")
+    has_reference = compares(reading) and not has_adapters
+    skip_passes(reading)
+    _take_entropy_of_pass(reading)
+    values["sends_adapters"] = has_adapters and reading.get(f"{_MODEL}.lora.merge") is not True
+    values["gathers_model_at_once"] = not values.pop("is_layered")
+    take_rollout(
+        reading,
+        is_colocated=is_colocated,
+        ranks_per_node=per_node,
+        seq_length=policy[0],
+        micro_batch_size=policy[1],
+        bucket_bytes=(values.pop("bucket") or 0) * 2**20,
+        bucket_copies=copies_of_bucket(reading),
+        syncs_from_host=bool(values["offload_parameters"]),
+        reference_pass=ReferencePass(
+            seq_length=reference[0],
+            micro_batch_size=reference[1],
+            is_on_host=True,
+            fp32_shards=shards == "fp32",
+            reshards=reshards,
+        )
+        if has_reference
+        else None,
+        sender="verl",
+        engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
+        quantization=f"{_ROLLOUT}.quantization",
+    )
+
+
+def _take_entropy_of_pass(reading: Reading) -> None:
+    """Takes what ``entropy_from_logits`` makes of logits where it is not compiled, all in fp32.
+
+    Autocast copies them for ``logsumexp``, which makes their exponentials, beside the probabilities; in chunks, verl
+    copies them itself (``verl/utils/torch_functional.py``, 0.9.1). An H200 had 14 bytes a logit with its own 2.
+    """
+    values, of_loss = reading.values, {f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.calculate_entropy"}
+    if not of_loss & {one.key for one in reading.not_modelled}:
+        reading.not_modelled = [one for one in reading.not_modelled if "entropy_from_logits" not in one.key]
+    is_compiled, is_chunked = values.pop("is_compiled"), values.pop("has_chunks_of_entropy")
+    size = values.pop("entropy_chunk_size")
+    if not is_compiled:
+        values["entropy_bytes_of_logit"] = 12
+        values["entropy_tokens"] = size if is_chunked else None
 
 
 def _take_rows(reading: Reading) -> None:

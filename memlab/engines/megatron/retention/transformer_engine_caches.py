@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 
-from memlab.config.scenario import Scenario
+from memlab.config.cublas import CUBLAS_THREADS, CUBLAS_WORKSPACE_BYTES
 
 _PACKAGE = "transformer_engine.pytorch"
 
-CUBLAS_WORKSPACE_BYTES = 32 * 1024**2
-"""The workspace of one cuBLAS handle on compute capability 9.0 (torch, ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
-CUBLAS_THREADS = 2
-"""Threads that use cuBLAS, each with its own handle: the one that runs forward, and autograd's."""
 TE_WORKSPACE_BYTES = 32 * 1024**2 + 1024
 """``get_cublas_workspace_size_bytes`` on compute capability 9.0 and later (``cpp_extensions/gemm.py``)."""
 TE_USER_BUFFER_STREAMS = 3
@@ -105,29 +101,6 @@ def tensors_in(container: Any) -> Iterator[torch.Tensor]:
     elif isinstance(container, (list, tuple)):
         for value in container:
             yield from tensors_in(value)
-
-
-def multiplies_with_torch(scenario: Scenario) -> bool:
-    """Returns whether a step of this rank calls a matrix product of torch itself, and so allocates cuBLAS's workspaces.
-
-    The linears of Transformer Engine have their own workspace. Torch multiplies in the output layer, in routers, in
-    unfused attention, which Transformer Engine also takes for fp32, in Megatron's own layers, and in adapters of
-    Megatron-Bridge: those of ms-swift are linears of Transformer Engine. A pipeline stage of dense layers before the
-    last stage does none of it.
-    """
-    layout, state = scenario.layout, scenario.state
-    return (
-        layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
-        or has_experts(scenario)
-        or (state.lora is not None and state.lora.library == "megatron_bridge")
-        or scenario.keeps_scores
-        or scenario.dtype == "fp32"
-    )
-
-
-def has_experts(scenario: Scenario) -> bool:
-    """Returns whether a layer of this rank has experts."""
-    return any(weight.num_experts for weight in scenario.weights_of_rank)
 
 
 def fill_cublas_workspaces() -> None:
