@@ -17,8 +17,8 @@ import numpy as np
 
 from memlab.allocator.block_table import BlockTable
 from memlab.allocator.pools import ExpandablePool, SegmentPool
-from memlab.allocator.protocol import EMPTY_CACHE, NO_BLOCK, Operations, Served
-from memlab.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_REQUEST_BYTES, rounded_bytes, segment_bytes
+from memlab.allocator.protocol import EMPTY_CACHE, EXCHANGE_POOLS, NO_BLOCK, Operations, Served
+from memlab.allocator.rules import LARGE_SEGMENT_BYTES, PRIVATE_POOLS, SMALL_REQUEST_BYTES, rounded_bytes, segment_bytes
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.units import MIB
 
@@ -32,6 +32,7 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008  # frozen
         self.log: array[int] | None = None
+        self.is_capturing = False
         self.settings = settings
         split_mib = settings.max_split_size_mb
         self.unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
@@ -41,7 +42,8 @@ class CachingAllocator:
         self._kind = ExpandablePool if settings.expandable_segments else SegmentPool
         self.blocks = BlockTable()
         self.pools = {number: self._kind(number, self.blocks) for number in (0, 1)}
-        """By number: those of the default stream, and those of other streams that have memory."""
+        """By number: those of the default stream, and those of other streams that have memory. From `PRIVATE_POOLS` on
+        those of a CUDA graph, or while it is captured all others."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -93,6 +95,13 @@ class CachingAllocator:
         self.empty_cache()  # the pool may be gone
         return self._can_grow(self._pool_of(num_bytes, stream), num_bytes, limit_bytes)
 
+    def _returnable(self) -> list[SegmentPool]:
+        """Returns the pools of which segments may be returned to the device: none while a graph is captured.
+
+        (torch 2.11: ``captures_underway`` in ``malloc`` and ``release_cached_blocks``.)
+        """
+        return [] if self.is_capturing else [pool for number, pool in self.pools.items() if number < PRIVATE_POOLS]
+
     def free(self, block: int) -> None:
         if self.log is not None:
             self.log.extend((block, 0, 0))
@@ -101,10 +110,29 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         if self.log is not None:
             self.log.extend((EMPTY_CACHE, 0, 0))
+        returnable = self._returnable()
         for pool in self.pools.values():
-            pool.empty()
+            if pool in returnable or not pool.reserved_bytes:
+                pool.empty()
         # A stream that is used again gets a pool again; programs make new streams, and each pool takes time.
         self.pools = {number: pool for number, pool in self.pools.items() if number < 2 or pool.reserved_bytes}
+
+    def exchange_pools(self, *, of_same_graph: bool = False) -> None:
+        if self.log is not None:
+            self.log.extend((EXCHANGE_POOLS, 0, of_same_graph))
+        self.is_capturing = not self.is_capturing
+        former = self.pools
+        for number, pool in former.items():
+            is_emptied = self.is_capturing and not (of_same_graph and number >= PRIVATE_POOLS)
+            if is_emptied or not pool.reserved_bytes:
+                pool.empty()
+        self.pools = {number ^ PRIVATE_POOLS: pool for number, pool in former.items() if pool.reserved_bytes}
+        for number, pool in self.pools.items():
+            pool.number = number
+        self.blocks.pool = [number ^ PRIVATE_POOLS for number in self.blocks.pool]
+        for number in (0, 1):
+            if number not in self.pools:
+                self.add_pool(number).num_searches = former[number].num_searches
 
     def run(self, operations: Operations, blocks: list[int], limit_bytes: int | None = None) -> Served:
         table, num_bytes, changes = self.blocks, list[int](), list[tuple[int, int]]()
@@ -134,7 +162,12 @@ class CachingAllocator:
         clock = None if self.settings.garbage_collection_threshold is None else self.pools[1].num_searches
         of_pools = tuple((number, pool.state()) for number, pool in sorted(self.pools.items()))
         address = self.blocks.address
-        return of_pools, clock, tuple([-1 if block == NO_BLOCK else address[block] for block in blocks])
+        return (
+            of_pools,
+            clock,
+            self.is_capturing,
+            tuple([-1 if block == NO_BLOCK else address[block] for block in blocks]),
+        )
 
     def in_python(self) -> CachingAllocator:
         return self
@@ -146,7 +179,7 @@ class CachingAllocator:
 
     def copy(self) -> CachingAllocator:
         other = CachingAllocator(self.settings)
-        other.blocks = self.blocks.copy()
+        other.blocks, other.is_capturing = self.blocks.copy(), self.is_capturing
         other.pools = {number: pool.copy(other.blocks) for number, pool in self.pools.items()}
         return other
 
@@ -175,7 +208,7 @@ class CachingAllocator:
     def _collect_garbage(self, threshold_bytes: int) -> None:
         """Returns large segments to the device, those first that have been free for longest."""
         excess = self.reserved_bytes - threshold_bytes
-        large = [pool for pool in self.pools.values() if not pool.is_small]
+        large = [pool for pool in self._returnable() if not pool.is_small]
         ages = {segment: (pool, pool.age(segment)) for pool in large for segment in pool.free_segments()}
         while excess > 0 and ages:
             mean = sum(age for _, age in ages.values()) / len(ages)
@@ -190,6 +223,8 @@ class CachingAllocator:
         """Returns blocks that are never split to the device until they make up a request; returns whether they do."""
         sizes = self.blocks.num_bytes
         needed = max(num_bytes, self.unsplit_from_bytes)
+        if self.is_capturing:
+            return False
         oversize = [block for block in pool.free_segments() if sizes[block] >= self.unsplit_from_bytes]
         enough = [block for block in oversize if sizes[block] >= needed]
         returned = 0

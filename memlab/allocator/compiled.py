@@ -46,7 +46,7 @@ class CompiledAllocator:
         of_pools = np.zeros((max(pools) + 1, 4), dtype=np.int64)
         for number, pool in pools.items():
             of_pools[number] = pool.reserved_bytes, pool.top, pool.num_searches, 1
-        options = (former.settings.expandable_segments, former.unsplit_from_bytes)
+        options = (former.settings.expandable_segments, former.unsplit_from_bytes, former.is_capturing)
         numbers = (table.reserved_bytes, len(blocks), len(table.unused), len(free), len(holes), *options)
         return cls(former.settings, Tables(blocks, lists, of_pools, np.array(numbers, dtype=np.int64)))
 
@@ -58,7 +58,7 @@ class CompiledAllocator:
         table.address, table.num_bytes, table.pool, _, table.before, table.after, table.free_since = columns
         table.is_free = (rows[:, kernels.STATE] == kernels.FREE).tolist()
         table.unused = lists[kernels.UNUSED, : numbers[kernels.NUM_UNUSED]].tolist()
-        table.reserved_bytes = self.reserved_bytes
+        table.reserved_bytes, former.is_capturing = self.reserved_bytes, bool(numbers[kernels.CAPTURES])
         former.blocks, former.pools = table, {}
         for number, (reserved_bytes, top, num_searches, exists) in enumerate(pools.tolist()):
             if exists:
@@ -103,7 +103,8 @@ class CompiledAllocator:
         addresses = np.fromiter(blocks, dtype=np.int64)
         is_live = addresses != NO_BLOCK
         addresses[is_live] = table[addresses[is_live], kernels.ADDRESS]
-        return tuple(of_pools), clock, free.tobytes(), tuple(sorted(map(tuple, holes))), addresses.tobytes()
+        captures = bool(numbers[kernels.CAPTURES])
+        return tuple(of_pools), clock, captures, free.tobytes(), tuple(sorted(map(tuple, holes))), addresses.tobytes()
 
     def copy(self) -> CompiledAllocator:
         return CompiledAllocator(self._settings, Tables(*(each.copy() for each in self._tables)))

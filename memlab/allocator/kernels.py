@@ -28,7 +28,7 @@ UNUSED, IN_ORDER, HOLES, SEGMENTS = range(4)
 address; and free segments while they are returned."""
 POOL_RESERVED, TOP, NUM_SEARCHES, EXISTS = range(4)
 """Columns of `Tables.pools`."""
-RESERVED, NUM_PLACES, NUM_UNUSED, NUM_FREE, NUM_HOLES, EXPANDS, UNSPLIT_FROM = range(7)
+RESERVED, NUM_PLACES, NUM_UNUSED, NUM_FREE, NUM_HOLES, EXPANDS, UNSPLIT_FROM, CAPTURES = range(8)
 """Places in `Tables.numbers`."""
 DONE, REFUSED, FULL = range(3)
 """How a call ends: with all operations, at a request that does not fit, or because no place is left for new blocks."""
@@ -39,6 +39,7 @@ _ADDRESSES_BYTES = 2**50
 _MAX = np.iinfo(np.int64).max
 _LARGE_SEGMENT_BYTES, _SMALL_SEGMENT_BYTES = rules.LARGE_SEGMENT_BYTES, rules.SMALL_SEGMENT_BYTES
 _MIN_BLOCK_BYTES, _SMALL_REQUEST_BYTES = rules.MIN_BLOCK_BYTES, rules.SMALL_REQUEST_BYTES
+_PRIVATE_POOLS = rules.PRIVATE_POOLS
 _Function = TypeVar("_Function")
 _OPTIONS: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True}
 """numba does not list these among its options. Without them it counts references to arrays that no function keeps."""
@@ -337,11 +338,18 @@ def _allocate(t: Tables, requested_bytes: int, stream: int) -> int:
 
 
 @_compiled
+def _is_returnable(t: Tables, pool: int) -> bool:
+    return pool < _PRIVATE_POOLS and not t.numbers[CAPTURES]
+
+
+@_compiled
 def _list_segments(t: Tables, only_large: bool) -> int:
     """Lists the segments in which nothing is allocated, the smallest of each pool first; returns how many."""
     count = 0
     for index in range(t.numbers[NUM_FREE]):
         block = t.lists[IN_ORDER, index]
+        if not _is_returnable(t, t.blocks[block, POOL]):
+            break  # all others are of pools with larger numbers
         is_whole = t.blocks[block, BEFORE] == NO_BLOCK and t.blocks[block, AFTER] == NO_BLOCK
         if is_whole and (t.blocks[block, POOL] % 2 or not only_large):
             t.lists[SEGMENTS, count] = block
@@ -389,7 +397,8 @@ def _empty_cache(t: Tables) -> None:
         for index in range(count):  # a slice would need numba's runtime
             t.lists[SEGMENTS, index] = t.lists[IN_ORDER, index]
         for index in range(count):
-            _unmap(t, t.lists[SEGMENTS, index])
+            if _is_returnable(t, t.blocks[t.lists[SEGMENTS, index], POOL]):
+                _unmap(t, t.lists[SEGMENTS, index])
         for place in range(t.numbers[NUM_HOLES] - 1, -1, -1):
             hole = t.lists[HOLES, place]
             if not t.pools[t.blocks[hole, POOL], POOL_RESERVED]:

@@ -19,6 +19,9 @@ NO_BLOCK = -1
 """Stands for a block where there is none."""
 EMPTY_CACHE = -1
 """Stands for a slot in a row of `Operations` that returns what the allocator caches."""
+EXCHANGE_POOLS = -2
+"""Stands for a slot in a row of a log at which a CUDA graph's capture begins or ends; the stream is 1 where it shares
+the pools of the last one."""
 
 
 class Operations:
@@ -107,4 +110,14 @@ class Allocator(ServesTables, Protocol):
         """Returns the largest free block that such a request may take; None where segments are expandable."""
 
     def empty_cache(self) -> None:
-        """Returns the segments or pages in which nothing is allocated to the device."""
+        """Returns the segments or pages in which nothing is allocated to the device, but for those of CUDA graphs."""
+
+    def exchange_pools(self, *, of_same_graph: bool = False) -> None:
+        """Begins the capture of a CUDA graph, or ends it.
+
+        While it lasts, requests are served from pools of the graph, and nothing is returned to the device. Afterwards
+        the graph keeps what its pools have reserved, until the capture of another graph begins.
+
+        Args:
+            of_same_graph: Whether what is captured shares the pools of what was captured last.
+        """

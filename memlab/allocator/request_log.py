@@ -7,11 +7,12 @@ alone decides whether a step completes within a limit, and nobody has to take th
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import numpy as np
 
 from memlab.allocator.choice import for_operations
-from memlab.allocator.protocol import Allocator, Operations
+from memlab.allocator.protocol import EXCHANGE_POOLS, Allocator, Operations
 
 
 class RequestLog:
@@ -28,8 +29,16 @@ class RequestLog:
     def completes_within(self, limit_bytes: int) -> bool:
         """Returns whether an allocator that may reserve `limit_bytes` serves each request."""
         table = np.array(self._entries, dtype=np.int64).reshape(-1, 3)
-        operations = Operations(table)
         # A slot is a number of a block at the time of the log: before the first row, of the same block of the copy.
         blocks = list(range(int(table[:, 0].max(initial=-1)) + 1))
-        allocator = for_operations(len(operations), self._allocator).copy()
-        return len(allocator.run(operations, blocks, limit_bytes).num_bytes) == len(operations)
+        allocator: Allocator = self._allocator.copy()
+        exchanges = np.flatnonzero(table[:, 0] == EXCHANGE_POOLS).tolist()
+        for first, last in pairwise([-1, *exchanges, len(table)]):
+            operations = Operations(table[first + 1 : last])
+            serving = for_operations(len(operations), allocator)
+            if len(serving.run(operations, blocks, limit_bytes).num_bytes) < len(operations):
+                return False
+            allocator = serving.in_python()
+            if last < len(table):
+                allocator.exchange_pools(of_same_graph=bool(table[last, 2]))
+        return True

@@ -18,6 +18,9 @@ LARGE_SEGMENT_BYTES = 20 * 1024**2
 (``kLargeBuffer``)."""
 _OWN_SEGMENT_FROM_BYTES = 10 * 1024**2
 """Requests of this size and larger get a segment of their own (``kMinLargeAlloc``)."""
+PRIVATE_POOLS = 128
+"""From this number on, pools are set aside: more than two for each of the 32 streams that torch has, and a power of
+two."""
 
 
 def rounded_bytes(requested_bytes: int) -> int:

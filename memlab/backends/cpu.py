@@ -21,6 +21,7 @@ import torch
 from memlab.backends import Backend, fused_adam, fused_cross_entropy
 from memlab.backends.cpu_adam import HostAdam
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
+from memlab.backends.eager_steps import require_eager_steps
 from memlab.backends.fully_sharded import sharding_on_cpu
 from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
@@ -74,6 +75,7 @@ def check(scenario: Scenario) -> None:
         ValueError: If not.
     """
     require_started_ranks(scenario.layout)
+    require_eager_steps(scenario.state)
     if scenario.state.fp8_format is not None:
         raise ValueError(
             f"fp8_format is {scenario.state.fp8_format!r}, which needs a GPU: leave it out, or predict the step "

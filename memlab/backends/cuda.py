@@ -14,6 +14,7 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.allocator_environment import allocator_of_process, check_allocator
+from memlab.backends.eager_steps import require_eager_steps
 from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import multiplies_with_torch
@@ -153,6 +154,7 @@ def check(scenario: Scenario) -> None:
         ValueError: If not.
     """
     require_started_ranks(scenario.layout)
+    require_eager_steps(scenario.state)
     check_allocator(scenario.allocator)
     check_fp8_support(scenario.state)
     if scenario.state.gradient_accumulation_fusion and find_spec(_APEX_EXTENSION) is None:

@@ -317,6 +317,8 @@ CUDA_API: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,
     "empty_cache": _nothing,
+    "CUDAGraph": _nothing,
+    "graph": lambda *_, **__: contextlib.nullcontext(),
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     "manual_seed": torch.default_generator.manual_seed,
     "get_rng_state": random_state,

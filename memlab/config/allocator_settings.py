@@ -45,6 +45,11 @@ class AllocatorSettings:
         at_least=SMALLEST_MAX_SPLIT_SIZE_MB,
         at_most=2**20,
     )
+    graph_capture_record_stream_reuse: bool = option(
+        False,
+        "while a CUDA graph is captured, use memory again that another stream has used too",
+        **_ALLOCATOR | {"group": ""},
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

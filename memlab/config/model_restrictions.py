@@ -35,6 +35,19 @@ def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture)
     return architecture.keeps_graph and whole
 
 
+def keeps_gradients_in_graph(scenario: Scenario) -> bool:
+    """Whether a CUDA graph keeps the memory of each gradient that autograd adds to its parameter.
+
+    That happens on the stream on which DDP was built, so that torch notes it as another user of the memory, and asks
+    only after the capture whether that stream is done. megatron-core 0.19 lets it happen on the captured stream, where
+    torch can (``set_override_stale_capture_stream``, which 2.11 does not have and 2.13 has).
+    """
+    if scenario.state.cuda_graph_impl == "none" or scenario.allocator.graph_capture_record_stream_reuse:
+        return False
+    torch_version = tuple(map(int, scenario.versions.torch.split(".")[:2]))
+    return _megatron_version() < (0, 19) or torch_version < (2, 13)
+
+
 def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """Checks the settings against the model that a scenario builds.
 
@@ -51,6 +64,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     _check_checkpointing(settings, scenario)
     _check_extra_layers(settings, scenario)
     _check_beside_offload(settings, scenario.state)
+    _check_beside_graphs(settings, scenario.state)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
@@ -113,13 +127,22 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
 
 def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> None:
-    for name in ("reference_model", "transformer_impl"):
+    for name in ("reference_model", "transformer_impl", "cuda_graph_impl"):
         if settings.offload_modules and getattr(state, name) != options_of(TrainingState)[name].default:
             raise RuleError(
                 f"offload_modules has {list(settings.offload_modules)} with {name} {getattr(state, name)!r}, which "
                 "memlab does not predict together: leave one of the two out",
                 *("offload_modules", name),
             )
+
+
+def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None:
+    if state.cuda_graph_impl == "transformer_engine" and settings.recompute_granularity == "full":
+        raise RuleError(
+            "recompute_granularity is 'full' with cuda_graph_impl 'transformer_engine', which Megatron refuses "
+            "(transformer_config.py): choose selective recompute, or 'full_iteration'",
+            *("recompute_granularity", "cuda_graph_impl"),
+        )
 
 
 def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:

@@ -8,7 +8,7 @@ what a change rebuilds are made from the rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
@@ -205,3 +205,33 @@ def unread(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
         if one.needs and (not is_read or one.needs in reasons):
             reasons[name] = f"only {one.needed} reads it"
     return reasons
+
+
+def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
+    """Returns a list of modules in the order of its option's choices.
+
+    Raises:
+        RuleError: If it is no list of them, or empty.
+    """
+    name, choices = one.name, one.choices
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        remedy = (
+            f"write [{shortened(value)}] for a single one"
+            if isinstance(value, str) and value in choices
+            else f"name some of {', '.join(choices)}"
+        )
+        raise RuleError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}", name)
+    given = list(value)
+    if not given:
+        raise RuleError(
+            f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
+        )
+    unknown = [module for module in given if module not in choices]
+    if unknown:
+        raise RuleError(
+            f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}",
+            name,
+        )
+    return tuple(module for module in choices if module in given)

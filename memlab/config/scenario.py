@@ -181,6 +181,7 @@ class Scenario:
         self._check_reference_model()
         self._check_entropy()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
+        self._check_graphs()
         self._check_experts()
         self._check_adapters()
         self._check_attention()
@@ -789,6 +790,29 @@ class Scenario:
                     *("create_attention_mask", name),
                 )
 
+    def _check_graphs(self) -> None:
+        impl, state = self.state.cuda_graph_impl, self.state
+        if impl == "none":
+            return
+        modules = state.cuda_graph_modules or ("attn", "mlp")
+        beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes}
+        beside |= {"reference_model": state.reference_model != "none"}
+        if impl == "full_iteration":
+            # The graph keeps two gradients of a matrix that embedding and output layer share: on an H200 it reserved
+            # 5 and 7 % more than predicted (`labs/results/h200_cuda_graphs.jsonl`).
+            name = "share_embeddings_and_output_weights"
+            beside[name] = getattr(self.architecture, name)
+        else:
+            beside |= {"fp8_format": state.fp8_format, "mtp_num_layers": state.mtp_num_layers}
+            beside |= {"packed_sequences": self.packed_sequences is not None and "attn" in modules}
+        for name, is_there in beside.items():
+            if is_there:
+                raise RuleError(
+                    f"cuda_graph_impl is {impl!r} with {name}, which memlab does not predict together: choose 'none', "
+                    f"or leave {name} out",
+                    *("cuda_graph_impl", name),
+                )
+
     def _check_experts(self) -> None:
         if self.architecture.num_moe_experts is not None:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
@@ -1055,6 +1079,11 @@ class Scenario:
         if self.routing.kind == "random":
             return tuple(range(self.layout.world_size))
         return self.layout.distinct_ranks(by_expert=self.routing != Routing())
+
+    @property
+    def num_warm_up_steps(self) -> int:
+        """Steps before the one that is like all later ones; before a CUDA graph is captured, eager ones come first."""
+        return 1 if self.state.cuda_graph_impl == "none" else 2
 
     @property
     def rows_vary(self) -> bool:

@@ -8,12 +8,11 @@ same texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
-from memlab.config.option import check_options, option, options_of
+from memlab.config.option import check_options, checked_modules, option, options_of
 from memlab.config.parts.moe import Experts
 from memlab.config.validation import RuleError, shortened
 
@@ -202,7 +201,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         for name, one in options_of(MemorySettings).items():
             if one.kind == "modules":
-                self._set(name, _modules(name, getattr(self, name), one.choices))
+                self._set(name, checked_modules(one, getattr(self, name)))
         check_options(self)
         self._check_recompute()
         self._check_offload()
@@ -325,27 +324,3 @@ def validation_error(**fields: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        remedy = (
-            f"write [{shortened(value)}] for a single one"
-            if isinstance(value, str) and value in choices
-            else f"name some of {', '.join(choices)}"
-        )
-        raise RuleError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}", name)
-    given = list(value)
-    if not given:
-        raise RuleError(
-            f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
-        )
-    unknown = [module for module in given if module not in choices]
-    if unknown:
-        raise RuleError(
-            f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}",
-            name,
-        )
-    return tuple(module for module in choices if module in given)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from memlab.config.from_json import build
 from memlab.config.lora import OUTPUT_LAYER, LoRA
-from memlab.config.option import Option, Rebuilt, check_options, option, options_of, unread
+from memlab.config.option import Option, Rebuilt, check_options, checked_modules, option, options_of, unread
 from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -26,6 +26,7 @@ Loss = Literal[
     "scaled_softmax", "log_softmax", "topk_logits", "logits_kl", "jsd",
 ]  # fmt: skip
 CrossEntropyFusionImpl = Literal["native", "te"]
+CudaGraphImpl = Literal["none", "full_iteration", "transformer_engine"]
 AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
 TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
@@ -57,6 +58,7 @@ _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _LOSS_OF_FEW = _LOSS | {"group": ""}  # two panels with all controls would not fit into the kernel's queue of messages
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
+_GRAPHS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "model"}
 _DROP = {
     "group": "",
     "rebuilds": "model",
@@ -508,6 +510,25 @@ class TrainingState:
         **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
+    cuda_graph_impl: CudaGraphImpl = option(
+        "none",
+        "replay forward and backward of all micro-batches from one CUDA graph, or layers from graphs of "
+        "Transformer Engine; nothing else gets the memory of a graph",
+        **_GRAPHS,
+    )
+    """So megatron-core 0.18 and later call it (``full_cuda_graph.py``); before, ``full_iteration`` is a scope of
+    ``local``. Memory is predicted for the step that captures the graphs: the steps before are eager, and those after
+    it allocate only outside the graphs."""
+    cuda_graph_modules: tuple[str, ...] | None = option(
+        None,
+        "capture attention, or the MLP, of each layer (default: whole layers)",
+        group="",
+        rebuilds="model",
+        choices=("attn", "mlp"),
+        needs="cuda_graph_impl",
+        needs_value="transformer_engine",
+    )
+    """Before megatron-core 0.18 ``cuda_graph_scope``. The parts of layers with experts are not predicted."""
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
@@ -686,6 +707,8 @@ class TrainingState:
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
 
     def __post_init__(self) -> None:
+        of_graphs = options_of(TrainingState)["cuda_graph_modules"]
+        object.__setattr__(self, of_graphs.name, checked_modules(of_graphs, self.cuda_graph_modules))
         check_options(self)
         self._check_optimizer()
         self._check_loss()

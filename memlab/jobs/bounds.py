@@ -258,6 +258,29 @@ def _received_ahead_bytes(scenario: Scenario) -> int:
     return 2 * chunks * elements * (2 if scenario.dtype == "bf16" else 4)
 
 
+def _layer_graphs_bytes(scenario: Scenario) -> int:
+    """Returns what Transformer Engine's CUDA graphs of layers reserve at most beside what the eager steps reserved.
+
+    Eager steps come first (``cuda_graph_warmup_steps``), so a job needs no less than without graphs. Then the cache is
+    emptied, and one pool of its own gets what the graphs of all passes in flight keep for backward, the temporaries of
+    one layer and the last layer's gradients. Each pass in flight has its input and its mask outside the pool
+    (``TECudaGraphHelper`` in megatron-core 0.16.1, ``make_graphed_callables`` in Transformer Engine 2.16.1), and cuBLAS
+    has a workspace for each of two threads on two streams. Nothing of that was in use by an eager step at its peak.
+    """
+    model, tokens, passes = scenario.architecture, scenario.tokens_of_rank, scenario.most_passes_in_flight
+    attention = model.attention.kept_bytes(tokens, "none")
+    kinds = {part: part.kept_bytes(tokens, "none") for part in model.feed_forwards}
+    layers = scenario.layers_of_rank
+    kept = len(layers) * attention + sum(count * kinds[part] for part, count in model.kinds_of(layers).items())
+    mask = scenario.micro_batch_size * scenario.seq_length**2 // scenario.layout.context_parallel_size
+    inputs = len(layers) * (2 * tokens * model.hidden_size + mask)
+    temporaries = 3 * (attention + max(kinds.values(), default=0))
+    gradients = 2 * sum(
+        math.prod(scenario.layout.shape_of(weight)) for weight in _weights(scenario) if not weight.num_experts
+    )
+    return passes * (kept + inputs) + temporaries + gradients + 4 * 32 * 2**20
+
+
 def _whole_embedding_bytes(scenario: Scenario) -> int:
     """Returns what a view of whole rows keeps beyond the rank's part of them, for each pass in flight.
 
@@ -321,6 +344,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
         _trained_bytes,
     ),
     "offload_optimizer_states": lambda scenario: kept_bytes(scenario).optimizer,
+    **dict.fromkeys(("cuda_graph_impl", "external_cuda_graph"), _layer_graphs_bytes),
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
@@ -435,6 +459,8 @@ def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) 
     if by_settings is not None:
         return by_settings(scenario, settings)
     bound = _of_end(BOUNDS, one.key)
+    if bound is _layer_graphs_bytes and one.value in ("local", "full_iteration"):
+        return None  # Megatron's own graphs of layers, and graphs of experts
     if bound is _replayed_routing_bytes:
         if one.most_micro_batches is None:
             return None

@@ -28,6 +28,7 @@ from memlab.jobs.building import (
 )
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
+from memlab.jobs.frameworks.cuda_graphs import complete_cuda_graphs
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
@@ -245,6 +246,7 @@ def _built(
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         _drop_shared_experts(reading, found)
+        complete_cuda_graphs(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)

@@ -28,8 +28,11 @@ class Written:
     """Fields of memlab that the framework cannot express, each with the reason."""
 
 
-GPU_DECIDES = {"non_tn_fp8_gemm": "the GPU that a job runs on decides it"}
-"""Options that no framework has a key for, each with the reason."""
+GPU_DECIDES = {
+    "non_tn_fp8_gemm": "the GPU that a job runs on decides it",
+    "cuda_graph_modules": "megatron-core 0.18 has another key for it than versions before: give that of yours",
+}
+"""Options that memlab writes no key for, each with the reason."""
 
 
 def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *, source: Job | None = None) -> Written:

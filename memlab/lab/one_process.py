@@ -273,16 +273,19 @@ class OneProcess:
         self._apply_if_changed(settings)
         warms_up = warm_up and not self.is_steady
         is_repeated = warms_up or (self.is_steady and not self._is_next_misled)
-        monitor = StepMonitor(model.labels, model.scenario, 2 if warms_up else 1, self._stops, on_progress)
+        warm_ups = model.scenario.num_warm_up_steps if warms_up else 0
+        monitor = StepMonitor(model.labels, model.scenario, warm_ups + 1, self._stops, on_progress)
         self._is_steady = self._is_next_misled = False
         if warms_up:
             model.release_garbage(is_collected=is_collected)
         with model.garbage.kept_young():
-            if warms_up:
-                monitor.prefix = "warm-up "
+            monitor.prefix = "warm-up "
+            for _ in range(warm_ups):
                 record = stepper.step(monitor)
                 model.garbage.collect()  # what the previous settings left in cycles is not memory of these settings
-                monitor.prefix = ""
+                if record.status != "ok":
+                    break
+            monitor.prefix = ""
             if not warms_up or record.status == "ok":
                 record = stepper.step(monitor)
         self._is_steady = record.status == "ok"

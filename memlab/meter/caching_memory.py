@@ -39,10 +39,13 @@ class CachingMemory:
         self.is_special = False
         """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
         the allocator caches."""
-        self.replacements = {"torch.cuda.empty_cache": self._empty_cache}
+        self.replacements = {"torch.cuda.empty_cache": self._empty_cache, "torch.cuda.graph": self._capture}
         self.reserved = _reserved_allocation()
         """Stands for the reserved bytes in the step's events."""
         self._labels, self._log = labels, log
+        self._kept_in_graph: set[int] = set()
+        """Identities of allocations whose blocks are freed only when the capture ends."""
+        self._waiting_blocks: list[int] = []
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
 
@@ -91,7 +94,11 @@ class CachingMemory:
     def give_back(self, allocation: StorageAllocation) -> None:
         if allocation.block != NO_BLOCK:
             self.gathers.freed(allocation)
-            self.allocator.free(allocation.block)
+            if id(allocation) in self._kept_in_graph:
+                self._kept_in_graph.remove(id(allocation))
+                self._waiting_blocks.append(allocation.block)
+            else:
+                self.allocator.free(allocation.block)
         self.forget(allocation)
 
     def forget(self, allocation: StorageAllocation) -> None:
@@ -179,6 +186,26 @@ class CachingMemory:
         self.is_special = True
         self.allocator.empty_cache()
         self._update_reserved()
+
+    @contextmanager
+    def _capture(self, *_: object, pool: object = None, **__: object) -> Iterator[None]:
+        """Replaces ``torch.cuda.graph``: what the block allocates is in pools of its own, which stay reserved."""
+        self.allocator.exchange_pools(of_same_graph=pool is not None)
+        self._update_reserved()
+        try:
+            yield
+        finally:
+            for block in self._waiting_blocks:
+                self.allocator.free(block)
+            self._kept_in_graph.clear()
+            self._waiting_blocks.clear()
+            self.allocator.exchange_pools()
+            self.is_special = True
+
+    def keep_in_graph(self, allocation: StorageAllocation | None) -> None:
+        """Lets the block of a storage be used again only when the graph that is captured now is complete."""
+        if allocation is not None and allocation.block != NO_BLOCK:
+            self._kept_in_graph.add(id(allocation))
 
     def _update_reserved(self) -> None:
         delta = self.allocator.reserved_bytes - self.reserved.num_bytes

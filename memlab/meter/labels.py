@@ -52,6 +52,8 @@ class Labels:
         self.on_kernel_end: Callable[[], None] | None = None
         self.on_kept: Callable[[Iterable[torch.Tensor]], None] | None = None
         """Called with the tensors that `kept_by_collective` reports."""
+        self.on_other_user: Callable[[torch.Tensor], None] | None = None
+        """Called with the tensors that `used_by_another_stream` reports."""
         self.is_followed: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether the meter has nothing to learn from a view of a tensor."""
         self.on_change: Callable[[], None] | None = None
@@ -297,6 +299,13 @@ def kept_by_collective(tensors: Iterable[torch.Tensor]) -> None:
     labels = _active()
     if labels is not None and labels.on_kept is not None:
         labels.on_kept(tensors)
+
+
+def used_by_another_stream(tensor: torch.Tensor) -> None:
+    """Reports a tensor that another stream uses too, while a CUDA graph is captured."""
+    labels = _active()
+    if labels is not None and labels.on_other_user is not None:
+        labels.on_other_user(tensor)
 
 
 def current_stream() -> int:

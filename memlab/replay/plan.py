@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.config.model_restrictions import checkpoints_moe_layers, keeps_gradients_in_graph
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
@@ -50,10 +50,14 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.
     """
     scenario, settings = step.scenario, step.settings
+    if scenario.state.cuda_graph_impl == "transformer_engine":
+        return Plan()  # its graphs replay layers
     layout, is_moe = scenario.layout, scenario.architecture.keeps_graph
     offloads = bool(settings.offload_modules)
-    # FP8 keeps state between passes, and between updates.
+    # FP8 keeps state between passes, and between updates. A CUDA graph may keep the memory of gradients.
+    is_graphed = scenario.state.cuda_graph_impl != "none"
     must_be_stepped = scenario.state.fp8_format is not None or is_looked_at or step.has_fault
+    must_be_stepped |= keeps_gradients_in_graph(scenario)
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
     # What a remedy frees, and when, is not known to repeat. Without such checkpoints, it is not applied.
@@ -79,7 +83,7 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         passes=passes,
         microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
         update=not (must_be_stepped or overlaps),
-        whole_step=are_equal and not overlaps and not offloads,
+        whole_step=are_equal and not overlaps and not offloads and not is_graphed,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,
         forward_only_passes=repeats and step.forward_only and not offloads and not has_limit,

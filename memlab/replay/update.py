@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from memlab.engines.megatron.build import LiveModel
+from memlab.engines.megatron.graph_capture import has_optimizer_state
 from memlab.engines.megatron.groups import tensors_in
 from memlab.engines.megatron.training_step import update_parameters
 from memlab.meter import collectives
@@ -58,7 +59,7 @@ class UpdateReplay:
 
     def is_known(self, live: LiveModel) -> bool:
         """Whether the next update is replayed, and leaves nothing allocated."""
-        return self._known is not None and _has_state(live)
+        return self._known is not None and has_optimizer_state(live)
 
     def forget(self) -> None:
         """Forgets what was recorded: the training state changes, or a step ended early."""
@@ -72,7 +73,7 @@ class UpdateReplay:
     def __call__(self, live: LiveModel) -> None:
         """Takes the place of `update_parameters`."""
         meter, labels = self._meter, self._labels
-        is_first = not _has_state(live)
+        is_first = not has_optimizer_state(live)
         if is_first and self._first is not None and meter.memory.limit_bytes is None:
             self._replay_first(live, self._first)
             return
@@ -113,10 +114,6 @@ def _first_of(live: LiveModel, recording: Recording, allocations: list[Any], sen
     if storages.keys() != roles.keys():
         return None
     return _FirstUpdate(recording, sent, [(role, storages[key]) for key, role in roles.items()], states, scales)
-
-
-def _has_state(live: LiveModel) -> bool:
-    return any(part.optimizer.state for part in live.optimizers)
 
 
 def _scales_of(optimizer: Any) -> dict[Any, Any]:

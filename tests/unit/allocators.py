@@ -83,6 +83,11 @@ def require_equal_answers(seed: int) -> int:
             limit = int(python.reserved_bytes * rng.uniform(0.7, 1.3)) + MIB
             assert again.makes_space(size, limit, stream) == python.makes_space(size, limit, stream)
             compiled = CompiledAllocator.of(again)
+        if rng.random() < 0.3:  # the capture of a CUDA graph begins or ends
+            again = compiled.in_python()
+            for each in (again, python):
+                each.exchange_pools()
+            compiled = CompiledAllocator.of(again)
         if turn == 0:
             compiled, others = CompiledAllocator.of(python), list(blocks)
         if rng.random() < 0.3:

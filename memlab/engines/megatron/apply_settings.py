@@ -33,6 +33,7 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
         ValueError: If the settings break a rule on this model.
     """
     check_on_model(settings, live.scenario)
+    live.drop_graphs()  # they have the former settings
     # Megatron's own checks and defaults, on a config that nothing uses.
     reference = transformer_config(live.scenario, settings)
     for name in settings_fields(settings):

@@ -38,6 +38,7 @@ def remember(live: LiveModel) -> Callable[[], None]:
             for group in part.optimizer.param_groups:
                 for main_parameter in group["params"]:
                     main_parameter.grad = None
+        live.drop_graphs()
         megatron_globals.empty_caches_of_steps()
 
     return restore

@@ -71,6 +71,12 @@ class LiveModel:
     """Copies the logits for it, in the training states that say so."""
     discarded_optimizers: list[Any] = field(default_factory=list)
     """CPU optimizers that Megatron has replaced, while they are still allocated (`cpu_optimizer`)."""
+    num_eager_steps: int = 0
+    """Of a job with a CUDA graph: those since the first update, and the steps that captured it."""
+    graph_workspaces: list[torch.Tensor] = field(default_factory=list, repr=False)
+    """cuBLAS's of a CUDA graph."""
+    layer_graphs: Any = field(default=None, repr=False)
+    """The graphs of its layers, a `LayerGraphs`, once they are captured."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +98,13 @@ class LiveModel:
     def layers(self) -> list[Any]:
         """The transformer layers of all chunks."""
         return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
+
+    def drop_graphs(self) -> None:
+        """Frees all CUDA graphs, so that the next steps are eager."""
+        self.graph_workspaces.clear()
+        if self.layer_graphs is not None:
+            self.layer_graphs.drop()
+        self.layer_graphs, self.num_eager_steps = None, -1
 
     def modules(self) -> tuple[Any, ...]:
         """Returns every module of every chunk and of a reference model, found once: 48 layers have 1,650 of them."""

@@ -80,6 +80,7 @@ class MegatronEngine:
         self._scenario = scenario
         if self._live is not None:
             self._live.scenario = scenario
+            self._live.drop_graphs()  # their inputs have shapes of the former workload
 
     @property
     def spares_shared(self) -> bool:

@@ -91,11 +91,24 @@ def _activation(architecture: Architecture) -> Any:
 def state_fields(state: TrainingState) -> dict[str, Any]:
     """Returns the part of a training state that Megatron's TransformerConfig holds."""
     router_dtype = None if state.moe_router_dtype == "params_dtype" else state.moe_router_dtype
-    return _options(state, "model") | {
-        "attention_backend": AttnBackend[state.attention_backend],
-        "transformer_impl": state.transformer_impl,
-        "moe_router_dtype": router_dtype,
-    }
+    return (
+        _options(state, "model")
+        | {
+            "attention_backend": AttnBackend[state.attention_backend],
+            "transformer_impl": state.transformer_impl,
+            "moe_router_dtype": router_dtype,
+        }
+        | _graph_fields(state)
+    )
+
+
+def _graph_fields(state: TrainingState) -> dict[str, Any]:
+    """Returns what a model knows of CUDA graphs: nothing of one that captures the schedule (`graph_capture`)."""
+    if state.cuda_graph_impl != "transformer_engine":
+        return {"cuda_graph_impl": "none"}
+    names = ("cuda_graph_modules", "cuda_graph_scope")  # the first since megatron-core 0.18
+    name = next(name for name in names if name in TransformerConfig.__dataclass_fields__)
+    return {"cuda_graph_impl": state.cuda_graph_impl, name: list(state.cuda_graph_modules or ())}
 
 
 def distributed_data_parallel_config(scenario: Scenario) -> DistributedDataParallelConfig:

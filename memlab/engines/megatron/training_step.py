@@ -20,6 +20,7 @@ from memlab.engines.megatron.activation_offload import manager as offload_manage
 from memlab.engines.megatron.adapters import without_adapters
 from memlab.engines.megatron.build import LiveModel, seed_megatron
 from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
+from memlab.engines.megatron.graph_capture import captured
 from memlab.engines.megatron.losses import Teacher, largest_of_swift
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
 from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
@@ -53,7 +54,8 @@ def train_step(
         if live.scenario.state.loss == "jsd":
             labels.enter_phase("forward")
             teachers = _logits_of_all_microbatches(live)
-        loss = _run_schedule(live, microbatches, batches, teachers)
+        with captured(live):
+            loss = _run_schedule(live, microbatches, batches, teachers)
         load_for_update()
         labels.enter_phase("optimizer")
         if update is None:

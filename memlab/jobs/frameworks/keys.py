@@ -221,6 +221,8 @@ DISPATCHER = Conversion(_read_dispatcher, _same)
 CP_COMM_TYPE = Conversion(_read_exchange, _same)
 IMPLEMENTATION = Conversion(lambda value: "local" if value == "local" else "transformer_engine", _same)
 """Of the layers; another one is named as not modelled."""
+CUDA_GRAPHS = Conversion(lambda value: "full_iteration" if value == "full_iteration" else "none", _same)
+"""Graphs of layers are named as not modelled."""
 CAPACITY = Conversion(_read_capacity, _same)
 EXTRA_LAYERS = Conversion(lambda value: _read_whole(value) or None, _same)
 """Megatron-Core's configs have None or 0 for none."""

@@ -37,6 +37,9 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     A tensor that is allocated after a step, and neither here nor in `Residency.tensors`, is retained by mistake.
     """
     has_fp8 = live.scenario.state.fp8_format is not None
+    yield from live.graph_workspaces
+    if live.layer_graphs is not None:
+        yield from live.layer_graphs.tensors()
     for module in live.modules():
         yield from _tensors_in(module._buffers)
         if has_fp8:

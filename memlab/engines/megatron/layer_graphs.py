@@ -1,0 +1,243 @@
+"""CUDA graphs of dense layers by Transformer Engine, in a prediction: what their capture and their replays allocate.
+
+A capture runs each layer's own forward and backward in the graphs' pool, in the order in which steps run them. What
+Transformer Engine keeps of them is kept here; a replay computes nothing and allocates nothing but what the rest of the
+layer does. Read in megatron-core 0.16.1 (``TECudaGraphHelper``) and Transformer Engine 2.16.1 (``pytorch/graph.py``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.module import GraphableMegatronModule
+
+from memlab.engines.megatron.build import LiveModel
+from memlab.meter.repeater import Repeater
+
+_Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(eq=False)
+class _Graph:
+    """The two graphs of one layer and one of the micro-batches in flight."""
+
+    layer: Any
+    arguments: _Arguments
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[torch.nn.Parameter] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    """Of the hidden states and of the parameters; Transformer Engine keeps those of the last backward pass."""
+    shapes: list[torch.Tensor] = field(default_factory=list)
+    shapes_of_gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def __call__(self, hidden: torch.Tensor, **others: Any) -> _Tensors:
+        outputs: _Tensors = _Replay.apply(self, hidden, *self.parameters)
+        return outputs
+
+
+@dataclass(eq=False)
+class _Arguments:
+    """The static inputs of one pass."""
+
+    hidden: torch.Tensor
+    others: dict[str, torch.Tensor]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, *_: torch.Tensor) -> _Tensors:
+        ctx.graph = graph
+        return tuple(_uncounted(each) for each in graph.shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, *(None if each is None else _uncounted(each) for each in ctx.graph.shapes_of_gradients)
+
+
+def _uncounted(like: torch.Tensor) -> torch.Tensor:
+    """Returns a fake tensor that the meter does not count: its memory is the graph's."""
+    return Repeater.stand_in(like.shape, like.stride(), like.dtype)
+
+
+class LayerGraphs:
+    """The graphs of the layers of one rank, captured when this is made."""
+
+    def __init__(self, live: LiveModel) -> None:
+        self._live = live
+        self._layers = [_graphable(chunk.module, live.config) for chunk in live.chunks]
+        self._free: deque[_Arguments] = deque()
+        """The inputs of passes whose backward is over."""
+        self._angles: torch.Tensor | None = None
+        self._gradients_of_outputs: dict[Any, list[torch.Tensor]] = {}
+        """By the shapes of the outputs: a backward pass reads them, and no other runs at the same time."""
+        self._has_begun = False
+        torch.cuda.empty_cache()
+        order = _order(live)
+        self._graphs = self._static_inputs(order)
+        cuda_graphs._set_capture_start()
+        try:
+            self._warm_up()
+            self._capture(order)
+        finally:
+            cuda_graphs._set_capture_end()
+        for chunk, layers, passes in zip(live.chunks, self._layers, self._graphs, strict=True):
+            for place, layer in enumerate(layers):
+                layer.cuda_graphs = [graphs[place] for graphs in passes]
+                if live.scenario.state.overlap_param_gather:
+                    layer.setup_manual_hooks(chunk._make_forward_pre_hook)
+            chunk.zero_grad_buffer()
+        torch.cuda.empty_cache()
+
+    def drop(self) -> None:
+        """Frees the graphs: the layers are eager again."""
+        for layer in chain(*self._layers):
+            layer.cuda_graphs, layer.cuda_graph_manual_hooks = [], []
+        self._graphs.clear()
+        self._gradients_of_outputs.clear()
+        self._free.clear()
+        self._angles = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields what is allocated between steps."""
+        for graph in chain.from_iterable(chain(*passes) for passes in self._graphs):
+            yield graph.arguments.hidden
+            yield from graph.arguments.others.values()
+            yield from (each for each in graph.gradients if each is not None)
+        yield from chain(*self._gradients_of_outputs.values())
+
+    def _static_inputs(self, order: list[int]) -> list[list[list[_Graph]]]:
+        """Makes the inputs of all passes in flight; returns the graphs by chunk, pass and layer."""
+        graphs: list[list[list[_Graph]]] = [[] for _ in self._layers]
+        in_flight: list[deque[list[_Graph]]] = [deque() for _ in self._layers]
+        for number in order:
+            chunk = abs(number) - 1
+            if number < 0:
+                self._free.extend(graph.arguments for graph in in_flight[chunk].popleft())
+                continue
+            model = self._live.chunks[chunk].module
+            graphs[chunk].append([_Graph(layer, self._arguments(layer, model)) for layer in self._layers[chunk]])
+            in_flight[chunk].append(graphs[chunk][-1])
+        return graphs
+
+    def _arguments(self, layer: Any, model: Any) -> _Arguments:
+        if self._free:
+            return self._free.popleft()
+        scenario = self._live.scenario
+        others = layer.get_layer_static_inputs(scenario.seq_length, scenario.micro_batch_size)
+        hidden = others.pop("hidden_states")
+        modules = scenario.state.cuda_graph_modules
+        takes_angles = model.position_embedding_type == "rope" and not layer.config.multi_latent_attention
+        if takes_angles and (not modules or "attn" in modules):
+            if self._angles is None:
+                length = model.rotary_pos_emb.get_rotary_seq_len(None, model.decoder, hidden, layer.config, None)
+                self._angles = model.rotary_pos_emb(length)
+            others["rotary_pos_emb"] = self._angles
+        return _Arguments(hidden, others)
+
+    def _warm_up(self) -> None:
+        """Runs each pass once, on a stream of its own. Transformer Engine runs several, which allocate the same."""
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for graph in chain.from_iterable(chain(*passes) for passes in self._graphs):
+                outputs = _outputs(graph)
+                with _without_gradients(graph) as inputs:
+                    torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
+                    graph.parameters = [each for each in inputs[1:] if each.grad is not None]
+                del outputs
+
+    def _capture(self, order: list[int]) -> None:
+        """Captures all passes in their order, and keeps of each what Transformer Engine keeps then."""
+        forward, backward = ([iter(passes) for passes in self._graphs] for _ in range(2))
+        last: _Graph | None = None
+        for number in order:
+            chunk = abs(number) - 1
+            if number > 0:
+                for graph in next(forward[chunk]):
+                    with self._captured():
+                        graph.outputs = _outputs(graph)
+                    graph.shapes = [_uncounted(each) for each in graph.outputs]
+                continue
+            before: _Graph | None = None
+            for graph in reversed(next(backward[chunk])):
+                self._capture_backward(graph)
+                if before is not None:
+                    before.gradients = []
+                before = graph
+            if last is not None:
+                last.gradients = []
+            last = before
+
+    def _capture_backward(self, graph: _Graph) -> None:
+        key = tuple((each.shape, each.dtype) for each in graph.outputs)
+        if key not in self._gradients_of_outputs:
+            self._gradients_of_outputs[key] = [torch.empty_like(each) for each in graph.outputs]
+        with _without_gradients(graph) as inputs, self._captured():
+            torch.autograd.backward(graph.outputs, self._gradients_of_outputs[key])
+            graph.gradients = [each.grad for each in inputs]
+        graph.shapes_of_gradients = [None if each is None else _uncounted(each) for each in graph.gradients]
+        graph.outputs = []
+
+    @contextmanager
+    def _captured(self) -> Iterator[None]:
+        """Captures the block; all graphs share one pool."""
+        pool: Any = self if self._has_begun else None
+        self._has_begun = True
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
+            yield
+
+
+def replay_arguments(layer: Any, *given: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns what a replay is called with: Megatron adds a mask of zeros to graphs of attention.
+
+    It takes the place of ``TransformerLayer._get_te_cuda_graph_replay_args``, which asks for Transformer Engine.
+    """
+    taken, others = GraphableMegatronModule._get_te_cuda_graph_replay_args(layer, *given, **named)
+    if "attention_mask" in others:
+        config, (hidden,) = layer.config, taken
+        length = hidden.size(0) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        shape = (hidden.size(1), 1, length, length * config.context_parallel_size)
+        others["attention_mask"] = torch.zeros(shape, dtype=torch.bool, device="cuda")
+    return taken, others
+
+
+def _outputs(graph: _Graph) -> list[torch.Tensor]:
+    outputs = graph.layer(graph.arguments.hidden, **graph.arguments.others)
+    return [each for each in outputs if each.requires_grad]
+
+
+@contextmanager
+def _without_gradients(graph: _Graph) -> Iterator[list[Any]]:
+    """Yields the inputs whose gradients a backward pass makes; they have the gradients that they had afterwards."""
+    parameters = graph.parameters or [each for each in graph.layer.parameters() if each.requires_grad]
+    inputs = [graph.arguments.hidden, *parameters]
+    before = [each.grad for each in inputs]
+    for each in inputs:
+        each.grad = None
+    try:
+        yield inputs
+    finally:
+        for each, gradient in zip(inputs, before, strict=True):
+            each.grad = gradient
+
+
+def _graphable(model: Any, config: Any) -> list[Any]:
+    return [layer for layer in model.decoder.layers if cuda_graphs._layer_is_graphable(layer, config)]
+
+
+def _order(live: LiveModel) -> list[int]:
+    """Returns the order of passes: the numbers of chunks from 1 on, below 0 for backward."""
+    layout, scenario = live.scenario.layout, live.scenario
+    if layout.pipeline_model_parallel_size == 1:
+        return [1, -1]
+    chunks, group = len(live.chunks), live.config.microbatch_group_size_per_vp_stage
+    _, _, warm_up, _ = schedules.get_pp_rank_microbatches(scenario.num_microbatches, chunks, group, False)
+    table = schedules.get_schedule_table(scenario.num_microbatches, chunks, group)
+    order: list[int] = cuda_graphs.convert_schedule_table_to_order(warm_up, chunks, table)
+    return order

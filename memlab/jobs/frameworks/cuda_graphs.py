@@ -1,0 +1,61 @@
+"""CUDA graphs of a job: a graph of a whole iteration and graphs of dense layers are predicted, and others are named."""
+
+from __future__ import annotations
+
+from memlab.config.architectures import Architecture
+from memlab.jobs.frameworks.framework import NotModelled, Reading
+from memlab.jobs.frameworks.keys import WORDS
+
+_IMPL = "cuda_graph_impl"
+_WHOLE, _OF_ENGINE = "full_iteration", "transformer_engine"
+_OLD = {"enable_cuda_graph": "local", "external_cuda_graph": _OF_ENGINE}
+"""Switches of megatron-core 0.15 and before, and what they mean (transformer_config.py, 0.16.1)."""
+
+
+def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
+    """Takes the graphs that memlab predicts for a model, also by the names that megatron-core had before 0.18.
+
+    There a graph of the whole iteration was a scope of ``local``.
+    """
+    for one in reading.not_modelled.copy():
+        section, dot, name = one.key.rpartition(".")
+        impl = one.value if name == _IMPL else _OLD.get(name)
+        if impl not in ("local", _OF_ENGINE):
+            continue
+        keys = [f"{section}{dot}cuda_graph_{each}" for each in ("scope", "modules")]
+        named = {key: modules for key in keys if (modules := _names(reading.get(key)))}
+        modules = [module for each in named.values() for module in each]
+        if impl == "local" and _WHOLE in modules:
+            _take(reading, one, _WHOLE)
+        elif impl == _OF_ENGINE and _is_predicted(reading, architecture, modules):
+            _take(reading, one, _OF_ENGINE)
+            for key in named:
+                reading.take(key, "cuda_graph_modules", tuple(modules))
+    is_named = architecture.routes or architecture.share_embeddings_and_output_weights
+    is_named |= reading.values.get("reference_model", "none") != "none"
+    if reading.values.get(_IMPL) == _WHOLE and is_named:
+        (given,) = [each for each in reading.taken if each.field == _IMPL]
+        reading.taken.remove(given)
+        reading.values[_IMPL] = "none"
+        reason = "with experts, a reference model or tied embeddings memlab predicts no graph of a whole iteration"
+        reading.miss(given.key, "more", reason)
+
+
+def _take(reading: Reading, one: NotModelled, impl: str) -> None:
+    reading.not_modelled.remove(one)
+    reading.taken = [each for each in reading.taken if each.field != _IMPL]
+    reading.take(one.key, _IMPL, impl)
+
+
+def _is_predicted(reading: Reading, architecture: Architecture, modules: list[str]) -> bool:
+    """Whether memlab predicts graphs of these modules, or of whole layers without any."""
+    values, packs = reading.values, reading.values.get("packed_sequences") is not None
+    if architecture.routes or not {*modules} <= {"attn", "mlp"} or (packs and modules != ["mlp"]):
+        return False
+    beside = values.get("fp8_format"), values.get("mtp_num_layers")
+    return not any(beside) and values.get("reference_model", "none") == "none"
+
+
+def _names(scopes: object) -> list[str]:
+    """Returns the names of scopes, which may be members of Megatron's enum, as in ``CudaGraphScope.attn``."""
+    return [name for scope in WORDS.read(scopes) or () if (name := scope.rpartition(".")[2]) != "full"]
