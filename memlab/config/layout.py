@@ -384,7 +384,8 @@ class Layout:
             )
         rule = broken(self.tensor_model_parallel_size)
         if rule is not None:
-            choices = ", ".join(str(size) for size in range(1, min(most, 128) + 1) if broken(size) is None)
+            sizes = (size for size in range(1, min(most, 128) + 1) if architecture.vocab_size % size == 0)
+            choices = ", ".join(str(size) for size in sizes if broken(size) is None)
             raise RuleError(
                 f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, {rule}, by a rule of Megatron-Core: "
                 f"choose from {choices}",

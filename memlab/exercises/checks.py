@@ -60,13 +60,16 @@ def check(measured: Any) -> Goals:
     if isinstance(measured, Iterable) and not isinstance(measured, (str, bytes)):
         values = measured if isinstance(measured, Collection) else numbers  # an iterator is empty now
         kind = f"{kind} with {listed(sorted({type(each).__name__ for each in values})) or 'nothing'}"
-    return NoAnswer(f"an answer of the type {kind}", _TO_RECORD.get(type(measured), NoAnswer.to_record))
+    subject = f"an answer of the type {kind}"
+    if measured is None:
+        action = "run the cell of the answer first, and look for a typo in its marked line"
+        return NoAnswer(subject, to_anything=action)
+    return NoAnswer(subject, to_record=_TO_RECORD.get(type(measured), NoAnswer.to_record))
 
 
 _TO_RECORD = {
     MemorySettings: "write lab.step(...) around the settings",
     TrainingState: "write lab.step(state=...) around the training state",
-    type(None): "look for a typo in the marked line, which has to set the answer, and run the whole cell",
 }
 """What to do with an answer of a type in an exercise that asks for a record."""
 

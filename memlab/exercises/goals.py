@@ -17,6 +17,8 @@ class Goals:
     """What these goals are about, in the words of a line."""
     to_record = "give what lab.step(...) returned"
     """What to do where the exercise asks for a record."""
+    to_anything = ""
+    """What to do whatever the exercise asks for; empty if that depends on it."""
 
     def __init__(self) -> None:
         self._all_reached = True
@@ -53,21 +55,23 @@ class Goals:
             if name.startswith("_"):
                 raise AttributeError(name)
             kind, hint = _ASKED_BY.get(name, ("the record of a step", self.to_record))
-            return lambda *_, **__: self.goal(False, f"the check got {self.subject}, must get {kind}", hint)
+            what = f"the check got {self.subject}, must get {kind}"
+            return lambda *_, **__: self.goal(False, what, self.to_anything or hint)
 
 
 class NoAnswer(Goals):
     """The goals for what no exercise asks for, such as a text: the first one says what the exercise asks for."""
 
-    def __init__(self, subject: str, to_record: str) -> None:
+    def __init__(self, subject: str, *, to_record: str = Goals.to_record, to_anything: str = "") -> None:
         """Begins the goals.
 
         Args:
             subject: What the check got instead.
             to_record: What to do where the exercise asks for a record.
+            to_anything: What to do whatever the exercise asks for; empty if that depends on it.
         """
         super().__init__()
-        self.subject, self.to_record = subject, to_record
+        self.subject, self.to_record, self.to_anything = subject, to_record, to_anything
 
     def __bool__(self) -> bool:
         return False

@@ -50,16 +50,16 @@ class Check(Goals):
 
         Args:
             num_bytes: The limit.
-            hint: What to look at, in the words of the exercise; by default, why nothing was offloaded or recomputed, or
-                the largest part that settings change.
+            hint: What to look at, in the words of the exercise; by default, the largest part of the peak. If a setting
+                had no effect, the line says why instead.
         """
         now = self._record.peak_allocated_bytes
-        hint = hint or self._nothing_moved() or self._nothing_recomputed() or self._largest()
+        hint = self._no_effect() or hint or self._largest()
         return self._below("the peak of the step", now, num_bytes, hint)
 
     def activation_peak_below(self, num_bytes: int) -> Self:
         """Requires `activation_peak_bytes` below a number of bytes."""
-        hint = self._nothing_moved() or self._nothing_recomputed() or self._start_fell() or self._largest()
+        hint = self._no_effect() or self._start_fell() or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -280,13 +280,15 @@ class Check(Goals):
 
         Args:
             num_bytes: The limit.
-            hint: What to look at, in the words of the exercise; by default, the two ranks to compare.
+            hint: What to look at, in the words of the exercise; by default, the two ranks to compare. If a setting had
+                no effect, the line says why instead.
         """
         if not isinstance(self._record, JobRecord):
             return self.goal(False, "the record is that of one rank, must be that of a job", "pass what lab.step gave")
         lowest = min(self._record.ranks, key=lambda record: record.peak_allocated_bytes).scenario.layout.rank
         worst = self._record.worst_rank
-        hint = hint or f"compare rank({worst}).peak_by_category and rank({lowest}).peak_by_category of the record"
+        of_ranks = f"compare rank({worst}).peak_by_category and rank({lowest}).peak_by_category of the record"
+        hint = self._no_effect() or hint or of_ranks
         what = "the spread of the ranks' peaks"
         return self._below(what, self._record.spread_bytes, num_bytes, hint)
 
@@ -335,6 +337,10 @@ class Check(Goals):
         what = f"{listed(self._leaving)} left the device, must stay there during the step and after it"
         return self.goal(False, what, f"leave {listed(chosen)} out")
 
+    def _no_effect(self) -> str:
+        """Says why a setting had no effect; empty if none is set, or all had one."""
+        return self._nothing_moved() or self._nothing_recomputed()
+
     def _nothing_moved(self) -> str:
         """Says why no module transferred anything, if activation offload is on; empty if one did, or it is off."""
         modules = self._record.settings.offload_modules
@@ -371,14 +377,18 @@ class Check(Goals):
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
         if size < self._record.peak_allocated_bytes / 100:
             return "at the peak, parameters, gradients, optimizer state and workspaces are more than 99 % of the memory"
-        return f"of the parts of the peak that settings can change, the largest is '{name}', {format_bytes(size)}"
+        phase = f"is in {self._record.peak_phase}, and " if self._record.peak_phase else ""
+        return (
+            f"the peak {phase}has, beside parameters, gradients, optimizer state and workspaces, as its largest part "
+            f"'{name}', {format_bytes(size)}"
+        )
 
 
 class Attempt:
     """A block in which the reader's answer is tried: ``with Attempt() as answer: answer.record = lab.step(...)``.
 
-    An answer that the rules of Megatron or memlab refuse (a ValueError) does not stop the notebook: ``check(answer)``
-    prints the refusal.
+    An answer that the rules of Megatron or memlab refuse (a ValueError), or one of a wrong type or with a wrong name
+    (a TypeError or an AttributeError), does not stop the notebook: ``check(answer)`` prints why.
     """
 
     def __init__(self) -> None:
@@ -391,7 +401,10 @@ class Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self.refusal = f"{error}" if isinstance(error, ValueError) else ""
+        if isinstance(error, (TypeError, AttributeError)):
+            self.refusal = f"{type(error).__name__}: {error}"
+        elif isinstance(error, ValueError):
+            self.refusal = f"{error}"
         return bool(self.refusal)
 
 

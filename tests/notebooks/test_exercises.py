@@ -317,6 +317,7 @@ EXERCISES = {
     "04_parameters_gradients_optimizer": [
         Exercise(
             solution='lab.offload("gradients", "optimizer state")',
+            also_right=('lab.offload("optimizer state"); lab.offload("gradients")',),
             wrong=('lab.offload("gradients")', "lab.offload(*GROUPS)", 'lab.offload("parameters", "optimizer state")'),
         ),
         Exercise(
@@ -415,6 +416,9 @@ EXERCISES = {
         Exercise(
             solution=selective("mlp"),
             wrong=(
+                *NO_RECORDS,
+                step('MemorySettings(recompute_granularity="full")'),
+                step('MemorySettings(recompute_granularity="selective", recompute_modules="mlp")'),
                 step("recompute"),
                 selective("layernorm"),
                 selective("core_attn"),
@@ -448,6 +452,9 @@ EXERCISES = {
                 # They use the lengths that the lab prints, and no bytes.
                 "mine = [8192, 4096]",
                 "mine = [8192, 4096, 8192]",
+                "mine = [8192, 4096, 16384]",
+                "mine = [8192, 4096, 16384, 4096]",
+                "mine = longest_batches",
                 "mine = [step[2] for step in reversed(steps)]",
                 for_each("12288 - tokens", LONGEST, "steps"),
                 for_each("8192 * 4096 / tokens", LONGEST, "steps"),
@@ -470,6 +477,7 @@ EXERCISES = {
         Exercise(
             solution=step("MemorySettings(offload_optimizer=True)"),
             wrong=(
+                *NO_RECORDS,
                 step("away.settings"),
                 step("MemorySettings(offload_gradients=True)"),
                 step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
@@ -517,6 +525,8 @@ EXERCISES = {
         Exercise(
             solution=layout(tp=2, pp=2, dp=2),
             wrong=(
+                "mine = Layout(TP=2)",
+                'mine = "TP2"',
                 layout(dp=8),
                 layout(tp=2, dp=8),  # it fits, on twice as many GPUs
                 layout(tp=8),  # Megatron refuses it
@@ -545,8 +555,11 @@ EXERCISES = {
             ),
         ),
         Exercise(
-            solution=step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
+            solution=step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
             wrong=(
+                *NO_RECORDS,
+                step('settings["offload-experts"]'),  # with skewed routing it is not enough
+                step('MemorySettings(offload_modules=["experts"])'),
                 selective("moe"),
                 step("full_recompute"),
                 step('MemorySettings(offload_modules=["mlp_norm"])'),
@@ -563,6 +576,11 @@ EXERCISES = {
         Exercise(
             solution=state('**aware, exp_avg_dtype="bf16"'),
             wrong=(
+                *(answer for answer in NO_RECORDS if "MemorySettings" not in answer),
+                "mine = TrainingState(**aware)",
+                state('**aware, exp_avg_dtype="bfloat16"'),
+                "import torch; " + state("**aware, exp_avg_dtype=torch.bfloat16"),
+                step("TrainingState(**aware)"),
                 not_steady(state("**aware")),
                 state("**aware"),
                 state('**aware, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"'),
@@ -634,8 +652,10 @@ EXERCISES = {
         Exercise(
             solution=offload(*ALL_MODULES),
             wrong=(
+                *NO_RECORDS,
                 step("full_recompute"),
                 offload("core_attn"),
+                step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),  # all tensors are too small
                 OtherLine(step("MemorySettings()"), "num_microbatches=2 * num_ranks", "num_microbatches=1"),
                 OtherLine(step("MemorySettings()"), "**job", '**job | {"seq_length": 64}'),
                 # It moves nothing that a micro-batch in flight keeps.
@@ -645,6 +665,8 @@ EXERCISES = {
         Exercise(
             solution=layout(tp=2, dp=2),
             wrong=(
+                "mine = None",
+                "mine = (2, 2)",
                 layout(dp=4),
                 layout(pp=4),
                 layout(tp=2),

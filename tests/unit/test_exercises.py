@@ -316,6 +316,11 @@ def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pyt
     with Attempt() as answer:
         answer.record = PLAIN
     assert check(answer).runs_on(1)
+    for mistake in (lambda: MemorySettings(modules=["mlp"]), lambda: None.loss):  # type: ignore[call-arg,attr-defined]
+        with Attempt() as answer:
+            mistake()
+        assert not check(answer).runs_on(1)
+        assert "Error: " in capsys.readouterr().out
     with pytest.raises(KeyError), Attempt():
         raise KeyError("a mistake of another kind")
     assert not check(Attempt()).runs_on(1)
@@ -349,9 +354,9 @@ def test_any_row_of_numbers_is_an_answer() -> None:
                 ({"case 1": 3}, "dict with str"),
                 (iter(["3"]), "list_iterator with str"),
                 ("2*h*t", "str"),
-                (None, "NoneType"),
             )
         ),
+        (None, "the check got an answer of the type NoneType, must get one number per case. Hint: run the cell of the"),
         (lambda: 3, "the check got a function, must get one number per case. Hint: replace only the 0"),
         (PLAIN, "the check got the record of a step, must get one number per case. Hint: replace only the 0"),
     ],
@@ -379,13 +384,13 @@ def test_what_is_no_formula_is_refused_in_one_line_with_what_to_give(
         ),
         (
             None,
-            "an answer of the type NoneType, must get the record of a step. Hint: look for a typo in the marked line",
+            "an answer of the type NoneType, must get the record of a step. Hint: run the cell of the answer first",
         ),
         ("full", "an answer of the type str, must get the record of a step. Hint: give what lab.step(...) returned"),
         (3, "numbers, must get the record of a step. Hint: give what lab.step(...) returned"),
         (
             Attempt(),
-            "an answer of the type NoneType, must get the record of a step. Hint: look for a typo in the marked",
+            "an answer of the type NoneType, must get the record of a step. Hint: run the cell of the answer first",
         ),
     ],
 )
@@ -450,6 +455,16 @@ def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.Captur
     assert missed.startswith("not yet: the spread of the ranks' peaks is ")
     assert missed.endswith("Hint: compare rank(0).peak_by_category and rank(1).peak_by_category of the record.")
     assert none.startswith("not yet: the record is that of one rank, must be that of a job")
+
+
+def test_a_setting_without_effect_is_named_before_any_other_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(Layout(pipeline_model_parallel_size=2))
+    reason = {"offload_modules:moe_act": "all is too small"}
+    without_effect = replace(job, settings=offload("moe_act"), without_effect=reason, offloaded_bytes_by_module={})
+    assert not check(without_effect).ranks_differ_by_less_than(1, "offload more")
+    assert not check(without_effect).peak_below(1, "offload more")
+    for line in capsys.readouterr().out.splitlines():
+        assert line.endswith("Hint: moe_act transferred nothing to the host: all is too small.")
 
 
 def test_an_exercise_gives_a_hint_in_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:

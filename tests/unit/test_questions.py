@@ -28,6 +28,7 @@ CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
         ("-5", 3, "result: 3 bytes; your guess: -5 bytes (8 bytes too low, the result is positive)"),
         ("nan", 3, "result: 3 bytes; your guess: nan (enter a number to compare the two)"),
         ("a <few>", 3, "result: 3 bytes; your guess: a <few> (enter a number to compare the two)"),
+        ("2 KiB", 3, "result: 3 bytes; your guess: 2 KiB (enter it in bytes to compare the two)"),
     ],
 )
 def test_the_result_stands_beside_the_guess(
@@ -72,6 +73,11 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (PHASE, "end of forward", "forward", "end of forward (right)"),
         (PHASE, "forward or backward", "forward", "forward or backward (wrong)"),
         (YES_OR_NO, "yes", "yes, to the last bit", "yes (right)"),
+        ("What varies: the bytes at the start, or its peak?", "its peak", "the peak", "its peak (right)"),
+        ("What varies: the bytes at the start, or its peak?", "the start", "the peak", "the start (wrong)"),
+        ("What is last: load, hand over, or broadcast?", "hand_over", "hand over", "hand_over (right)"),
+        ("What is last: load, hand over, or broadcast?", "Handover", "hand over", "Handover (right)"),
+        ("What is last: load, hand over, or broadcast?", "the", "hand over", "the"),
         # Other words may mean the same.
         ("Is it lower, equal or higher?", "same", "equal", "same"),
         ("Is it lower, equal or higher?", "?", "equal", "?"),

@@ -42,13 +42,16 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
         return f"{shown}; your guess: {guessed.strip()}{_verdict(guessed, result, question)}"
     number = as_number(guessed, unit)
     if number is None:
-        return f"{shown}; your guess: {guessed.strip()} (enter a number to compare the two)"
+        action = f"enter it in {unit}" if unit and re.match(r"\W*\d", guessed) else "enter a number"
+        return f"{shown}; your guess: {guessed.strip()} ({action} to compare the two)"
     return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result, unit)}"
 
 
 def _verdict(guessed: str, result: str, question: str) -> str:
-    guess, right, asked = (set(re.findall(r"\w+", text.casefold())) for text in (guessed, result, question))
-    if guess and (guess <= right or (right <= guess and not (guess - right) & asked)):
+    in_order = [re.findall(r"[^\W_]+", text.casefold()) for text in (guessed, result, question)]
+    guess, right, asked = (set(words) - {"a", "an", "its", "the"} for words in in_order)
+    is_one_word = "".join(in_order[0]) == "".join(in_order[1])  # handover, hand over and hand_over
+    if guess and (is_one_word or guess <= right or (right <= guess and not (guess - right) & asked)):
         return " (right)"
     return " (wrong)" if guess and guess <= asked else ""
 
