@@ -858,8 +858,8 @@ def adapters_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
 def adapters_beside_others(of: Callable[..., Iterator[Job]], layout: str) -> Iterator[Job]:
     """Yields jobs of adapters with a head in place of the output layer, and in classic GPT."""
     yield from of(LLAMA, 4, layout, {}, FULL, state=CRITIC | lora(16))
-    for state in (lora(16), DROPS | lora(16, *OF_ATTENTION)):
-        yield from of(GPT, 4, layout, {}, FULL, state=state, seq_length=2048)
+    yield from of(GPT, 4, layout, state=lora(16), seq_length=2048)
+    yield from of(GPT, 4, layout, {}, FULL, state=DROPS | lora(16, *OF_ATTENTION), seq_length=2048)
 
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

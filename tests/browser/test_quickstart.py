@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from packaging.version import Version
 from playwright.sync_api import expect
 
 from tests.browser.notebook_page import NotebookPage
@@ -65,4 +67,7 @@ def test_the_quickstart_draws_each_figure_as_it_was_sent_and_ends_in_a_panel(qui
     count = panel.rows.count()
     panel.press("run")
     expect(panel.rows).to_have_count(count + 1)
-    assert quickstart.complaints == []
+    complaints = quickstart.complaints
+    if Version(version("plotly")) < Version("7"):  # beside each figure, plotly 6 asks for MathJax from the internet
+        complaints = [complaint for complaint in complaints if "net::ERR_NAME_NOT_RESOLVED" not in complaint]
+    assert complaints == []
