@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Self
 
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
-from memlab.config.settings import KEPT_ON_HOST
+from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.exercises.audits import ResidencyCheck
@@ -57,9 +58,14 @@ class Check(Goals):
         hint = self._no_effect() or hint or self._largest()
         return self._below("the peak of the step", now, num_bytes, hint)
 
-    def activation_peak_below(self, num_bytes: int) -> Self:
-        """Requires `activation_peak_bytes` below a number of bytes."""
-        hint = self._no_effect() or self._start_fell() or self._largest()
+    def activation_peak_below(self, num_bytes: int, hint: str = "") -> Self:
+        """Requires `activation_peak_bytes` below a number of bytes.
+
+        Args:
+            num_bytes: The limit.
+            hint: As for `peak_below`.
+        """
+        hint = self._no_effect() or self._start_fell() or hint or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -403,6 +409,9 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, (TypeError, AttributeError)):
             self.refusal = f"{type(error).__name__}: {error}"
+            option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
+            if option and option[1] in {field.name for field in fields(MemorySettings)}:
+                self.refusal += f": write lab.step(MemorySettings({option[1]}=...))"
         elif isinstance(error, ValueError):
             self.refusal = f"{error}"
         return bool(self.refusal)

@@ -211,7 +211,7 @@ def test_code_of_ones_own_stands_alone_and_the_next_step_runs(lab: Lab) -> None:
 def test_a_step_without_gradients_names_the_block_that_has_lost_them(lab: Lab) -> None:
     with lab.own_gradient_moves(function(RELEASE, "model"), lambda model: None):
         lab.offload("gradients")
-        with pytest.raises(ValueError, match=r"it did not run: end the with block of .* own_gradient_moves first"):
+        with pytest.raises(ValueError, match=r"it did not run: first end the with block .* own_gradient_moves"):
             lab.step(MemorySettings(offload_gradients=True), warm_up=False)
 
 
