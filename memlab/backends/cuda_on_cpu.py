@@ -307,6 +307,13 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+class _Graph:
+    """A class, as torch's own: transformers writes ``CUDAGraph | None`` in annotations, which Python evaluates."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Takes what torch's takes."""
+
+
 CUDA_API: dict[str, Any] = {
     "Stream": _Stream,
     "Event": _Event,
@@ -317,7 +324,7 @@ CUDA_API: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,
     "empty_cache": _nothing,
-    "CUDAGraph": _nothing,
+    "CUDAGraph": _Graph,
     "graph": lambda *_, **__: contextlib.nullcontext(),
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     "manual_seed": torch.default_generator.manual_seed,

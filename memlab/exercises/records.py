@@ -181,7 +181,7 @@ class Check(Goals):
         settings = f"{self._record.settings}"
         if settings == "none":
             return self.goal(True, "no memory setting is set")
-        hint = "leave them out; an open Lab keeps earlier settings until lab.apply(MemorySettings()) removes them"
+        hint = "run lab.apply(MemorySettings()), because an open Lab keeps earlier settings, and leave new ones out"
         return self.goal(False, f"the memory settings are '{settings}', must be none", hint)
 
     def leaves_activations_alone(self) -> Self:
@@ -249,7 +249,10 @@ class Check(Goals):
             return self.goal(True, f"options that differ from those of the exercise: {listed(added) or 'none'}")
         named = f"{len(added)} ({listed(added)})"
         what = f"options that differ from those of the exercise: {named}, must be at most {at_most}"
-        return self.goal(False, what, "leave out what the goals do not need")
+        default = TrainingState()
+        lost = [name for name in added if getattr(mine, name) == getattr(default, name)]
+        hint = f"keep those of the exercise: {listed(lost)}" if lost else "leave out what the goals do not need"
+        return self.goal(False, what, hint)
 
     def without_remedy(self) -> Self:
         """Requires that no remedy for the inputs of checkpoints is set."""
@@ -383,9 +386,10 @@ class Check(Goals):
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
         if size < self._record.peak_allocated_bytes / 100:
             return "at the peak, parameters, gradients, optimizer state and workspaces are more than 99 % of the memory"
-        phase = f"is in {self._record.peak_phase}, and " if self._record.peak_phase else ""
+        at = self._record.peak_phase
+        phase = f" is in {'the ' * (at == 'optimizer')}{at};" if at else ":"
         return (
-            f"the peak {phase}has, beside parameters, gradients, optimizer state and workspaces, as its largest part "
+            f"the peak{phase} its largest part beside parameters, gradients, optimizer state and workspaces is "
             f"'{name}', {format_bytes(size)}"
         )
 

@@ -163,7 +163,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             with_settings(FULL),
             ("without_settings",),
-            "the memory settings are 'full uniform 1', must be none. Hint: leave them out; an open Lab keeps ",
+            "the memory settings are 'full uniform 1', must be none. Hint: run lab.apply(MemorySettings()), because",
         ),
         (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), "the peak of the step is still "),
         (
@@ -176,7 +176,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             PLAIN,
             ("adds_options_to", TrainingState(manual_gc=True), 0),
-            "options that differ from those of the exercise: 1 (manual_gc), must be at most 0",
+            "of the exercise: 1 (manual_gc), must be at most 0. Hint: keep those of the exercise: manual_gc.",
         ),
         (
             replace(PLAIN, forward_only=True),
