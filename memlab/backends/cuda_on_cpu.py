@@ -303,6 +303,17 @@ def random_state(*_: Any, **__: Any) -> torch.Tensor:
         return torch.ops.aten.alias(torch.default_generator.get_state())
 
 
+class _Graph:
+    """A CUDA graph. It is a class as torch's is, since annotations of modules that are imported meanwhile name it."""
+
+
+class _Capture(contextlib.nullcontext[None]):
+    """Runs what a CUDA graph captures at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -317,8 +328,8 @@ CUDA_API: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,
     "empty_cache": _nothing,
-    "CUDAGraph": _nothing,
-    "graph": lambda *_, **__: contextlib.nullcontext(),
+    "CUDAGraph": _Graph,
+    "graph": _Capture,
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     "manual_seed": torch.default_generator.manual_seed,
     "get_rng_state": random_state,

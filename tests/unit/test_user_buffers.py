@@ -205,6 +205,25 @@ def test_a_job_of_bridge_says_how_its_buffers_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "ring", "named"),
+    [
+        ("  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg}}", ("proj_fprop",), []),
+        ("  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg, method: bulk}}", (), []),
+        ("  tp_comm_overlap_cfg: {_target_: PATH.TransformerLayerTPOverlapCfg}", (), []),
+        ("  tp_comm_overlap_cfg: {_target_: PATH.userbuffers_fp8_h100}", (), ["tp_comm_overlap_cfg._target_"]),
+        ("  tp_comm_overlap_cgf: file.yaml", (), ["tp_comm_overlap_cgf"]),
+    ],
+)
+def test_what_memlab_does_not_read_of_the_overlap_is_named(
+    lines: str, ring: tuple[str, ...], named: list[str], tmp_path: Path
+) -> None:
+    text = BRIDGE + lines.replace("PATH", "megatron.bridge.training.comm_overlap")
+    job = _job(text, tmp_path / "run_config.yaml")
+    assert job.required()[0].state.tp_comm_overlap_ring_exchange == ring
+    assert [one.key for one in job.not_modelled if "overlap" in one.key] == [f"comm_overlap.{one}" for one in named]
+
+
+@pytest.mark.parametrize(
     ("replaced", "by", "is_on", "is_missing"),
     [
         ("tp_comm_overlap: true", "tp_comm_overlap: false", False, False),
