@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.plain_megatron import predict_rank
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
+from memlab.backends import cuda
 from memlab.config.user_buffers import buffer_sizes, user_buffer_bytes
 from memlab.engines.megatron.layers.tensor_parallel import Overlap, Split
 from memlab.engines.megatron.layers.torch_functions import Linear, NormLinear
@@ -261,3 +262,12 @@ def test_flags_of_megatron_lm_switch_parts_of_the_overlap_off(tmp_path: Path) ->
     assert "tp_comm_overlap_cfg" in {one.key for one in with_file.not_modelled}
     refused = _job(MEGATRON_LM.replace("--sequence-parallel", ""), tmp_path / "refused.sh")
     assert "split sequences" in str(refused.cannot_start)
+
+
+def test_a_gpu_takes_no_step_with_user_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine asks for them in its first linear."""
+    for name in ("require_started_ranks", "check_allocator", "check_environment"):
+        monkeypatch.setattr(cuda, name, lambda _: None)
+    cuda.check(Scenario.of("llama-3-tiny", seq_length=64, layout=TP2))
+    with pytest.raises(ValueError, match="tp_comm_overlap is True, but memlab makes no user buffers on a GPU"):
+        cuda.check(Scenario.of("llama-3-tiny", seq_length=64, layout=TP2, state=ON))
