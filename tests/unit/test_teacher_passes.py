@@ -239,7 +239,7 @@ def test_a_teacher_that_is_not_predicted_is_named_with_the_reason(override: str,
 
 
 def test_a_value_that_a_teacher_cannot_have_is_refused_by_its_own_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="teacher.logprob_batch_size is 'two'"):
+    with pytest.raises(ValueError, match=r"teacher\.logprob_batch_size is 'two'"):
         nemo(tmp_path, "teacher.logprob_batch_size=two")
 
 
