@@ -315,7 +315,6 @@ NEMO_RL_DTENSOR = Framework(
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
         "loss_of_transformers": "memlab takes the loss cross_entropy for NeMo-RL's",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
-        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     },
     cannot_write_of=cannot_write,
     without_own_key=frozenset(
