@@ -281,6 +281,10 @@ class _Event:
         return True
 
 
+class _Graph:
+    """A class, as torch's: libraries that are imported meanwhile annotate with it."""
+
+
 _DEFAULT_STREAM = _Stream(number=0)
 
 
@@ -317,7 +321,7 @@ CUDA_API: dict[str, Any] = {
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,
     "empty_cache": _nothing,
-    "CUDAGraph": _nothing,
+    "CUDAGraph": _Graph,
     "graph": lambda *_, **__: contextlib.nullcontext(),
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     "manual_seed": torch.default_generator.manual_seed,
