@@ -281,6 +281,10 @@ class _Event:
         return True
 
 
+class _Graph:
+    """A class, as torch's: libraries that are imported meanwhile annotate with it."""
+
+
 _DEFAULT_STREAM = _Stream(number=0)
 
 
@@ -301,10 +305,6 @@ def random_state(*_: Any, **__: Any) -> torch.Tensor:
     """Returns the one generator's state. No dispatch mode sees it made: an operation on it shows it to the meter."""
     with on_host():
         return torch.ops.aten.alias(torch.default_generator.get_state())
-
-
-class _Graph:
-    """A CUDA graph. It is a class as torch's is, since annotations of modules that are imported meanwhile name it."""
 
 
 class _Capture(contextlib.nullcontext[None]):
