@@ -20,6 +20,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.config.user_buffers import has_user_buffers
 from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
 from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
@@ -167,6 +168,11 @@ def check(scenario: Scenario) -> None:
         raise ValueError(
             "transformer_impl is 'local', which memlab does not run on a GPU: choose transformer_engine, or predict "
             "the step (memlab predict, backend 'simulated')"
+        )
+    if has_user_buffers(scenario):
+        raise ValueError(
+            "tp_comm_overlap is True, but memlab makes no user buffers on a GPU: leave it out, or predict the step "
+            "(memlab predict, backend 'simulated')"
         )
     check_environment(scenario.state.attention_backend)
     if scenario.state.attention_backend == "flash":

@@ -281,6 +281,10 @@ class _Event:
         return True
 
 
+class _Graph:
+    """A class, as torch's: libraries that are imported meanwhile annotate with it."""
+
+
 _DEFAULT_STREAM = _Stream(number=0)
 
 
@@ -303,15 +307,15 @@ def random_state(*_: Any, **__: Any) -> torch.Tensor:
         return torch.ops.aten.alias(torch.default_generator.get_state())
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-class _Graph:
-    """A class, as torch's own: transformers writes ``CUDAGraph | None`` in annotations, which Python evaluates."""
+class _Capture(contextlib.nullcontext[None]):
+    """Runs what a CUDA graph captures at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Takes what torch's takes."""
+        super().__init__()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 CUDA_API: dict[str, Any] = {
@@ -325,7 +329,7 @@ CUDA_API: dict[str, Any] = {
     "set_device": _nothing,
     "empty_cache": _nothing,
     "CUDAGraph": _Graph,
-    "graph": lambda *_, **__: contextlib.nullcontext(),
+    "graph": _Capture,
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     "manual_seed": torch.default_generator.manual_seed,
     "get_rng_state": random_state,

@@ -179,6 +179,7 @@ class Scenario:
         self._check_capacity()
         self._check_extra_layers()
         self._check_reference_model()
+        self._check_largest_logits()
         self._check_entropy()
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_graphs()
@@ -231,6 +232,22 @@ class Scenario:
                 f"{self.architecture.name}, {self.architecture.vocab_size}, since the loss compares logit by logit: "
                 "choose another teacher",
                 *("teacher_model", "loss"),
+            )
+
+    def _check_largest_logits(self) -> None:
+        """Checks that there are as many logits as ms-swift's GKD compares with: ``torch.topk`` fails otherwise.
+
+        A teacher on the GPUs takes the largest of each rank's part (``vocab_parallel_topk`` in
+        swift/megatron/trainers/gkd_utils.py, 3602360), a server those of the whole vocabulary.
+        """
+        k, is_server = self.state.gkd_logits_topk, self.state.reference_model == "none"
+        ranks = 1 if is_server else self.layout.tensor_model_parallel_size
+        most = self.architecture.vocab_size // ranks
+        if k is not None and self.state.loss == "jsd" and k > most:
+            whose = "of the vocabulary" if ranks == 1 else f"that each of {ranks} tensor parallel ranks has"
+            raise RuleError(
+                f"gkd_logits_topk is {k}, must be at most {most}, the logits {whose}: choose fewer",
+                *("gkd_logits_topk", "tensor_model_parallel_size"),
             )
 
     def _check_entropy(self) -> None:
@@ -796,7 +813,10 @@ class Scenario:
             return
         modules = state.cuda_graph_modules or ("attn", "mlp")
         beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes}
-        beside |= {"reference_model": state.reference_model != "none"}
+        beside |= {"reference_model": state.reference_model != "none", "lora_rank": state.lora is not None}
+        # There torch multiplies in layers, with workspaces of cuBLAS for the stream that is captured: not measured.
+        beside |= {"dtype": self.dtype == "fp32", "attention_backend": state.attention_backend == "unfused"}
+        beside["transformer_impl"] = state.transformer_impl == "local"
         if impl == "full_iteration":
             # The graph keeps two gradients of a matrix that embedding and output layer share: on an H200 it reserved
             # 5 and 7 % more than predicted (`labs/results/h200_cuda_graphs.jsonl`).

@@ -140,7 +140,10 @@ class Job:
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if world_size is not None:
             reading.values["world_size"] = world_size
-        framework.read(reading)
+        try:
+            framework.read(reading)
+        except ValueError as error:
+            raise ValueError(framework.as_in_file(f"{error}")) from error
         if world_size is not None:
             reading.values["world_size"] = world_size
         job = _as_in_file(_built(cls, framework, reading, architecture), framework.as_in_file)

@@ -168,6 +168,9 @@ def test_a_lab_that_starts_over_takes_eager_steps_again() -> None:
         ("external_cuda_graph: true", "transformer_engine"),
         ("cuda_graph_impl: transformer_engine\n  cuda_graph_modules: [attn, mamba]", "model.cuda_graph_impl"),
         ("cuda_graph_impl: transformer_engine\n  fp8: hybrid", "model.cuda_graph_impl"),
+        ("cuda_graph_impl: full_iteration\n  attention_backend: unfused", "model.cuda_graph_impl"),
+        ("cuda_graph_impl: full_iteration\npeft: lora", "model.cuda_graph_impl"),
+        ("cuda_graph_impl: transformer_engine\npeft: lora", "model.cuda_graph_impl"),
     ],
 )
 def test_a_job_says_which_graphs_it_has(lines: str, expected: str, tmp_path: Path) -> None:
@@ -207,6 +210,8 @@ def test_a_change_of_settings_or_of_the_workload_captures_again() -> None:
             TrainingState(cuda_graph_impl="transformer_engine", reference_model="copy"),
             "cuda_graph_impl is 'transformer_engine' with reference_model, which memlab does not predict together",
         ),
+        ("phi-4-tiny", TrainingState(cuda_graph_impl="transformer_engine", attention_backend="unfused"), "with atten"),
+        ("phi-4-tiny", TrainingState.of_options({"cuda_graph_impl": "full_iteration", "lora_rank": 8}), "with lora_r"),
     ],
 )
 def test_what_is_not_predicted_is_refused(model: str, state: TrainingState, refused: str) -> None:

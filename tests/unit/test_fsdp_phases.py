@@ -202,6 +202,26 @@ def test_what_a_job_does_between_its_steps_is_read(text: str, expected: dict[str
     assert {name: getattr(job.rollout, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (VERL + KL + f"{START}.ref.ulysses_sequence_parallel_size=1 {START}.ref.strategy=fsdp", []),
+        (VERL + KL + f"{START}.ref.ulysses_sequence_parallel_size=2", [f"{START}.ref.ulysses_sequence_parallel_size"]),
+        (VERL + f"{START}.ref.ulysses_sequence_parallel_size=2", []),
+        (VERL + KL + f"{START}.ref.strategy=fsdp2", [f"{START}.ref.strategy"]),
+        (SKYRL + "trainer.ref.model.path=Qwen/Qwen3-8B", []),
+        (SKYRL + "trainer.ref.model.path=Qwen/Qwen3-14B", ["trainer.ref.model.path"]),
+        (SKYRL + "trainer.policy.sequence_parallel_size=2", ["trainer.ref.sequence_parallel_size"]),
+        (SKYRL + "trainer.policy.sequence_parallel_size=2 trainer.ref.sequence_parallel_size=2", []),
+        (SKYRL + "trainer.policy.fsdp_config.fsdp_size=4", ["trainer.ref.fsdp_config.fsdp_size"]),
+    ],
+)
+def test_a_reference_model_that_is_unlike_the_policy_is_named(text: str, named: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    assert [one.key for one in Job.read(path, world_size=8).not_modelled if ".ref." in one.key] == named
+
+
 OF_TINY = ReferencePass(seq_length=96, is_on_host=True, fp32_shards=True)
 
 

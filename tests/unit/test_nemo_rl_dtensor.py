@@ -90,6 +90,12 @@ def test_shards_and_what_leaves_the_device(
     assert found == MemorySettings(**(WHOLE_LAYERS | ON_HOST | settings))
 
 
+def test_variables_of_the_workers_set_the_allocator(tmp_path: Path) -> None:
+    """``Policy.__init__`` in nemo_rl/models/policy/lm_policy.py gives them to the ranks."""
+    job = read(tmp_path, policy__dtensor_cfg__env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert job.required()[0].allocator.expandable_segments
+
+
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [

@@ -78,6 +78,7 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         ("What is last: load, hand over, or broadcast?", "hand_over", "hand over", "hand_over (right)"),
         ("What is last: load, hand over, or broadcast?", "Handover", "hand over", "Handover (right)"),
         ("What is last: load, hand over, or broadcast?", "the", "hand over", "the"),
+        ("Which module copies nothing?", "moe", "moe_act", "moe"),
         # Other words may mean the same.
         ("Is it lower, equal or higher?", "same", "equal", "same"),
         ("Is it lower, equal or higher?", "?", "equal", "?"),

@@ -14,6 +14,7 @@ import torch
 
 from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.backends import BACKEND_VARIABLE, find_backend
+from memlab.backends.cuda_on_cpu import CUDA_API
 from memlab.backends.fake_cuda import FakeCuda
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import ARCHITECTURES, find_architecture
@@ -173,6 +174,12 @@ def test_it_takes_no_memory_and_gives_everything_back() -> None:
         left = lab.drop()
         assert inside(lab).model.meter.live_bytes() == 0, left
     assert torch.zeros(2, device="cpu").tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["Stream", "Event", "CUDAGraph", "graph"])
+def test_a_library_that_is_imported_meanwhile_finds_classes(name: str) -> None:
+    """transformers annotates with ``torch.cuda.CUDAGraph | None``, and is imported where a model of FSDP2 is built."""
+    assert isinstance(CUDA_API[name], type)
 
 
 def test_auto_never_takes_it() -> None:

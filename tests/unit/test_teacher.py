@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,17 @@ def test_the_largest_logits_are_compared_by_themselves_on_one_rank_and_on_two() 
 
     for ranks in (1, 2):
         on_ranks(ranks, job)
+
+
+@pytest.mark.parametrize(("reference", "ranks", "most"), [("copy", 1, 256), ("copy", 2, 128), ("none", 2, 256)])
+def test_no_more_logits_are_compared_than_there_are(reference: str, ranks: int, most: int) -> None:
+    """Of 256: each rank's part with a teacher on the GPUs, whose ranks look for the largest, and all of a server's."""
+    layout = Layout(tensor_model_parallel_size=ranks)
+    for k in (most, most + 1):
+        state = TrainingState.of_options({"loss": "jsd", "reference_model": reference, "gkd_logits_topk": k})
+        is_refused = pytest.raises(RuleError, match=f"must be at most {most}, the logits")
+        with nullcontext() if k == most else is_refused:
+            Scenario.of("llama-3-tiny", layout=layout, state=state)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

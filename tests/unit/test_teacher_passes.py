@@ -238,6 +238,11 @@ def test_a_teacher_that_is_not_predicted_is_named_with_the_reason(override: str,
     assert one.effect == "more"
 
 
+def test_a_value_that_a_teacher_cannot_have_is_refused_by_its_own_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"teacher\.logprob_batch_size is 'two'"):
+        nemo(tmp_path, "teacher.logprob_batch_size=two")
+
+
 def test_the_same_file_is_read_as_its_teacher_s(tmp_path: Path) -> None:
     nemo(tmp_path)
     scenario, _ = Job.read(tmp_path / "config.yaml", format_name="nemo-rl-teacher").required()

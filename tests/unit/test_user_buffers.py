@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.plain_megatron import predict_rank
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
+from memlab.backends import cuda
 from memlab.config.user_buffers import buffer_sizes, user_buffer_bytes
 from memlab.engines.megatron.layers.tensor_parallel import Overlap, Split
 from memlab.engines.megatron.layers.torch_functions import Linear, NormLinear
@@ -205,6 +206,25 @@ def test_a_job_of_bridge_says_how_its_buffers_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "ring", "named"),
+    [
+        ("  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg}}", ("proj_fprop",), []),
+        ("  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg, method: bulk}}", (), []),
+        ("  tp_comm_overlap_cfg: {_target_: PATH.TransformerLayerTPOverlapCfg}", (), []),
+        ("  tp_comm_overlap_cfg: {_target_: PATH.userbuffers_fp8_h100}", (), ["tp_comm_overlap_cfg._target_"]),
+        ("  tp_comm_overlap_cgf: file.yaml", (), ["tp_comm_overlap_cgf"]),
+    ],
+)
+def test_what_memlab_does_not_read_of_the_overlap_is_named(
+    lines: str, ring: tuple[str, ...], named: list[str], tmp_path: Path
+) -> None:
+    text = BRIDGE + lines.replace("PATH", "megatron.bridge.training.comm_overlap")
+    job = _job(text, tmp_path / "run_config.yaml")
+    assert job.required()[0].state.tp_comm_overlap_ring_exchange == ring
+    assert [one.key for one in job.not_modelled if "overlap" in one.key] == [f"comm_overlap.{one}" for one in named]
+
+
+@pytest.mark.parametrize(
     ("replaced", "by", "is_on", "is_missing"),
     [
         ("tp_comm_overlap: true", "tp_comm_overlap: false", False, False),
@@ -242,3 +262,12 @@ def test_flags_of_megatron_lm_switch_parts_of_the_overlap_off(tmp_path: Path) ->
     assert "tp_comm_overlap_cfg" in {one.key for one in with_file.not_modelled}
     refused = _job(MEGATRON_LM.replace("--sequence-parallel", ""), tmp_path / "refused.sh")
     assert "split sequences" in str(refused.cannot_start)
+
+
+def test_a_gpu_takes_no_step_with_user_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine asks for them in its first linear."""
+    for name in ("require_started_ranks", "check_allocator", "check_environment"):
+        monkeypatch.setattr(cuda, name, lambda _: None)
+    cuda.check(Scenario.of("llama-3-tiny", seq_length=64, layout=TP2))
+    with pytest.raises(ValueError, match="tp_comm_overlap is True, but memlab makes no user buffers on a GPU"):
+        cuda.check(Scenario.of("llama-3-tiny", seq_length=64, layout=TP2, state=ON))

@@ -453,9 +453,11 @@ def _complete_overlap(reading: Reading) -> None:
     A whole configuration has in ``ddp`` what the job's start made of it; below a recipe, ``comm_overlap`` replaces that
     by its own values, or by those for the number of copies of the model.
     """
-    given = {key: reading.get(key) for key in reading.entries.by_key if key.startswith("comm_overlap.")}
+    of_section = [one for key, one in reading.entries.by_key.items() if key.startswith("comm_overlap.")]
+    read = (OPTION, _WITH_STEP.name, *(key.name for key in BUCKETS[1:]))
+    given = {one.key: reading.get(one.key) for one in of_section if one.key.partition(".")[2] in read}
     is_whole = reading.values.get("hidden_size") is not None
-    is_set = any(is_given(value) or value is False for value in given.values())
+    is_set = any(is_given(one.value) or one.value is False for one in of_section if not one.is_unknown)
     has_copies = copies(reading) > 1
     own: dict[str, Any] = {"overlap_grad_reduce": has_copies, "overlap_param_gather": has_copies}
     own |= {"bucket_size": 128 * 2**20 if has_copies else None, _WITH_STEP.name: False}

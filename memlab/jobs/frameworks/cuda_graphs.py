@@ -31,13 +31,15 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             _take(reading, one, _OF_ENGINE)
             for key in named:
                 reading.take(key, "cuda_graph_modules", tuple(modules))
-    is_named = architecture.routes or architecture.share_embeddings_and_output_weights
-    is_named |= reading.values.get("reference_model", "none") != "none"
-    if reading.values.get(_IMPL) == _WHOLE and is_named:
+    is_tied = architecture.share_embeddings_and_output_weights
+    if reading.values.get(_IMPL) == _WHOLE and (is_tied or _has_other_layers(reading, architecture)):
         (given,) = [each for each in reading.taken if each.field == _IMPL]
         reading.taken.remove(given)
         reading.values[_IMPL] = "none"
-        reason = "with experts, a reference model or tied embeddings memlab predicts no graph of a whole iteration"
+        reason = (
+            "with experts, adapters, a reference model, tied embeddings, fp32 or unfused attention memlab predicts no "
+            "graph of a whole iteration"
+        )
         reading.miss(given.key, "more", reason)
 
 
@@ -50,10 +52,23 @@ def _take(reading: Reading, one: NotModelled, impl: str) -> None:
 def _is_predicted(reading: Reading, architecture: Architecture, modules: list[str]) -> bool:
     """Whether memlab predicts graphs of these modules, or of whole layers without any."""
     values, packs = reading.values, reading.values.get("packed_sequences") is not None
-    if architecture.routes or not {*modules} <= {"attn", "mlp"} or (packs and modules != ["mlp"]):
+    if not {*modules} <= {"attn", "mlp"} or (packs and modules != ["mlp"]):
         return False
     beside = values.get("fp8_format"), values.get("mtp_num_layers")
-    return not any(beside) and values.get("reference_model", "none") == "none"
+    return not any(beside) and not _has_other_layers(reading, architecture)
+
+
+def _has_other_layers(reading: Reading, architecture: Architecture) -> bool:
+    """Whether a job has what memlab predicts in no graph: experts, another model, or products of torch in layers."""
+    values = reading.values
+    return (
+        architecture.routes
+        or values.get("reference_model", "none") != "none"
+        or values.get("lora_rank") is not None
+        or values.get("dtype") == "fp32"
+        or values.get("attention_backend") in ("unfused", "local")
+        or values.get("transformer_impl") == "local"
+    )
 
 
 def _names(scopes: object) -> list[str]:

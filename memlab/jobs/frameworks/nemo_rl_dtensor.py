@@ -36,7 +36,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_kept,
     take_types,
 )
-from memlab.jobs.frameworks.keys import COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_given
+from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.nemo_rl import (
     NEMO_RL,
@@ -97,6 +97,7 @@ KEYS = (
     Key(f"{_DTENSOR}.sequence_parallel", "sequence_parallel", SWITCH, False),
     Key(f"{_DTENSOR}.dp_replicate_size", "dp_replicate_size", COUNT, 1),
     Key(f"{_DTENSOR}.defer_fsdp_grad_sync", "defer_fsdp_grad_sync", SWITCH, True),
+    *under(f"{_DTENSOR}.env_vars", ALLOCATOR),
     Key(f"{_DTENSOR}.lora_cfg.enabled", "has_adapters", SWITCH, False),
     *automodel_keys(f"{_DTENSOR}.lora_cfg", match_all_linear=True),
     Key("policy.optimizer.name", "optimizer", TEXT, "torch.optim.AdamW"),
@@ -314,7 +315,6 @@ NEMO_RL_DTENSOR = Framework(
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
         "loss_of_transformers": "memlab takes the loss cross_entropy for NeMo-RL's",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
-        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     },
     cannot_write_of=cannot_write,
     without_own_key=frozenset(

@@ -194,6 +194,20 @@ def composed(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
+def note_other_reference(reading: Reading, pairs: dict[str, tuple[str, str, Any, Any]]) -> None:
+    """Names what a reference model has otherwise than the policy, whose model and ranks memlab predicts its pass with.
+
+    Args:
+        reading: Of the job.
+        pairs: By the reference model's key: the policy's, what both say, the policy's default, and the reference
+            model's, which is None where it has the policy's value.
+    """
+    for own, (of_policy, what, default, own_default) in pairs.items():
+        policy = reading.get(of_policy, default)
+        if reading.get(own, policy if own_default is None else own_default) != policy:
+            reading.miss(own, "either", f"the reference model's pass is predicted with {what} of the policy")
+
+
 def take_rollout(
     reading: Reading,
     *,

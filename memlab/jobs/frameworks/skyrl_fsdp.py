@@ -42,6 +42,7 @@ from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
+    note_other_reference,
     note_replaced_values,
     note_segments,
     take_rollout,
@@ -53,6 +54,12 @@ from memlab.jobs.frameworks.skyrl import SKYRL, compares, engine_of, freed_by_re
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
 _ENGINE = "generator.inference_engine"
+_REFERENCE = {
+    "trainer.ref.model.path": (f"{_POLICY}.model.path", "the model", None, None),
+    "trainer.ref.sequence_parallel_size": (f"{_POLICY}.sequence_parallel_size", "the parts of a sequence", 1, 1),
+    "trainer.ref.fsdp_config.fsdp_size": (f"{_FSDP}.fsdp_size", "the groups of shards", -1, -1),
+}
+"""What a reference model has of its own (``FSDPRefWorkerBase`` in workers/fsdp/fsdp_worker.py)."""
 _OF_MEGATRON_ONLY = ("trainer.fused_lm_head_logprob", f"{_POLICY}.model.fake_int4_qat.enabled")
 _TRAINER = (
     "architecture",
@@ -171,6 +178,9 @@ def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None
         row, rows = tokens * (values.get("context_parallel_size") or 1), 1
     note_skipped_passes(reading)
     is_together = is_colocated or reading.get("trainer.placement.colocate_policy_ref", default=True)
+    has_reference = compares(reading) and is_together
+    if has_reference:
+        note_other_reference(reading, _REFERENCE)
     values["sends_adapters"] = has_adapters
     of_reference = ReferencePass(
         seq_length=row,
@@ -187,7 +197,7 @@ def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None
         seq_length=row,
         micro_batch_size=rows,
         bucket_bytes=int(bucket * 2**30) if is_colocated and not has_adapters else 0,
-        reference_pass=of_reference if compares(reading) and is_together else None,
+        reference_pass=of_reference if has_reference else None,
         sender="skyrl" if is_colocated else "skyrl_broadcast",
         freed_for_log_probabilities=() if is_colocated else freed_by_reference_model(reading),
         engine=engine_of(reading),

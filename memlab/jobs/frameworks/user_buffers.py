@@ -51,9 +51,8 @@ def complete_user_buffers(reading: Reading, architecture: Architecture) -> None:
         if isinstance(file := reading.get(name), str) and file:
             reading.miss(name, "either", f"a file that memlab does not read says how large {_REASON} are")
     ring = []
-    for one in [one for one in reading.entries.by_key if f"{CONFIG}." in one]:
+    for one, value in _given(reading).items():
         buffer, _, name = one.partition(f"{CONFIG}.")[2].partition(".")
-        value = reading.get(one)
         if name == "method" and buffer in RING_EXCHANGES and value == "ring_exchange":
             ring.append(buffer)
             reading.take(one, "tp_comm_overlap_ring_exchange", tuple(ring))
@@ -63,6 +62,21 @@ def complete_user_buffers(reading: Reading, architecture: Architecture) -> None:
             reading.miss(one, "either", "outputs are summed in FP8")
         elif name == "atomic_gemm" and value:
             reading.miss(one, "more", "products that wait for one another have a buffer for their whole output")
+
+
+def _given(reading: Reading) -> dict[str, Any]:
+    """Returns what is given of the buffers by key, with the defaults of a class that ``_target_`` names."""
+    given = {one: reading.get(one) for one in reading.entries.by_key if f"{CONFIG}." in one}
+    for one, target in list(given.items()):
+        section, _, name = one.rpartition(".")
+        if name != "_target_":
+            continue
+        kind = str(target).rpartition(".")[2]
+        of_class = defaults_of_class(kind)
+        given |= {f"{section}.{name}": value for name, value in of_class.items() if f"{section}.{name}" not in given}
+        if not of_class and kind != "TransformerLayerTPOverlapCfg":
+            reading.miss(one, "either", f"memlab does not read what it says of {_REASON}")
+    return given
 
 
 def _not_beside(reading: Reading, architecture: Architecture) -> str:

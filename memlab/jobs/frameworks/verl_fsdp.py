@@ -43,6 +43,7 @@ from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
+    note_other_reference,
     note_replaced_values,
     only_segments,
     take_rollout,
@@ -63,6 +64,13 @@ _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _FSDP, _REF = f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_REFERENCE = {
+    "actor_rollout_ref.ref.strategy": (f"{_ACTOR}.strategy", "the kind of FSDP", "fsdp", None),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
+        f"{_ACTOR}.ulysses_sequence_parallel_size", "the parts of a sequence", 1, None,
+    ),
+}  # fmt: skip
+"""What a reference model can have otherwise than the actor (``config/ref/dp_ref.yaml``, 0.9.1)."""
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
 _OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
@@ -286,6 +294,8 @@ def _take_phases(reading: Reading, per_node: int) -> None:
     )  # fmt: skip
     shards, reshards = values.pop("reference_shards"), values.pop("reference_reshards")
     has_reference = compares(reading) and not has_adapters
+    if has_reference:
+        note_other_reference(reading, _REFERENCE)
     skip_passes(reading)
     _take_entropy_of_pass(reading)
     values["sends_adapters"] = has_adapters and reading.get(f"{_MODEL}.lora.merge") is not True

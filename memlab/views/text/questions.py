@@ -48,9 +48,10 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
 
 
 def _verdict(guessed: str, result: str, question: str) -> str:
-    in_order = [re.findall(r"[^\W_]+", text.casefold()) for text in (guessed, result, question)]
+    in_order = [re.findall(r"\w+", text.casefold()) for text in (guessed, result, question)]
     guess, right, asked = (set(words) - {"a", "an", "its", "the"} for words in in_order)
-    is_one_word = "".join(in_order[0]) == "".join(in_order[1])  # handover, hand over and hand_over
+    own, other = ("".join(words).replace("_", "") for words in in_order[:2])
+    is_one_word = own == other  # handover, hand over and hand_over
     if guess and (is_one_word or guess <= right or (right <= guess and not (guess - right) & asked)):
         return " (right)"
     return " (wrong)" if guess and guess <= asked else ""
