@@ -19,7 +19,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.transformers_linears import state_dict_sizes
 from memlab.fitting.weight_sync import bytes_of_sync
 from memlab.jobs.job import Job
-from memlab.lab.job_phases import predict_phases
+from memlab.lab.job_phases import _beside_a_pass, predict_phases
 from memlab.lab.lab import Lab
 from memlab.units import GIB, MIB
 
@@ -139,6 +139,30 @@ def test_fsdp1_gathers_the_whole_model_for_adapters_unless_layer_by_layer() -> N
     layer = bytes_of_sync(first, replace(rollout, gathers_model_at_once=False), 0)
     assert 0.1 * whole < layer < whole
     assert bytes_of_sync(second, rollout, 0) == 0
+
+
+def test_fsdp1_s_state_dict_copies_the_shards_beside_what_it_gathers() -> None:
+    """By hand, of Qwen3-8B's first four layers in fp32: a layer is smaller than the embedding, which is cut last."""
+    embedding, hidden = 151_936 * 4096, 4096
+    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12_288 * 4096 + 2 * 4096 + 2 * 128
+    outside = 2 * embedding + hidden
+    rollout = Rollout(is_colocated=True, ranks_per_node=8, seq_length=1, bucket_bytes=0, sender="verl")
+    found = bytes_of_sync(scenario(fsdp_version=1), rollout, 0)
+    assert found == 4 * (4 * layer + outside) // RANKS + 4 * (outside + embedding)
+
+
+@pytest.mark.parametrize(("tokens", "at_once"), [(None, 4096), (512, 512)])
+def test_an_entropy_has_its_logits_and_bytes_of_those_that_are_computed_at_once(
+    tokens: int | None, at_once: int
+) -> None:
+    job = replace(scenario(), seq_length=4096)
+    rollout = Rollout(
+        is_colocated=True, ranks_per_node=8, seq_length=4096, bucket_bytes=0, entropy_bytes_of_logit=12,
+        entropy_tokens=tokens,
+    )  # fmt: skip
+    assert _beside_a_pass(job, rollout) == 151_936 * (2 * 4096 + 12 * at_once)
+    whole = replace(rollout, entropy_bytes_of_logit=0, gathers_model_for_passes=True)
+    assert _beside_a_pass(job, whole) == 2 * job.architecture.with_layers(4).num_parameters
 
 
 START = "actor_rollout_ref"
