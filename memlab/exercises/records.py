@@ -348,7 +348,13 @@ class Check(Goals):
 
     def _no_effect(self) -> str:
         """Says why a setting had no effect; empty if none is set, or all had one."""
-        return self._nothing_moved() or self._nothing_recomputed()
+        return self._nothing_moved() or self._nothing_recomputed() or self._option_ignored()
+
+    def _option_ignored(self) -> str:
+        """Says why an option of the training state had no effect; empty if all had one."""
+        options = {field.name for field in fields(TrainingState)}
+        reasons = {name: why for name, why in self._record.without_effect.items() if name in options}
+        return next((f"{name} had no effect: {why}" for name, why in reasons.items()), "")
 
     def _nothing_moved(self) -> str:
         """Says why no module transferred anything, if activation offload is on; empty if one did, or it is off."""

@@ -516,6 +516,13 @@ def test_a_setting_without_effect_is_named_before_any_other_hint(capsys: pytest.
         assert line.endswith("Hint: moe_act transferred nothing to the host: all is too small.")
 
 
+def test_an_option_of_the_training_state_without_effect_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = {"cross_entropy_fusion_impl": "only cross_entropy_loss_fusion reads it"}
+    assert not check(replace(PLAIN, without_effect=reason)).peak_below(1, "fuse the loss")
+    line = capsys.readouterr().out
+    assert line.endswith("cross_entropy_fusion_impl had no effect: only cross_entropy_loss_fusion reads it.\n")
+
+
 def test_an_exercise_gives_a_hint_in_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
     job = job_of(Layout(pipeline_model_parallel_size=2))
     assert not check(job).peak_below(1, "look at the first stage")
