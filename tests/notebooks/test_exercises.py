@@ -599,6 +599,8 @@ EXERCISES = {
         Exercise(
             solution=state('**aware, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
             wrong=(
+                state(TE_LOSS),  # without the options of the exercise
+                state('**aware, cross_entropy_fusion_impl="te"'),  # only cross_entropy_loss_fusion reads it
                 state("**aware, cross_entropy_loss_fusion=True"),
                 state("**aware, **bf16_moments"),
                 state("**aware, apply_rope_fusion=True"),
