@@ -446,7 +446,7 @@ class Layout:
             choices = f"{fewer} or {at_ends + more}" if fewer >= fewest else f"{at_ends + more}"
             raise RuleError(
                 f"{given} is {at_ends}, which leaves {rest} of {num_layers} layers to the other {stages} stages, must "
-                f"leave the same number to each of them: choose {choices}",
+                f"leave the same number to each of them: choose {'a sum of ' * (' + ' in given)}{choices}",
                 *_ENDS,
             )
         return [("pipeline_model_parallel_size", stages, "layers", rest)] if stages and not has_ends else []

@@ -83,8 +83,8 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
         raise RuleError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
-            "divide into groups of that size, on which megatron-core 0.16 fails, and memlab predicts no smaller last "
-            f"group, as 0.17 makes it: choose from {', '.join(divisors)}",
+            f"divide into groups of {settings.recompute_num_layers}, on which megatron-core 0.16 fails (0.17 makes a "
+            f"smaller last group, which memlab does not predict): choose from {', '.join(divisors)}",
             "recompute_num_layers",
         )
     if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:

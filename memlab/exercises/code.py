@@ -14,6 +14,8 @@ from memlab.record.transfer import GROUPS
 
 KINDS = ("leak", "retention", "growth", "spike")
 """What a function that classifies a run may answer."""
+_UNSET = "a buffer has what the text names, and what your release has set by then: ask for it with getattr or hasattr"
+"""What to do about an attribute that a buffer does not have."""
 _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("without", False, 1.0))
 """The cases of a weight sync. Seconds that are read off the line of the first case are wrong in the second."""
 
@@ -51,7 +53,8 @@ class CodeCheck(Goals):
                     of_size = "a release stores the size and empties the storage, and writes nothing"
                     of_size = of_size if call == lab.offload else hint
                     # Other errors say themselves what to do.
-                    return self.goal(False, f"{what}: {error}", of_size if "whose storage has" in error else "")
+                    is_of_size, is_unset = "whose storage has" in error, "'_Buffer' object has no attribute" in error
+                    return self.goal(False, f"{what}: {error}", of_size if is_of_size else _UNSET if is_unset else "")
                 if complaints := lab.audit_residency().complaints:
                     return self.goal(False, f"after {what}, the audit finds: {complaints[0]}", hint)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")

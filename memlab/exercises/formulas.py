@@ -26,7 +26,10 @@ class FormulaCheck(Goals):
         self._given = given
 
     def is_exactly(
-        self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
+        self,
+        num_bytes: int | Sequence[int],
+        hint: str = "ask of each module which tensors it keeps",
+        tokens: Sequence[int] = (),
     ) -> Self:
         """Requires what memlab counted: in one case, or in each, in the order of the formula's results.
 
@@ -35,9 +38,10 @@ class FormulaCheck(Goals):
                 line says by how many bytes. For a later case, it says only whether the formula gives too few or too
                 many bytes, so that no line gives all counts away.
             hint: What to look at, in the words of the exercise.
+            tokens: Of each case, so that a right formula per token is recognized.
         """
         counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
-        if self._is_no_formula(counted):
+        if self._is_no_formula(counted) or self._is_in_another_unit(counted, "bytes", tokens, _ROUNDING_OF_FLOATS):
             return self
         for place, (mine, needed) in enumerate(zip(self._numbers, counted, strict=True), start=1):
             which = f" for case {place}" if len(counted) > 1 else ""
@@ -48,7 +52,9 @@ class FormulaCheck(Goals):
         given = " and ".join(_number(mine) for mine in self._numbers)
         return self.goal(True, f"the formula gives {given} bytes, exactly as many as memlab counted")
 
-    def is_about(self, values: Sequence[float], unit: str, hint: str, within: float = 0.01) -> Self:
+    def is_about(
+        self, values: Sequence[float], unit: str, hint: str, within: float = 0.01, tokens: Sequence[int] = ()
+    ) -> Self:
         """Requires a value in each case, to within a share of it.
 
         Args:
@@ -56,8 +62,9 @@ class FormulaCheck(Goals):
             unit: Of the values, such as ``tokens``.
             hint: What to look at, in the words of the exercise.
             within: The share by which a result may differ.
+            tokens: As for `is_exactly`.
         """
-        if self._is_no_formula(values):
+        if self._is_no_formula(values) or self._is_in_another_unit(values, unit, tokens, within):
             return self
         for place, (mine, needed) in enumerate(zip(self._numbers, values, strict=True), start=1):
             if not math.isclose(mine, needed, rel_tol=within):
@@ -78,9 +85,38 @@ class FormulaCheck(Goals):
         self.goal(False, what, "replace only the 0 in the marked line")
         return True
 
+    def _is_in_another_unit(self, needed: Sequence[float], unit: str, tokens: Sequence[int], within: float) -> bool:
+        """Whether the formula is right in every case but for its unit or its sign; the line says what is asked for."""
+        others = [("right but for its sign", "must have the other one", [-1.0] * len(needed))]
+        if unit == "bytes":
+            others += [(f"right in {name}", "must give bytes", [1.0 * size] * len(needed)) for name, size in _UNITS]
+            per_token = (
+                "right per token",
+                "must give the bytes of all tokens of a case",
+                [1.0 * each for each in tokens],
+            )
+            others += [per_token] if tokens else []
+        elif max(needed) <= 1:
+            others.append(("right in per cent", "must give a share from 0 to 1", [0.01] * len(needed)))
+        if self._agrees(needed, [1.0] * len(needed), within):
+            return False  # only zeros, for example, are right in every unit
+        for what, asked, factors in others:
+            if self._agrees(needed, factors, within):
+                self.goal(False, f"the formula gives {_number(self._numbers[0])} for case 1, which is {what}, {asked}")
+                return True
+        return False
+
+    def _agrees(self, needed: Sequence[float], factors: Sequence[float], within: float) -> bool:
+        cases = zip(self._numbers, factors, needed, strict=True)
+        return all(math.isclose(mine * factor, value, rel_tol=within) for mine, factor, value in cases)
+
 
 _ROUNDING_OF_FLOATS = 1e-12
 """A formula with a division is right within this share: floating-point numbers are rounded."""
+
+
+_UNITS = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30))
+"""Units in which a lab's text, guesses and tables give bytes."""
 
 
 def _number(value: float) -> str:

@@ -77,7 +77,10 @@ class NoAnswer(Goals):
         return False
 
 
-_FORMULA = "one number per case", "replace only the 0 in the marked line, by a formula without quotation marks"
+_FORMULA = (
+    "one number per case",
+    "replace only the 0 in the marked line, so that the answer is a list of numbers, not of texts or functions",
+)
 _FUNCTION = "a function", "leave the lines with def as they are, and write your code below them"
 _AUDIT = "an audit", "change only the marked line: the check itself takes the audit"
 _ASKED_BY = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Self
 
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
-from memlab.config.settings import KEPT_ON_HOST
+from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.exercises.audits import ResidencyCheck
@@ -57,9 +58,14 @@ class Check(Goals):
         hint = self._no_effect() or hint or self._largest()
         return self._below("the peak of the step", now, num_bytes, hint)
 
-    def activation_peak_below(self, num_bytes: int) -> Self:
-        """Requires `activation_peak_bytes` below a number of bytes."""
-        hint = self._no_effect() or self._start_fell() or self._largest()
+    def activation_peak_below(self, num_bytes: int, hint: str = "") -> Self:
+        """Requires `activation_peak_bytes` below a number of bytes.
+
+        Args:
+            num_bytes: The limit.
+            hint: As for `peak_below`.
+        """
+        hint = self._no_effect() or self._start_fell() or hint or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -175,7 +181,7 @@ class Check(Goals):
         settings = f"{self._record.settings}"
         if settings == "none":
             return self.goal(True, "no memory setting is set")
-        hint = "leave them out; an open Lab keeps earlier settings until lab.apply(MemorySettings()) removes them"
+        hint = "run lab.apply(MemorySettings()), because an open Lab keeps earlier settings, and leave new ones out"
         return self.goal(False, f"the memory settings are '{settings}', must be none", hint)
 
     def leaves_activations_alone(self) -> Self:
@@ -243,7 +249,10 @@ class Check(Goals):
             return self.goal(True, f"options that differ from those of the exercise: {listed(added) or 'none'}")
         named = f"{len(added)} ({listed(added)})"
         what = f"options that differ from those of the exercise: {named}, must be at most {at_most}"
-        return self.goal(False, what, "leave out what the goals do not need")
+        default = TrainingState()
+        lost = [name for name in added if getattr(mine, name) == getattr(default, name)]
+        hint = f"keep those of the exercise: {listed(lost)}" if lost else "leave out what the goals do not need"
+        return self.goal(False, what, hint)
 
     def without_remedy(self) -> Self:
         """Requires that no remedy for the inputs of checkpoints is set."""
@@ -377,9 +386,10 @@ class Check(Goals):
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
         if size < self._record.peak_allocated_bytes / 100:
             return "at the peak, parameters, gradients, optimizer state and workspaces are more than 99 % of the memory"
-        phase = f"is in {self._record.peak_phase}, and " if self._record.peak_phase else ""
+        at = self._record.peak_phase
+        phase = f" is in {'the ' * (at == 'optimizer')}{at};" if at else ":"
         return (
-            f"the peak {phase}has, beside parameters, gradients, optimizer state and workspaces, as its largest part "
+            f"the peak{phase} its largest part beside parameters, gradients, optimizer state and workspaces is "
             f"'{name}', {format_bytes(size)}"
         )
 
@@ -403,6 +413,9 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, (TypeError, AttributeError)):
             self.refusal = f"{type(error).__name__}: {error}"
+            option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
+            if option and option[1] in {field.name for field in fields(MemorySettings)}:
+                self.refusal += f": write lab.step(MemorySettings({option[1]}=...))"
         elif isinstance(error, ValueError):
             self.refusal = f"{error}"
         return bool(self.refusal)

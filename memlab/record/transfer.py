@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from memlab.units import format_bytes
@@ -49,4 +50,7 @@ def check_groups(groups: tuple[str, ...]) -> None:
         action = "name at least one"
         if any(isinstance(group, (list, tuple)) for group in groups):
             action = "give the names one by one, without a list"
+        elif unknown:
+            near = get_close_matches(str(unknown[0]).replace("_", " "), GROUPS, n=1)
+            action = f"{unknown[0]!r} is none of them{f', write {near[0]!r}' if near else ''}"
         raise ValueError(f"groups are {list(groups)}, must be some of {', '.join(GROUPS)}: {action}")

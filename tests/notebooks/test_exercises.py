@@ -287,6 +287,8 @@ EXERCISES = {
                 for_each("8 * a * d * t", HEADS),  # as many key-value heads as query heads
                 for_each("3 * (4 * a + 4 * g) * d * t", HEADS),  # all offloaded layers
                 for_each("(4 * a + 4 * g) * d", HEADS),
+                for_each("(4 * a + 4 * g) * d + 4 * a", HEADS),  # per token
+                for_each("((4 * a + 4 * g) * d + 4 * a) * t / 2**20", HEADS),
                 "mine = groups[0]",
                 # A term that is right in this lab's model, and too small in the large ones to matter there.
                 for_each("((4 * a + 4 * g) * d + 8 * g) * t", HEADS),
@@ -697,6 +699,8 @@ EXERCISES = {
                 for_each("(6*h + 30*d + 4 + 6*g*d + 8*d) * t", DENSE_LETTERS),
                 for_each("(6*h + 4 + 6*a*d + 6*g*d + 8*d + a - 5) * t", DENSE_LETTERS),
                 for_each("(6*h + f/140 + 6*a*d + 6*g*d + 8*d) * t", DENSE_LETTERS),
+                for_each("6*h + 4 + 6*a*d + 6*g*d + 8*d", DENSE_LETTERS),  # per token
+                for_each("(6*h + 4 + 6*a*d + 6*g*d + 8*d) * t / 2**10", DENSE_LETTERS),
                 "mine = 803840",
                 *NO_FORMULAS,
                 "mine = [803840, 803840]",

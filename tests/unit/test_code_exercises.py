@@ -196,7 +196,9 @@ def test_a_wrong_release_or_load_is_named_by_the_audit_and_crashes_nothing(
     assert printed.startswith("not yet: ") and printed.count("\n") == 1
     assert line in printed
     about_sizes = "the audit finds" in printed or "whose storage has" in printed
-    assert about_sizes or "Hint: " not in printed, "the error says itself what to do"
+    is_unset = "'_Buffer' object has no attribute" in printed
+    assert not is_unset or "what your release has set by then" in printed
+    assert about_sizes or is_unset or "Hint: " not in printed, "the error says itself what to do"
     assert lab.audit_residency().complaints == (), "the gradients are there again"
 
 
@@ -211,7 +213,7 @@ def test_code_of_ones_own_stands_alone_and_the_next_step_runs(lab: Lab) -> None:
 def test_a_step_without_gradients_names_the_block_that_has_lost_them(lab: Lab) -> None:
     with lab.own_gradient_moves(function(RELEASE, "model"), lambda model: None):
         lab.offload("gradients")
-        with pytest.raises(ValueError, match=r"it did not run: end the with block of .* own_gradient_moves first"):
+        with pytest.raises(ValueError, match=r"it did not run: first end the with block .* own_gradient_moves"):
             lab.step(MemorySettings(offload_gradients=True), warm_up=False)
 
 

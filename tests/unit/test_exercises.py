@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.exercises.checks import check, failure
+from memlab.exercises.formulas import FormulaCheck
 from memlab.exercises.records import Attempt
+from memlab.lab.lab import Lab
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
@@ -160,7 +163,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             with_settings(FULL),
             ("without_settings",),
-            "the memory settings are 'full uniform 1', must be none. Hint: leave them out; an open Lab keeps ",
+            "the memory settings are 'full uniform 1', must be none. Hint: run lab.apply(MemorySettings()), because",
         ),
         (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), "the peak of the step is still "),
         (
@@ -173,7 +176,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             PLAIN,
             ("adds_options_to", TrainingState(manual_gc=True), 0),
-            "options that differ from those of the exercise: 1 (manual_gc), must be at most 0",
+            "of the exercise: 1 (manual_gc), must be at most 0. Hint: keep those of the exercise: manual_gc.",
         ),
         (
             replace(PLAIN, forward_only=True),
@@ -432,6 +435,52 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
     ]
 
 
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ([2, 3], "2 for case 1, which is right per token, must give the bytes of all tokens of a case"),
+        ([8 / 2**10, 24 / 2**10], "0.01 for case 1, which is right in KiB, must give bytes"),
+        ([8 / 2**30, 24 / 2**30], "7e-09 for case 1, which is right in GiB, must give bytes"),
+        ([-8, -24], "-8 for case 1, which is right but for its sign, must have the other one"),
+        # Right in another unit for one case only.
+        ([2, 4], "2 bytes for case 1, "),
+        ([-8, 24], "-8 bytes for case 1, "),
+        ([math.inf, 3], "inf bytes"),
+    ],
+)
+def test_a_right_formula_in_another_unit_is_told_so(
+    answer: list[float], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exactly = partial(FormulaCheck.is_exactly, num_bytes=[8, 24], tokens=[4, 8])
+    about = partial(FormulaCheck.is_about, values=[8, 24], unit="bytes", hint="", tokens=[4, 8])
+    for goal in (exactly, about):
+        assert not goal(check(answer))
+        assert capsys.readouterr().out.startswith(f"not yet: the formula gives {line}")
+
+
+def test_a_share_in_per_cent_is_told_so_and_only_zeros_are_right_in_every_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not check([66.7, 50]).is_about([2 / 3, 0.5], "as R", "")
+    assert "66.7 for case 1, which is right in per cent, must give a share from 0 to 1" in capsys.readouterr().out
+    assert not check([0.02, 0.05]).is_about([2, 5], "tokens", "count")
+    assert "right in" not in capsys.readouterr().out
+    assert check([0, 0]).is_exactly([0, 0], tokens=[4, 8])
+
+
+def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, ending in (
+        ("recompute_modules", ": write lab.step(MemorySettings(recompute_modules=...))"),
+        ("mlp", "'mlp'"),
+    ):
+        with Attempt() as answer:
+            Lab.step(None, **{option: ["moe"]})  # type: ignore[arg-type]
+        assert not check(answer).peak_below(1)
+        assert capsys.readouterr().out.rstrip(".\n").endswith(ending)
+
+
 def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:
     def mismatch() -> None:
         raise AssertionError("Chunk mismatch <megatron.Handler object at 0x7f15c5eb21d0>")
@@ -472,4 +521,5 @@ def test_an_exercise_gives_a_hint_in_its_own_words(capsys: pytest.CaptureFixture
     assert not check(job).peak_below(1, "look at the first stage")
     assert not check(job).ranks_differ_by_less_than(1, "look at the first stage")
     assert not check(job).host_below(0, "look at the first stage")
-    assert [line[-30:] for line in capsys.readouterr().out.splitlines()] == ["Hint: look at the first stage."] * 3
+    assert not check(PLAIN).activation_peak_below(1, "look at the first stage")
+    assert [line[-30:] for line in capsys.readouterr().out.splitlines()] == ["Hint: look at the first stage."] * 4

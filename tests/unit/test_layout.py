@@ -176,7 +176,7 @@ def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None
     with pytest.raises(ValueError, match=r"leave 1 of 7 layers to 0 stages"):
         layers(7, pipeline_model_parallel_size=2, **ends)
     both = r"stage \+ num_layers_in_last_pipeline_stage is 6, which leaves 5 of 11 layers to the other 2 stages, must "
-    with pytest.raises(ValueError, match=f"{both}leave the same number to each of them: choose 5 or 7"):
+    with pytest.raises(ValueError, match=f"{both}leave the same number to each of them: choose a sum of 5 or 7"):
         layers(11, pipeline_model_parallel_size=4, **ends)
     for sums in (5, 7):
         layers(11, pipeline_model_parallel_size=4, **ends | {"num_layers_in_first_pipeline_stage": sums - 4})

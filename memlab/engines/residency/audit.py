@@ -65,8 +65,8 @@ def require_resident(engine: Engine, groups: Collection[str] = GROUPS) -> None:
         if group in groups and allocated < needed:
             raise ValueError(
                 f"{name} has {format_bytes(allocated)} of the {format_bytes(needed)} that it needs: a step would write "
-                "to memory that is not its own, so it did not run: end the with block of residency_fault or "
-                "own_gradient_moves first"
+                "to memory that is not its own, so it did not run: first end the with block in which other "
+                "code than memlab's moves them, that of residency_fault or own_gradient_moves"
             )
 
 
