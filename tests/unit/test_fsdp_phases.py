@@ -28,7 +28,7 @@ AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_o
 
 
 def scenario(name: str = "qwen3-8b", *, num_layers: int = 4, ranks: int = RANKS, **state: Any) -> Scenario:
-    given = {"fp32_sharded_params": True, "reshard_after_forward": "all"} | state
+    given: dict[str, Any] = {"fp32_sharded_params": True, "reshard_after_forward": "all"} | state
     layout = Layout(data_parallel_size=ranks)
     return Scenario.of(name, num_layers=num_layers, engine="fsdp2", layout=layout, state=TrainingState(**given))
 
