@@ -116,7 +116,7 @@ def test_lab_01_quotes_what_an_h200_measured() -> None:
         return {four - two for four in kept[4] for two in kept[2]}
 
     text = "\n".join(cell.source for cell in nbformat.read(LABS / "01_one_layer.ipynb", as_version=4).cells)
-    table = re.findall(r"^\| (.+) \| ([\d,]+) \| ([\d,]+)(?: to ([\d,]+))? \| ", text, flags=re.MULTILINE)
+    table = re.findall(r"^\| (.+) \| (\d+,[\d,]+) \| (\d+,[\d,]+)(?: to ([\d,]+))? \| ", text, flags=re.MULTILINE)
     assert len(table) == 5
     for name, formula, least, most in table:
         model, _, rest = name.partition(", ")

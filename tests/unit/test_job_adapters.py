@@ -199,4 +199,4 @@ def test_what_a_weight_sync_sends_of_adapters(
     assert job.rollout is not None and job.rollout.sends_adapters == sends_adapters
     assert any("later ones only the adapters" in warning for warning in job.warnings) == is_told
     if job.scenario is not None and sends_adapters:  # the largest is that of linear_fc1, of rank 32 and 24,576 rows
-        assert _gathered_bytes(job.scenario, job.rollout) == 2 * 32 * 24_576
+        assert _gathered_bytes(job.scenario, job.rollout, None) == 2 * 32 * 24_576

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import ipywidgets
@@ -76,7 +76,9 @@ def test_each_control_by_message_gives_what_the_api_gives(shown: Panel, state: T
     for name, value in state.changed().items():
         receive(shown, name, value)
     of_state = {name for name, one in options_of(TrainingState).items() if one.group and "megatron" in one.engines}
-    assert set(shown.training_state.by_name) == of_state | {field.name for field in fields(AllocatorSettings)}
+    assert set(shown.training_state.by_name) == of_state | {
+        name for name, one in options_of(AllocatorSettings).items() if one.group
+    }
     assert shown.state.form.scenario(shown.state.scenario).state == state
     assert shown.state.lab.scenario.state == TrainingState(), "nothing is rebuilt before the next run"
     press_run(shown)
@@ -93,7 +95,10 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
         own |= {"lora_rank", "lora_target_modules", "master_weights", "store_param_remainders"}
         own |= {"attn_implementation", "fsdp_version", "use_orig_params"}
         own |= {"fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"}
-        own |= {"reshard_after_forward_ranks", *(field.name for field in fields(AllocatorSettings))}
+        own |= {
+            "reshard_after_forward_ranks",
+            *(name for name, one in options_of(AllocatorSettings).items() if one.group),
+        }
         assert set(shown.training_state.by_name) == {*values, *own}
         assert {name.partition(":")[0] for name in shown.controls.by_name} == {
             *("recompute_granularity", "recompute_method", "recompute_num_layers", "seq_length", "micro_batch_size"),
@@ -230,7 +235,7 @@ def test_the_allocator_s_options_by_message_are_those_of_the_next_simulated_run(
     lab = FakeLab(timeline=training_step())
     lab.backend = FakeBackend("simulated")
     shown = panel(lab, predict=False)
-    for name, value in ALLOCATOR.to_dict().items():
+    for name, value in ALLOCATOR.changed().items():
         receive(shown, name, value)
     assert shown.state.form.scenario(lab.scenario).allocator == ALLOCATOR and not lab.scenario.allocator.changed()
     assert shown.run_bar.run.description == "Rebuild model and run"
