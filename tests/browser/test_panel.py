@@ -137,7 +137,10 @@ def test_adapters_are_put_on_and_taken_off(panel: PanelPage) -> None:
 def test_the_value_of_an_option_with_a_long_name_can_be_read(panel: PanelPage) -> None:
     panel.press("state-toggle")
     for option, field in (("moe-router-load-balancing-type", "select"), ("garbage-collection-threshold", "input")):
-        box = panel.part(f"state-{option}", field).bounding_box()
+        value = panel.part(f"state-{option}", field)
+        # The section is drawn after the press; what is not drawn yet has no box.
+        expect(value).to_be_visible()
+        box = value.bounding_box()
         assert box is not None and box["width"] >= 80, option
 
 
