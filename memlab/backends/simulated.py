@@ -30,15 +30,16 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import has_experts, multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.user_buffers import uses_user_buffers
-from memlab.engines.megatron.layers import fake_fp8, fp8_parameters
+from memlab.engines.megatron.layers import fake_fp8, fp8_parameters, torch_functions
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.layers.norm_workspace import with_workspace
 from memlab.engines.megatron.layers.own_layers import OwnProvider
 from memlab.engines.megatron.retention.transformer_engine_caches import (
     hold_fake_workspaces,
 )
 from memlab.engines.process_group import join_alone
 from memlab.meter.storage_meter import plain_meter, simulated_meter
-from memlab.upstream.patching import patched
+from memlab.upstream.patching import patched, swapped
 
 
 def backend(reason: str) -> Backend:
@@ -117,9 +118,12 @@ def on_fake_tensors() -> Iterator[None]:
         yield
 
 
+_norm_backward = with_workspace(torch_functions.norm_backward)
+
+
 @contextmanager
 def on_fake_gpu() -> Iterator[None]:
-    """As `on_fake_tensors`, with the copies that NCCL makes, and what kernels of activations allocate."""
+    """As `on_fake_tensors`, with the copies that NCCL makes, and what kernels of activations and of norms allocate."""
     allocating = {
         "torch.distributed.all_gather": fake_collectives.gather,
         "torch.distributed.reduce_scatter": fake_collectives.reduce_and_scatter,
@@ -128,7 +132,7 @@ def on_fake_gpu() -> Iterator[None]:
             BiasSwiGLUFunction.backward
         ),
     }
-    with on_fake_tensors(), patched(allocating):
+    with on_fake_tensors(), patched(allocating), swapped([(torch_functions, "norm_backward", _norm_backward)]):
         yield
 
 

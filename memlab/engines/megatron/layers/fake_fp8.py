@@ -23,6 +23,7 @@ from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.fp8_parameters import Fp8Parameter
 from memlab.engines.megatron.layers.fp8_recipes import OF_BLACKWELL, RECIPES, Quantized, Recipe, Splits
+from memlab.engines.megatron.layers.norm_workspace import allocate_workspace
 from memlab.engines.megatron.layers.tensor_parallel import Split
 from memlab.engines.megatron.layers.torch_layers import (
     TorchColumnLinear,
@@ -318,6 +319,7 @@ class _NormLinear(torch.autograd.Function):
         normalised.clear()
         grad_normalised = split.out_of_buffer(grad_normalised)
         grad_inputs, grad_norm_weight = torch.empty_like(inputs), torch.empty_like(norm_weight)
+        allocate_workspace(inputs)
         del grad, grad_normalised, reciprocal
         return grad_inputs, grad_norm_weight, grad_weight, grad_bias, None, None
 
@@ -337,6 +339,7 @@ def _backward_of_frozen(
     if grad_returned is not None and not ctx.returns_gathered:
         grad_normalised = torch.empty_like(grad_normalised)
     grad_inputs, _ = torch.empty_like(inputs), torch.empty_like(norm_weight)
+    allocate_workspace(inputs)
     return grad_inputs
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from memlab.engines.megatron.layers.torch_functions import Norm, norm_backward
 from memlab.engines.megatron.layers.torch_layers import TorchNorm
 from memlab.engines.megatron.layers.unfused_attention import MaskedSoftmax
 
@@ -20,10 +21,25 @@ class OwnProvider(LocalSpecProvider):
     """Megatron's own layers for a GPT layer spec."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **_: Any) -> type:
-        return TorchNorm
+        return _OwnNorm
 
     def core_attention(self) -> type:
         return OwnAttention
+
+
+class _NormOfApex(Norm):
+    """A norm whose backward has not the workspace of Transformer Engine's on a simulated GPU."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight, *of_rows = ctx.saved_tensors
+        return *norm_backward(grads[0], inputs, of_rows, weight), None
+
+
+class _OwnNorm(TorchNorm):
+    """The norm that Megatron takes from Apex."""
+
+    function = _NormOfApex
 
 
 class OwnAttention(DotProductAttention):

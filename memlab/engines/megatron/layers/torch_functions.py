@@ -35,7 +35,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, weight, *of_rows = ctx.saved_tensors
-        return *_normalise_backward(grads[0], inputs, of_rows, weight), None
+        return *norm_backward(grads[0], inputs, of_rows, weight), None
 
 
 class Linear(torch.autograd.Function):
@@ -106,7 +106,7 @@ class NormLinear(torch.autograd.Function):
         del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
         grad_normalised = ctx.split.out_of_buffer(grad_normalised)
-        of_norm = _normalise_backward(grad_normalised, inputs, of_rows, norm_weight)
+        of_norm = norm_backward(grad_normalised, inputs, of_rows, norm_weight)
         return *of_norm, grad_weight, grad_bias, None, None, None
 
 
@@ -126,7 +126,7 @@ def _backward_of_frozen(
     grad_of_both = grad_normalised = split.enter_backward(lambda: grad_entered, grad, grad_entered.shape)[0]
     if grad_returned is not None and not returns_gathered:
         grad_of_both = grad_normalised + grad_returned.view_as(grad_normalised)
-    grad_inputs, *_ = _normalise_backward(grad_of_both, inputs, of_rows, norm_weight)
+    grad_inputs, *_ = norm_backward(grad_of_both, inputs, of_rows, norm_weight)
     return grad_inputs, *[None] * 7
 
 
@@ -334,7 +334,7 @@ def _normalise(
 
 
 @one_kernel()
-def _normalise_backward(
+def norm_backward(
     grad: torch.Tensor, inputs: torch.Tensor, of_rows: list[torch.Tensor], weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns the gradients of input, weight and bias."""

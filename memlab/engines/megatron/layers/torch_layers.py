@@ -73,6 +73,8 @@ class TorchProvider(BackendSpecProvider):
 class TorchNorm(torch.nn.Module):
     """RMSNorm or LayerNorm, as the config says."""
 
+    function: ClassVar[type[Norm]] = Norm
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.epsilon = eps
@@ -82,7 +84,7 @@ class TorchNorm(torch.nn.Module):
         """Normalises [..., hidden_size]."""
         # TE's norm takes a contiguous copy (transformer_engine/pytorch/ops/basic/rmsnorm.py): the query and key norms
         # then save their own input instead of linear_qkv's whole output.
-        result: torch.Tensor = Norm.apply(inputs.contiguous(), self.weight, self.bias, self.epsilon)
+        result: torch.Tensor = self.function.apply(inputs.contiguous(), self.weight, self.bias, self.epsilon)
         return result
 
 
