@@ -268,7 +268,7 @@ def complete(reading: Reading) -> None:
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
         # The budget counts tokens before context parallel ranks share them.
         context = values.get("context_parallel_size") or 1
-        take_rows(reading, key, -(-tokens // context), longest, sequences)
+        take_rows(reading, key, -(-tokens // context), longest, sequences, is_refused=is_packed_row)
         return
     take_sequences(reading, longest, sequences)
 
