@@ -30,6 +30,7 @@ from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears, linears
+from memlab.config.exchange_buffers import check_exchange
 from memlab.config.user_buffers import check_user_buffers
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
@@ -200,6 +201,7 @@ class Scenario:
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
         check_user_buffers(self)
+        check_exchange(self)
 
     @property
     def teacher(self) -> Scenario:
