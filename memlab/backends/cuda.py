@@ -18,6 +18,7 @@ from memlab.backends.eager_steps import require_eager_steps
 from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import multiplies_with_torch
+from memlab.config.exchange_buffers import require_no_library_for_exchange
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.user_buffers import has_user_buffers
@@ -169,6 +170,7 @@ def check(scenario: Scenario) -> None:
             "transformer_impl is 'local', which memlab does not run on a GPU: choose transformer_engine, or predict "
             "the step (memlab predict, backend 'simulated')"
         )
+    require_no_library_for_exchange(scenario)
     if has_user_buffers(scenario):
         raise ValueError(
             "tp_comm_overlap is True, but memlab makes no user buffers on a GPU: leave it out, or predict the step "

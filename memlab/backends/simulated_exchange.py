@@ -187,40 +187,29 @@ class _DeepEp:
         assert topk_weights is not None
         assert is_token_in_rank is not None
         received = _received.get()
-        num_rows, num_experts = received.num_tokens, topk_idx.shape[1]
+        num_rows, num_choices = received.num_tokens, topk_idx.shape[1]
+        channels = self.num_ranks, self.num_channels
+        of_nodes = self._num_nodes, self.num_channels
+        starts: tuple[Any, ...] = (self.num_ranks, self.num_ranks), channels
+        if self._num_nodes > 1:
+            starts = of_nodes, self._num_nodes, channels, self.num_ranks
         with on_stream(_STREAM):
-            starts = [
-                tokens.new_empty(size, dtype=_PLACE)
-                for size in (
-                    ((self.num_ranks, self.num_ranks), (self.num_ranks, self.num_channels))
-                    if self._num_nodes == 1
-                    else (
-                        (self._num_nodes, self.num_channels),
-                        self._num_nodes,
-                        (self.num_ranks, self.num_channels),
-                        self.num_ranks,
-                    )
-                )
-            ]
+            kept = [is_token_in_rank, *(tokens.new_empty(size, dtype=_PLACE) for size in starts)]
             rows = tokens.new_empty((num_rows, tokens.shape[1]))
-            places = self._places(tokens, num_rows) if self._num_nodes == 1 else self._places_by_network(tokens, received)
-            indices = topk_idx.new_empty((num_rows, num_experts))
-            probabilities = topk_weights.new_empty((num_rows, num_experts))
-        sent = _Sent(len(tokens), num_rows, num_experts, (is_token_in_rank, *starts, *places))
+            if self._num_nodes == 1:
+                kept += self._places(tokens, num_rows)
+            else:
+                by_network = (received.num_tokens_by_network, RANKS_OF_A_NODE)
+                sizes = (num_rows, 2), of_nodes, channels, (len(tokens), self._num_nodes), by_network
+                kept += [tokens.new_empty(size, dtype=_PLACE) for size in sizes]
+            indices = topk_idx.new_empty((num_rows, num_choices))
+            probabilities = topk_weights.new_empty((num_rows, num_choices))
+        sent = _Sent(len(tokens), num_rows, num_choices, tuple(kept))
         return rows, indices, probabilities, [*received.rows], sent, _Done()
 
     def _places(self, tokens: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+        """Returns a row's place at its sender, the channels' parts, and which of a rank's rows each token is."""
         sizes = (num_rows,), (self.num_ranks, self.num_channels), (len(tokens), self.num_ranks)
-        return [tokens.new_empty(size, dtype=_PLACE) for size in sizes]
-
-    def _places_by_network(self, tokens: torch.Tensor, received: _Received) -> list[torch.Tensor]:
-        sizes = (
-            (received.num_tokens, 2),  # 8 bytes each say from where a token came
-            (self._num_nodes, self.num_channels),
-            (self.num_ranks, self.num_channels),
-            (len(tokens), self._num_nodes),
-            (received.num_tokens_by_network, RANKS_OF_A_NODE),
-        )
         return [tokens.new_empty(size, dtype=_PLACE) for size in sizes]
 
     def combine(

@@ -30,8 +30,8 @@ _OF_DEEP_EP = {
     144: (720, (12, 8)),
     160: (720, (12, 8)),
 }
-"""By the number of ranks: tokens in flight of a channel by NVLink, and those that dispatch and combine send at once over
-the network (``get_dispatch_config`` and ``get_combine_config``)."""
+"""By the number of ranks: tokens in flight of a channel by NVLink, and those that dispatch and combine send at once by
+network (``get_dispatch_config`` and ``get_combine_config``)."""
 _IN_FLIGHT_BY_NETWORK = 128
 """Tokens of a channel, rounded up to a multiple of those that are sent at once."""
 _BESIDE_A_TOKEN = 8 + 128 * (8 + 4) + 128 * 4
@@ -152,4 +152,19 @@ def check_exchange(job: Scenario) -> None:
             "moe_flex_dispatcher_backend is 'deepep' with moe_pad_expert_input_to_capacity, which Megatron-Core "
             "refuses: choose hybridep, or leave it out",
             *("moe_flex_dispatcher_backend", "moe_pad_expert_input_to_capacity"),
+        )
+
+
+def require_no_library_for_exchange(job: Scenario) -> None:
+    """Checks that a live job does not need DeepEP or HybridEP, which memlab only predicts.
+
+    Raises:
+        RuleError: If it does.
+    """
+    state = job.state
+    if state.moe_token_dispatcher_type == "flex" and job.architecture.routes:
+        raise RuleError(
+            f"moe_token_dispatcher_type is 'flex', whose backend {state.moe_flex_dispatcher_backend!r} memlab only "
+            "predicts: choose alltoall, or predict the step (memlab predict, backend 'simulated')",
+            "moe_token_dispatcher_type",
         )

@@ -195,11 +195,11 @@ def reached_tokens(
     else:
         size = len(rows) // num_groups
         own = max(1, round(len(experts) / size))
-        missing = sum(
-            math.comb(own, among) * math.comb(num_groups - own, chosen_groups - among) / math.comb(num_groups, chosen_groups)
-            * _missing(places / own * among, chosen_groups * size, topk)
-            for among in range(max(0, chosen_groups - num_groups + own), min(own, chosen_groups) + 1)
-        )
+        missing = 0.0
+        for among in range(max(0, chosen_groups - num_groups + own), min(own, chosen_groups) + 1):
+            ways = math.comb(own, among) * math.comb(num_groups - own, chosen_groups - among)
+            share = ways / math.comb(num_groups, chosen_groups)
+            missing += share * _missing(places / own * among, chosen_groups * size, topk)
     fewest = max(*(rows[expert] for expert in experts), -(-of_experts // min(topk, len(experts))))
     return min(max(round(num_tokens * (1 - missing)), fewest), num_tokens, of_experts)
 

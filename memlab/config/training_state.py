@@ -420,8 +420,8 @@ class TrainingState:
     # padded (transformer/moe/token_dispatcher.py). The router drops tokens in each forward (transformer/moe/router.py).
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall",
-        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), all gather "
-        "the tokens of all (allgather), or a library sends them (flex; only predicted, as read in its source)",
+        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), all "
+        "gather the tokens of all (allgather), or a library sends them (flex, only predicted, as read in its source)",
         **_DISPATCH,
     )
     """Megatron's own default is ``allgather``."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memlab.config.architectures import Architecture
+from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -68,11 +69,14 @@ class OutsideTorch:
     """How much more it may be."""
     user_buffer_bytes: int = 0
     """Transformer Engine's, with ``tp_comm_overlap``."""
+    exchange_buffer_bytes: int = 0
+    """DeepEP's or HybridEP's, with the ``flex`` dispatcher: at least."""
 
     @property
     def total_bytes(self) -> int:
         """The lower end of what torch cannot use."""
-        return self.context_and_libraries_bytes + self.nccl_bytes + self.user_buffer_bytes
+        buffers = self.user_buffer_bytes + self.exchange_buffer_bytes
+        return self.context_and_libraries_bytes + self.nccl_bytes + buffers
 
     @property
     def most_bytes(self) -> int:
@@ -82,6 +86,8 @@ class OutsideTorch:
     def __str__(self) -> str:
         context, nccl, most = map(format_bytes, (self.context_and_libraries_bytes, self.nccl_bytes, self.most_bytes))
         buffers = f", {format_bytes(self.user_buffer_bytes)} for user buffers" if self.user_buffer_bytes else ""
+        if self.exchange_buffer_bytes:
+            buffers += f", {format_bytes(self.exchange_buffer_bytes)} for buffers of experts, read and not measured,"
         return (
             f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries{buffers} and "
             f"{nccl} for NCCL, at most {most} in all; NVLink multicast, a network and an inference engine are not in it"
@@ -137,10 +143,11 @@ def estimate_outside_torch(
         # User buffers are set up over groups of their own, by Megatron's default through NCCL (`initialize_ub` in
         # ``transformer_engine/pytorch/module/base.py``, 2.16.1): one if all ranks share the matrices. Not measured.
         rings += {layout.tensor_model_parallel_size, layout.world_size}
-    gathers = state is not None and state.moe_token_dispatcher_type == "allgather"
+    dispatcher = "alltoall" if state is None else state.moe_token_dispatcher_type
     sends_heads = state is not None and state.cp_comm_type == "a2a"
-    pairs, sends = _pairs(layout, exchanges=not gathers, sends_heads=sends_heads)
-    most_pairs, most_sends = _pairs(layout, sends_heads=sends_heads)  # a job that gathers tokens was not measured
+    pairs, sends = _pairs(layout, exchanges=dispatcher == "alltoall", sends_heads=sends_heads)
+    # A job that gathers tokens was not measured. DeepEP and HybridEP exchange none by NCCL.
+    most_pairs, most_sends = _pairs(layout, exchanges=dispatcher != "flex", sends_heads=sends_heads)
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
@@ -170,7 +177,13 @@ def outside_torch_of(job: Scenario, *, trains: bool = True) -> OutsideTorch:
         estimated = estimate_outside_torch(
             job.layout, job.architecture, job.state, trains=trains, trains_experts=trains_experts
         )
-        return replace(estimated, user_buffer_bytes=user_buffer_bytes(job))
+        exchanged = exchange_buffers(job)
+        return replace(
+            estimated,
+            user_buffer_bytes=user_buffer_bytes(job),
+            exchange_buffer_bytes=exchanged.least_bytes,
+            uncertain_bytes=estimated.uncertain_bytes + exchanged.most_bytes - exchanged.least_bytes,
+        )
     num_groups = _num_groups_of_fsdp2(job)
     is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
     return OutsideTorch(
