@@ -75,9 +75,9 @@ def check(scenario: Scenario) -> None:
     Raises:
         ValueError: If not.
     """
+    require_no_library_for_exchange(scenario)
     require_started_ranks(scenario.layout)
     require_eager_steps(scenario.state)
-    require_no_library_for_exchange(scenario)
     if scenario.state.fp8_format is not None:
         raise ValueError(
             f"fp8_format is {scenario.state.fp8_format!r}, which needs a GPU: leave it out, or predict the step "

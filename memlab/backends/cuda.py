@@ -155,6 +155,7 @@ def check(scenario: Scenario) -> None:
     Raises:
         ValueError: If not.
     """
+    require_no_library_for_exchange(scenario)
     require_started_ranks(scenario.layout)
     require_eager_steps(scenario.state)
     check_allocator(scenario.allocator)
@@ -170,7 +171,6 @@ def check(scenario: Scenario) -> None:
             "transformer_impl is 'local', which memlab does not run on a GPU: choose transformer_engine, or predict "
             "the step (memlab predict, backend 'simulated')"
         )
-    require_no_library_for_exchange(scenario)
     if has_user_buffers(scenario):
         raise ValueError(
             "tp_comm_overlap is True, but memlab makes no user buffers on a GPU: leave it out, or predict the step "

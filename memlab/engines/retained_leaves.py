@@ -116,12 +116,12 @@ def owners_of_tensors(name: str, module: torch.nn.Module) -> Iterator[tuple[str,
     The ``flex`` dispatcher has a manager, which keeps them (``token_dispatcher.py`` in megatron/core/transformer/moe,
     0.16.1 and 0.19.2).
     """
-    yield name, module
-    for attribute in ("token_dispatcher", "_comm_manager"):
-        module, name = getattr(module, attribute, None), f"{name}.{attribute}"
-        if module is None:
+    owner: Any = module
+    for attribute in ("token_dispatcher", "_comm_manager", ""):
+        if owner is None:
             return
-        yield name, module
+        yield name, owner
+        owner, name = getattr(owner, attribute, None), f"{name}.{attribute}"
 
 
 def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
