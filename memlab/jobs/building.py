@@ -321,7 +321,7 @@ def _drop_beside_biases(reading: Reading) -> None:
 
 
 def _complete_exchange(reading: Reading, layout: Layout) -> None:
-    """Names HybridEP where a rank exchanges tokens with itself, which Megatron-Core refuses before 0.19, and drops idle keys.
+    """Names HybridEP where a rank exchanges tokens with itself, which Megatron-Core refuses before 0.19.
 
     Megatron-Bridge takes alltoall where a job names no library (``_fallback_to_alltoall`` in
     training/flex_dispatcher_backend.py, 067f987d).
