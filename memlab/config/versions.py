@@ -174,8 +174,8 @@ class Versions:
 
         From 2.15 on, the gradient of a gathered parameter has the type of the reduction (``unsharded_grad_dtype`` in
         ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``); up to 2.14, only what several micro-batches add up has.
-        And ``foreach_reduce`` (``_fsdp_collectives.py`` beside it) holds no gradient that it has copied; up to 2.14, the
-        variable of a loop holds the unit's last one, such as the output layer's, until it returns.
+        And ``foreach_reduce`` (``_fsdp_collectives.py`` beside it) holds no gradient that it has copied. Up to 2.14, a
+        loop's variable holds the unit's last one, such as the output layer's, until it returns.
 
         Args:
             installed_torch: Its version; empty where a record does not say it.
