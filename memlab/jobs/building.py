@@ -459,7 +459,7 @@ def state_of(reading: Reading, layout: Layout) -> TrainingState:
         values["deallocate_pipeline_outputs"] = False
     if values.get("num_labels") is not None:  # no logits
         values |= {name: options_of(TrainingState)[name].default for name in LOSS_OPTIONS}
-    if values.get("loss", "cross_entropy") != "cross_entropy" and not values.get("lm_loss_beside"):
+    if values.get("loss", "cross_entropy") != "cross_entropy":
         values["cross_entropy_loss_fusion"] = False
     for name in unread(TrainingState, values):
         values[name] = options_of(TrainingState)[name].default

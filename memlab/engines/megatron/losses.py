@@ -71,6 +71,7 @@ class LossFromLogits(torch.nn.Module):
         elif state.loss == "topk_logits":
             compute = partial(_topk_logits, topk=state.topk_logits_k)
         elif state.loss == "logits_kl" and state.logit_kl_topk is not None:
+            assert isinstance(teacher, torch.Tensor), "all logits"
             compute = partial(_kl_of_largest, teacher=teacher, topk=state.logit_kl_topk)
         elif teacher is not None:
             compute = partial(compute, teacher=teacher)

@@ -247,19 +247,13 @@ def _beside_cross_entropy(
 ) -> torch.Tensor:
     """Returns each token's loss, with the model's own cross entropy in training states that add it.
 
-    Model Optimizer's students compute it in their forward, before the other; ms-swift's GKD after it
-    (``_compute_student_lm_loss`` in modelopt/torch/distill/plugins/megatron.py, a2fbac7b; ``loss_func`` in
-    swift/megatron/trainers/gkd_trainer.py, 3602360).
+    Model Optimizer's students compute it in their forward, before the other (``_compute_student_lm_loss`` in
+    modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
     """
-    if not (state.lm_loss_beside and torch.is_grad_enabled()):
+    if not (state.lm_loss_beside and state.loss == "logits_kl" and torch.is_grad_enabled()):
         return compute()
-
-    def cross_entropy() -> torch.Tensor:
-        loss: torch.Tensor = model.module.compute_language_model_loss(labels, logits.transpose(0, 1).contiguous())
-        return loss
-
-    first, second = (cross_entropy, compute) if state.loss == "logits_kl" else (compute, cross_entropy)
-    return first() + second()
+    loss: torch.Tensor = model.module.compute_language_model_loss(labels, logits.transpose(0, 1).contiguous())
+    return loss + compute()
 
 
 def _with_own_loss(live: LiveModel, model: Any, *given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
