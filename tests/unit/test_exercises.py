@@ -364,7 +364,10 @@ def test_any_row_of_numbers_is_an_answer() -> None:
                 ("2*h*t", "str"),
             )
         ),
-        (None, "the check got an answer of the type NoneType, must get one number per case. Hint: begin the marked line as"),
+        (
+            None,
+            "the check got an answer of the type NoneType, must get one number per case. Hint: begin the marked line as",
+        ),
         (lambda: 3, "the check got a function, must get one number per case. Hint: replace only the 0"),
         (PLAIN, "the check got the record of a step, must get one number per case. Hint: replace only the 0"),
     ],
