@@ -44,6 +44,8 @@ FAMILIES_OF_FSDP2 = (
 """The families that the engine fsdp2 builds."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3")
+"""Those of them of which NeMo Automodel has classes of its own (``_transformers/registry.py``)."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -340,6 +342,7 @@ class Scenario:
                 *("dtype", "engine"),
             )
         self._check_version_1()
+        self._check_model_classes()
         self._check_context_parallel_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
@@ -454,6 +457,23 @@ class Scenario:
                     f"fsdp_version 2, or leave {name} out",
                     *("fsdp_version", name),
                 )
+
+    def _check_model_classes(self) -> None:
+        kind, family = self.state.model_classes, self.architecture.family
+        if kind == "transformers":
+            return
+        if family not in FAMILIES_OF_AUTOMODEL:
+            raise RuleError(
+                f"model_classes is {kind!r}, and {self.architecture.name} is of the family {family}, of which NeMo "
+                f"Automodel has no class: choose transformers, or a model of {', '.join(FAMILIES_OF_AUTOMODEL)}",
+                "model_classes",
+            )
+        if self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1 and family != "qwen3":
+            raise RuleError(
+                f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
+                "transformers, or leave sequence_parallel out",
+                *("model_classes", "sequence_parallel"),
+            )
 
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size

@@ -159,6 +159,24 @@ def test_ranks_that_divide_matrices_are_read(more: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("model", "more", "version", "classes"),
+    [
+        ("microsoft/phi-4", "", "0.7.0", "transformers"),
+        ("Qwen/Qwen2.5-7B", "", None, "automodel"),
+        ("Qwen/Qwen3-8B", ", distributed.tp_size: 2, distributed.sequence_parallel: true", "0.7.0", "automodel_0.7.0"),
+        ("meta-llama/Llama-3.1-8B", "", "36044ad3", "automodel"),
+        ("meta-llama/Llama-3.1-8B", ", distributed.tp_size: 2, distributed.sequence_parallel: true", None, "transformers"),
+        ("meta-llama/Llama-3.1-8B", ", model.force_hf: true", "0.7.0", "transformers"),
+    ],
+)  # fmt: skip
+def test_of_three_families_automodel_has_classes_of_its_own(
+    model: str, more: str, version: str | None, classes: str, tmp_path: Path
+) -> None:
+    job = read(tmp_path, f"{{model.pretrained_model_name_or_path: {model}{more}}}", version=version)
+    assert job.required()[0].state.model_classes == classes
+
+
+@pytest.mark.parametrize(
     ("changes", "embeddings"),
     [
         ("{distributed.dp_size: 8}", "both"),
@@ -288,12 +306,14 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
     ("changes", "missing"),
     [
         ("{model.use_liger_kernel: null}", {"model.use_liger_kernel": "less"}),
-        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, distributed.activation_checkpointing: false}",
-         {"model.backend.rms_norm": "less", "model.backend.rope": "more"}),
-        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B}",
-         {"model.backend.rms_norm": "less", "model.backend.rope": "more", "distributed.activation_checkpointing": "either"}),
-        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, distributed.dp_size: 1, distributed.activation_checkpointing: false, peft.dim: 8}",
-         {"distributed.dp_size": "less", "model.backend.rms_norm": "less", "model.backend.rope": "more", "peft": "more"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B}", {}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.backend.rms_norm: te}", {}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen2.5-7B, model.backend.rms_norm: quack, model.backend.rope: quack}",
+         {"model.backend.rms_norm": "either", "model.backend.rope": "less"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen2.5-7B, distributed.tp_size: 2, distributed.sequence_parallel: true}",
+         {"model.backend.rms_norm": "less", "distributed.activation_checkpointing": "either"}),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, distributed.dp_size: 1, peft.dim: 8}",
+         {"distributed.dp_size": "less", "peft": "more"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.force_hf: true}", {}),
         ("{distributed.activation_checkpointing: selective}", {}),
         ("{peft.use_dora: true}", {"peft": "less"}),
