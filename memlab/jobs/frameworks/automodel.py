@@ -71,6 +71,15 @@ _OF_RANKS = {
     ),
 }
 """Fields that only ranks read which share a model otherwise than FSDP2 does, each with their number."""
+_OF_EXPERTS = (
+    "distributed.moe.",
+    "peft.moe_rank_scaling",
+    *(
+        f"model.backend.{name}"
+        for name in ("attn", "linear", "rms_norm", "experts", "dispatcher", "fake_", "gate_precision", "enable_fsdp")
+    ),
+)
+"""How the keys begin that decide what its own class of a model with experts computes and gathers."""
 _RELEASE = "0.7.0"
 _STAYS = "Automodel keeps it on the device between steps"
 _RANKS_OF_A_NODE = 8
@@ -215,6 +224,13 @@ def complete(reading: Reading) -> None:
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
+    if (values["expert_model_parallel_size"] or 1) > 1 and not values["is_of_transformers"]:
+        noted = {one.key for one in reading.not_modelled}
+        for key in [key for key in reading.entries.by_key if key.startswith(_OF_EXPERTS) and key not in noted]:
+            reading.miss(key, "either", "it is of Automodel's own experts, which memlab does not have")
+    loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
+    if loss != "MaskedCrossEntropy":
+        reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
     del values["has_no_adapters"]
     values.pop("class_of_adapters", None)
     reading.taken = [one for one in reading.taken if one.field != "has_no_adapters"]
@@ -407,9 +423,6 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
             f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "
             "transformers: set model.force_hf to true, or leave the recipe out"
         )
-    loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
-    if loss != "MaskedCrossEntropy":
-        reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
     if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
