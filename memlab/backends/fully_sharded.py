@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partialmethod
+from functools import cache, partialmethod
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -64,12 +65,34 @@ class _FakeHandle:
         return getattr(torch.cuda, name)
 
 
+@cache
+def _keep_device_guard() -> None:
+    """Has torch 2.11 make its fake CUDA device guard on a thread that never ends.
+
+    DTensor finds the shapes of its results in a fake mode. A CUDA build without a GPU makes that guard when a process
+    first enters one, and all later ones use it. torch 2.11 frees it with the thread that made it, so that the next
+    lab's thread would end in a segmentation fault (pytorch/pytorch#178950, repaired in 2.12).
+    """
+    if not torch.__version__.startswith("2.11.") or torch.cuda.is_available():
+        return
+    is_made = Event()
+
+    def make() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        is_made.set()
+        Event().wait()
+
+    Thread(target=make, name="memlab-device-guard", daemon=True).start()
+    is_made.wait()
+
+
 @contextmanager
 def sharding_on_cpu() -> Iterator[None]:
     """Lets FSDP2 shard tensors of the CPU, for the block."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+    _keep_device_guard()
     to_sharded_dtensor = FSDPParam.to_sharded_dtensor
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -394,8 +394,7 @@ def test_the_two_plots_keep_their_pixels_and_do_not_touch() -> None:
     plots = both.height - both.margin.t - both.margin.b
     assert plots * (both.yaxis.domain[1] - both.yaxis.domain[0]) == pytest.approx(320)
     assert both.yaxis2.domain[1] * plots < plots * both.legend.y - 19 < plots * both.yaxis.domain[0] - 60
-    from_top = [(1 - layout.title.y) * layout.height for layout in (one, both)]
-    assert from_top[0] == pytest.approx(from_top[1])
+    assert [(layout.title.y, layout.title.pad.t) for layout in (one, both)] == [(1.0, 20)] * 2, "pixels from the top"
 
 
 def test_the_picture_says_what_the_table_says() -> None:

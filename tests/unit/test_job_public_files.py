@@ -324,6 +324,26 @@ def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp
     assert any("the longest sequence has" in warning for warning in job.warnings)
 
 
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ("use_dynamic_bsz=True ppo_max_token_len_per_gpu=8192", 8192),
+        ("use_dynamic_bsz=True ppo_max_token_len_per_gpu=8192 megatron.context_parallel_size=2", 16384),
+        ("use_dynamic_bsz=True ppo_max_token_len_per_gpu=40960", 40960),
+    ],
+)
+def test_a_sequence_above_the_budget_of_a_row_stops_verl(keys: str, tokens: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo model_engine=megatron trainer.n_gpus_per_node=8 "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.max_prompt_length=1000 data.max_response_length=32768 "
+        + " ".join(f"actor_rollout_ref.actor.{key}" for key in keys.split())
+    )
+    job = Job.read(path, version="2026-08-20")
+    assert job.required()[0].seq_length == tokens
+    assert any("the job stops at a longer sequence" in line for line in job.warnings) is (tokens < 33768)
+
+
 GRPO = (
     "NPROC_PER_NODE=2 megatron rlhf --rlhf_type grpo --model Qwen/Qwen2.5-0.5B-Instruct --max_completion_length 2048 "
 )

@@ -41,6 +41,7 @@ def test_a_bar_ends_at_the_peak_and_its_two_parts_meet_at_the_start() -> None:
         [PLAIN.static_bytes, PLAIN.peak_allocated_bytes]
     )
     assert figure.layout.yaxis.ticktext == ("plain", "&lt;bf16 moments&gt;")
+    assert (figure.layout.title.y, figure.layout.title.pad.t) == (1.0, 20), "a low figure does not cut off its title"
     assert [note.text.partition("(")[2] for note in figure.layout.annotations] == ["backward)", "optimizer)"]
 
 

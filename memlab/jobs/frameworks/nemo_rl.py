@@ -268,7 +268,7 @@ def complete(reading: Reading) -> None:
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
         # The budget counts tokens before context parallel ranks share them.
         context = values.get("context_parallel_size") or 1
-        take_rows(reading, key, -(-tokens // context), longest, sequences)
+        take_rows(reading, key, -(-tokens // context), longest, sequences, is_refused=is_packed_row)
         return
     take_sequences(reading, longest, sequences)
 
@@ -654,6 +654,16 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     return reasons
 
 
+_PROGRAM = re.compile(r"(?:.*/)?run_(?:\w+_)?(?:grpo|sft|dpo|ppo|rm|distillation)(?:_\w+)?\.py")
+
+
+def _is_a_job(words: list[str]) -> bool:
+    """Whether a command starts one of NeMo-RL's ``examples/run_*.py`` with a file, or with keys of its own."""
+    programs = [word for word in words if _PROGRAM.fullmatch(word)]
+    has_keys = any(word.lstrip("+~").startswith(("policy.", "cluster.")) for word in words)
+    return bool(programs) and (has_keys or ("--config" in words and "examples/" in programs[0]))
+
+
 NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
@@ -662,6 +672,7 @@ NEMO_RL = Framework(
     signs=Signs(
         looked_for="policy.megatron_cfg",
         key="policy.megatron_cfg.",
+        of_command=_is_a_job,
         of_tree=lambda begins: begins("policy.dtensor_cfg.") or (begins("policy.") and begins("defaults")),
     ),
     style="overrides",

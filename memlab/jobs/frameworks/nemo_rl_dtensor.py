@@ -212,7 +212,7 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
     if is_packed or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed else dynamic) or longest * values["micro_batch_size"]
-        take_rows(reading, key, tokens, longest, sequences)
+        take_rows(reading, key, tokens, longest, sequences, is_refused=is_packed)
     else:
         take_sequences(reading, longest, sequences)
         if values["micro_batch_size"] > 1:

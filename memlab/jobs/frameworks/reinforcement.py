@@ -66,7 +66,15 @@ def copies(reading: Reading) -> int:
     return int(max(1, world_size // max(1, per_copy)))
 
 
-def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | None, sequences: int | None) -> None:
+def take_rows(
+    reading: Reading,
+    key: str,
+    tokens_per_rank: int,
+    longest: int | None,
+    sequences: int | None,
+    *,
+    is_refused: bool = False,
+) -> None:
     """Takes packed micro-batches: rows of so many tokens on each rank.
 
     Args:
@@ -75,6 +83,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         tokens_per_rank: The budget of one rank; context parallel ranks share a row.
         longest: Tokens of the longest sequence, where it is known.
         sequences: Sequences of a step over all copies, where they are known.
+        is_refused: Whether the framework stops at a sequence above the budget, and gives it no row of its own.
 
     Raises:
         ValueError: If the budget is no number of tokens.
@@ -88,10 +97,15 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     # A row is filled with padded sequences up to the budget, and then padded itself.
     filled = max(1, tokens_per_rank * context // unit) * unit
     row = -(-filled // unit_of_row) * unit_of_row
-    if longest and longest > row:
+    if longest and longest > row and is_refused:
+        reading.warnings.append(
+            f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of {row:,} "
+            "tokens, since the job stops at a longer sequence"
+        )
+    elif longest and longest > row:
         reading.warnings.append(
             f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
-            "longest sequence alone, as slime and SkyRL make them; verl and NeMo-RL's packing stop at such a sequence"
+            "longest sequence alone, as the framework makes them"
         )
         filled = row = -(-longest // unit_of_row) * unit_of_row
     if not longest:

@@ -165,7 +165,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
+        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")

@@ -346,7 +346,7 @@ def _take_rows(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
+        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:

@@ -114,18 +114,17 @@ def frame(
     """Returns a drawing without traces: text, axes, and space for the legend and for bands above and below the plot."""
     rows = [row for line in lines for row in folded(line)]
     top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines + floor_height
-    height = top + plot_height + bottom
     text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:13px">{row}</span>' for row in rows)])
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "range": [0, 1]}
     return Drawing(
         layout={
             "template": {},
-            "title": {"text": text, "font": {"size": 15}, "pad": {"l": 12}}
-            | {"x": 0.0, "xanchor": "left", "y": 1.0 - 20 / height, "yanchor": "top"},
+            "title": {"text": text, "font": {"size": 15}, "pad": {"l": 12, "t": 20}}
+            | {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "top"},
             "font": {"color": INK, "size": 12},
             "paper_bgcolor": TRANSPARENT,
             "plot_bgcolor": TRANSPARENT,
-            "height": height,
+            "height": top + plot_height + bottom,
             "margin": {"l": 70, "r": 20, "t": top, "b": bottom},
             "xaxis": axis
             | {"title": {"text": x_title, "standoff": 6}, "showgrid": False, "hoverformat": ".2~f"}

@@ -54,10 +54,8 @@ def search_figure(found: SearchResult) -> go.Figure:
     transfer_unit_bytes, transfer_unit = binary_unit(max(1, *(point.transferred_bytes for point in found.points)))
     lines = [f"{found.scenario}", short_verdict(found) or "a number beside a mark counts the settings in that place"]
     figure = frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3).figure()
-    height = figure.layout.height + PLOT_HEIGHT // 2
-    figure.update_layout(
-        height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
-    )
+    more = PLOT_HEIGHT // 2
+    figure.update_layout(height=figure.layout.height + more, hovermode="closest", legend_y=-50 / (PLOT_HEIGHT + more))
     _axes(figure, f"peak allocated on the device ({unit})", f"host copies<br>each way ({transfer_unit})")
     _set_peak_range(figure, found, unit_bytes)
     for panel, axis in enumerate(("y", "y2")):

@@ -78,12 +78,9 @@ def _grow_downwards(figure: go.Figure, height: int) -> None:
     margin = figure.layout.margin
     below = int(margin.b) + _GAP
     plots = PLOT_HEIGHT + below + height
-    total = int(margin.t) + plots + _BOTTOM
-    from_top = (1.0 - figure.layout.title.y) * figure.layout.height
     figure.update_layout(
-        height=total,
+        height=int(margin.t) + plots + _BOTTOM,
         margin={"b": _BOTTOM},
-        title={"y": 1.0 - from_top / total},
         legend={"y": 1.0 - (PLOT_HEIGHT * (1.0 - figure.layout.legend.y)) / plots},
         yaxis={"domain": [1.0 - PLOT_HEIGHT / plots, 1.0]},
         yaxis2={"domain": [0.0, height / plots]},
