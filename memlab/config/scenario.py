@@ -497,8 +497,12 @@ class Scenario:
                 "together: choose cross_entropy or masked_cross_entropy, or tensor_model_parallel_size 1",
                 *("tensor_model_parallel_size", "loss_of_transformers"),
             )
-        options = {"sequence_parallel": self.layout.sequence_parallel and model.family == "phi3"}
-        options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        lora, divides = self.state.lora, self.layout.sequence_parallel
+        # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
+        # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
+        options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}
+        options |= {"fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        options |= {"lora_rank": lora is not None and (lora.fsdp2_library == "peft" or bool(lora.dropout))}
         for name, is_on in options.items():
             if is_on:
                 raise RuleError(

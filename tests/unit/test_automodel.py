@@ -271,6 +271,14 @@ def test_tensor_parallel_ranks_divide_the_others(tmp_path: Path) -> None:
     assert not said.unsaid and Job.read(tmp_path / "recipe.yaml").required()[0] == scenario
 
 
+def test_adapters_beside_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
+    changes = "distributed.dp_size: 4, distributed.tp_size: 2, peft.dim: 8"
+    state = read(tmp_path, f"{{{changes}}}").required()[0].state
+    assert state.lora is not None and state.lora.fsdp2_library == "automodel"
+    job = read(tmp_path, f"{{{changes}, distributed.sequence_parallel: true}}")
+    assert job.lacks == ("tensor_model_parallel_size beside sequence_parallel under FSDP2",)
+
+
 def test_a_model_of_more_ranks_than_a_node_has_takes_as_many_as_it_needs(tmp_path: Path) -> None:
     whole = read(tmp_path, "{distributed.pp_size: 2}", world_size=16).at_least["parameters"]
     job = read(tmp_path, "{distributed.dp_size: null, distributed.pp_size: 4, distributed.tp_size: 4}")
