@@ -110,6 +110,12 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "one of the two out",
             *("recompute_modules", "moe_shared_expert_overlap"),
         )
+    if settings.checkpoint_input_remedy == "detach" and scenario.state.moe_token_dispatcher_type == "flex":
+        raise RuleError(
+            "checkpoint_input_remedy is 'detach' with moe_token_dispatcher_type 'flex', whose dispatcher reads the "
+            "probabilities that it keeps: choose clear_gradient or release_storage, or leave one of the two out",
+            *("checkpoint_input_remedy", "moe_token_dispatcher_type"),
+        )
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):

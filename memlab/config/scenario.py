@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.exchange_buffers import check_exchange
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
@@ -202,6 +203,7 @@ class Scenario:
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
         check_user_buffers(self)
+        check_exchange(self)
 
     @property
     def teacher(self) -> Scenario:

@@ -32,7 +32,8 @@ TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
-TokenDispatcher = Literal["alltoall", "allgather"]
+TokenDispatcher = Literal["alltoall", "allgather", "flex"]
+FlexBackend = Literal["deepep", "hybridep"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
@@ -420,11 +421,28 @@ class TrainingState:
     # padded (transformer/moe/token_dispatcher.py). The router drops tokens in each forward (transformer/moe/router.py).
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall",
-        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), or all "
-        "gather the tokens of all (allgather)",
+        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), all "
+        "gather the tokens of all (allgather), or a library sends them (flex, only predicted, as read in its source)",
         **_DISPATCH,
     )
-    """Megatron's own default is ``allgather``. Its further type, ``flex``, is not modelled."""
+    """Megatron's own default is ``allgather``."""
+    moe_flex_dispatcher_backend: FlexBackend = option(
+        "deepep",
+        "which library sends tokens: DeepEP (deepep), each token once to a rank, or HybridEP (hybridep), which sorts "
+        "rows by experts too; `memlab.config.exchange_buffers` has their buffers outside torch's allocator",
+        **_DISPATCH,
+        needs="moe_token_dispatcher_type",
+        needs_value="flex",
+    )
+    moe_deepep_num_sms: int = option(
+        20,
+        "multiprocessors that exchange tokens; DeepEP's buffers grow with them",
+        **_DISPATCH,
+        at_least=2,
+        at_most=128,
+        needs="moe_flex_dispatcher_backend",
+        needs_value="deepep",
+    )
     moe_expert_capacity_factor: float | None = option(
         None,
         "drop the tokens of an expert that are more than this many times its equal share (default: drop none)",

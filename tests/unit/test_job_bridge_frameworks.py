@@ -356,7 +356,8 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert (state.cross_entropy_loss_fusion, state.cross_entropy_fusion_impl, state.manual_gc) == (True, "te", True)
     assert settings.recompute_granularity is None
     said = {one.key: one.value for one in job.not_modelled}
-    assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
+    assert said["model.cuda_graph_impl"] == "transformer_engine"
+    assert (state.moe_token_dispatcher_type, state.moe_flex_dispatcher_backend) == ("flex", "hybridep")
     assert (state.bias_activation_fusion, state.gradient_accumulation_fusion) == (True, True), "the recipe fuses both"
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
 

@@ -115,6 +115,8 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
         "entropy_chunk_size": "only loss 'vocab_parallel_cross_entropy' reads it",
         "reuse_grad_buf_for_mxfp8_param_ag": "only fp8_param_gather reads it",
         "overlap_param_gather_with_optimizer_step": "only overlap_param_gather reads it",
+        "moe_deepep_num_sms": "only moe_flex_dispatcher_backend 'deepep' reads it",
+        "moe_flex_dispatcher_backend": "only moe_token_dispatcher_type 'flex' reads it",
         "teacher_model": "only reference_model 'copy' reads it",
         **dict.fromkeys(of_overlap, "only tp_comm_overlap reads it"),
     }

@@ -170,7 +170,7 @@ _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
+    "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input",
     "moe_grouped_gemm",
     "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",

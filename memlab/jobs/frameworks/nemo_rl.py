@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.keys import (
     BACKEND,
     COUNT,
     DISPATCHER,
+    FLEX_BACKEND,
     LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
@@ -125,6 +126,7 @@ KEYS = (
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
     Key(f"{_MEGATRON}.moe_shared_expert_overlap", "moe_shared_expert_overlap", SWITCH),
     Key(f"{_MEGATRON}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
+    Key(f"{_MEGATRON}.moe_flex_dispatcher_backend", "moe_flex_dispatcher_backend", FLEX_BACKEND, "deepep"),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_MEGATRON, EXTRA),
@@ -179,7 +181,7 @@ KEYS = (
     ),
 )
 _OWN_ARGUMENTS = (
-    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm",
+    "cuda_graph_impl", "moe_flex_dispatcher_backend", "moe_grouped_gemm",
     "moe_token_dispatcher_type", "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
