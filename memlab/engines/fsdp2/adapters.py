@@ -57,6 +57,8 @@ class DividedLinear(torch.nn.Linear):
     """
 
     scaling: float
+    lora_A: torch.nn.Module
+    lora_B: torch.nn.Module
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
