@@ -56,14 +56,11 @@ class DividedLinear(torch.nn.Linear):
     one of torch's own, and what ranks have to add up is added once for both.
     """
 
-    scaling: float
-    lora_A: torch.nn.Module
-    lora_B: torch.nn.Module
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
         output = functional.linear(inputs, self.weight, self.bias)
-        return output + self.lora_B(self.lora_A(inputs) * self.scaling)
+        added: torch.Tensor = output + self.lora_B(self.lora_A(inputs) * self.scaling)
+        return added
 
 
 def _give_divided_adapter(linear: Any, lora: LoRA) -> None:
