@@ -31,7 +31,7 @@ for style in (SequenceParallel(), SequenceParallelAllGatherActivation(use_local_
     print(f"a frozen norm under {name} is {'trained' if norm.weight.requires_grad else 'frozen'}")
 PY
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/python" -m pip install --quiet torch==2.13.0 numpy pyyaml
+"$folder/venv/bin/python" -m pip install --quiet torch==2.13.0 numpy packaging pyyaml
 "$folder/venv/bin/python" -m pip install --quiet --no-deps nemo-automodel==0.7.0
 "$folder/venv/bin/python" "$folder/train.py" 2> "$folder/errors" | tee "$folder/seen"
 diff "$folder/seen" - <<'SEEN'
