@@ -149,6 +149,14 @@ def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None
             "(transformer_config.py): choose selective recompute, or 'full_iteration'",
             *("recompute_granularity", "cuda_graph_impl"),
         )
+    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        if state.cuda_graph_impl != "none" and getattr(settings, name):
+            # A graph has the addresses of what it was captured with.
+            raise RuleError(
+                f"{name} is True with cuda_graph_impl {state.cuda_graph_impl!r}, which memlab does not predict "
+                "together: leave one of the two out",
+                *(name, "cuda_graph_impl"),
+            )
 
 
 def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:

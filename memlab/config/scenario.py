@@ -209,18 +209,20 @@ class Scenario:
         name = self.state.teacher_model
         model = self.architecture if name is None else find_architecture(name)
         of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
+        of_trained |= {"lm_loss_beside": False}
         state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
         layers = self.num_layers if name is None else model.num_layers
         of_experts: dict[str, Any] = {} if model.routes else {"routing": Routing(), "expert_buffers": False}
         return replace(self, architecture=model, num_layers=layers, state=state, **of_experts)
 
     def _check_reference_model(self) -> None:
-        stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
-        if self.state.reference_model != "none" and stages > 1:
+        chunks, name = self.layout.virtual_pipeline_model_parallel_size, self.state.teacher_model
+        if self.state.reference_model != "none" and chunks > 1:
+            # Model Optimizer's and ms-swift's teachers refuse chunks themselves.
             raise RuleError(
-                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
-                "memlab does not predict together: choose 1, or none",
-                *("reference_model", "pipeline_model_parallel_size"),
+                f"reference_model is {self.state.reference_model!r} with virtual_pipeline_model_parallel_size "
+                f"{chunks}, which memlab does not predict together: choose 1, or none",
+                *("reference_model", "virtual_pipeline_model_parallel_size"),
             )
         if name is None:
             return
@@ -235,6 +237,7 @@ class Scenario:
                 "choose another teacher",
                 *("teacher_model", "loss"),
             )
+        self.layout.check(model, model.num_layers, self.seq_length, self.num_microbatches)
 
     def _check_largest_logits(self) -> None:
         """Checks that there are as many logits as ms-swift's GKD compares with: ``torch.topk`` fails otherwise.
@@ -250,6 +253,13 @@ class Scenario:
             raise RuleError(
                 f"gkd_logits_topk is {k}, must be at most {most}, the logits {whose}: choose fewer",
                 *("gkd_logits_topk", "tensor_model_parallel_size"),
+            )
+        k, most = self.state.logit_kl_topk, self.architecture.vocab_size
+        if k is not None and self.state.loss == "logits_kl" and k > most:  # ``TopKLogitsKLLoss``
+            raise RuleError(
+                f"logit_kl_topk is {k}, must be at most the {most} logits of the vocabulary, by a rule of Model "
+                "Optimizer: choose fewer",
+                "logit_kl_topk",
             )
 
     def _check_entropy(self) -> None:

@@ -261,6 +261,24 @@ class TrainingState:
         at_most=2**16,
     )
     """ms-swift's option of GKD (3602360)."""
+    logit_kl_topk: int | None = option(
+        None,
+        "largest logits of the teacher that the loss compares with (default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="logits_kl",
+        at_most=2**16,
+    )
+    """Model Optimizer's option of its distillation (a2fbac7b)."""
+    lm_loss_beside: bool = option(
+        False,
+        "compute the cross entropy too, and add it",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="logits_kl",
+    )
+    """Model Optimizer's ``skip_lm_loss`` off. Fused or not it keeps as much, and its own temporaries are not at a
+    peak."""
     entropy_loss: bool = option(
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
@@ -869,7 +887,7 @@ class TrainingState:
                 "teacher_model out",
                 *("teacher_model", "loss"),
             )
-        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
+        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_param_gather"):
             if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
@@ -1040,6 +1058,14 @@ class TrainingState:
                 "main_grads_dtype",
                 f"{buffers} (Megatron-LM's command line also sets grad_reduce_in_bf16, but Megatron-Core does not)",
             )
+        if self.keeps_main_parameters_of_megatron:
+            in_megatron = (
+                f"with the FP8 recipe {self.fp8_recipe!r} and fp32 main parameters Megatron-Core keeps these, and "
+                "copies of the gradients, as without the precision-aware optimizer"
+            )
+            ignored("main_grads_dtype", in_megatron)
+            if self.exp_avg_dtype == self.exp_avg_sq_dtype == "fp32":
+                ignored("use_precision_aware_optimizer", f"{in_megatron}; only moments in fewer bytes would be less")
         if not self.use_distributed_optimizer:
             ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
@@ -1056,6 +1082,16 @@ class TrainingState:
         """
         is_whole = self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1
         return is_whole and self.use_precision_aware_optimizer
+
+    @property
+    def keeps_main_parameters_of_megatron(self) -> bool:
+        """Whether the precision-aware optimizer is that for the moments alone.
+
+        See ``use_precision_aware_optimizer_no_fp8_or_ds_fp8`` in megatron/core/optimizer/optimizer_config.py (0.16.1).
+        """
+        is_scaled_now = self.fp8_format is not None and self.fp8_recipe != "delayed"
+        on_device = self.use_precision_aware_optimizer and not self.optimizer_cpu_offload
+        return on_device and is_scaled_now and self.main_params_dtype == "fp32"
 
     def _without_effect_on_cpu_optimizer(self, ignored: Callable[[str, str], None]) -> None:
         # megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2
@@ -1120,7 +1156,8 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "gkd_logits_topk", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
+    # For these the panel has no control.
+    *("topk_logits_k", "gkd_logits_topk", "logit_kl_topk", "lm_loss_beside", "entropy_loss", "entropy_chunk_size"),
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")

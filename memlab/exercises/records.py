@@ -419,12 +419,28 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, (TypeError, AttributeError)):
             self.refusal = f"{type(error).__name__}: {error}"
+            if place := _place_in_memlab(error):
+                self.refusal += (
+                    f" (raised in {place}, by no rule: if what you gave is of the right type, this is a fault of "
+                    "memlab, so please report it)"
+                )
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             if option and option[1] in {field.name for field in fields(MemorySettings)}:
                 self.refusal += f": write lab.step(MemorySettings({option[1]}=...))"
         elif isinstance(error, ValueError):
             self.refusal = f"{error}"
         return bool(self.refusal)
+
+
+def _place_in_memlab(error: BaseException) -> str:
+    """Returns where memlab's own code failed; empty if the reader's lines did, or if it says that a name is wrong."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or at.tb_frame.f_code.co_name == "__getattr__":
+        return ""
+    module = str(at.tb_frame.f_globals.get("__name__"))
+    return f"{module}, line {at.tb_lineno}" if module.startswith(f"{__name__.partition('.')[0]}.") else ""
 
 
 class RefusedCheck(Goals):

@@ -44,6 +44,16 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
     return _logits(scenario) * (2 + 4 * 4) + _logits(scenario) * 2
 
 
+def _whole_softmax_bytes(scenario: Scenario) -> int:
+    """Returns what log-probabilities and an entropy over the whole vocabulary take beside the chosen logits.
+
+    That is a second gradient of the logits in fp32, and six tensors of a chunk of 1,024 tokens
+    (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in nemo_rl/distributed/model_utils.py,
+    NeMo-RL 7ea279ab).
+    """
+    return 4 * _logits(scenario) + 6 * 4 * 1024 * scenario.outputs_of_a_token
+
+
 def _entropy_bytes(scenario: Scenario) -> int:
     """Returns what the entropy of the logits takes at most: four tensors like them, in fp32.
 
@@ -309,6 +319,8 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * (1 + scenario.state.entropy_loss) * _logits(scenario),
+    "sft_alpha": lambda scenario: 8 * _logits(scenario),  # a softmax that is kept, and its gradient
+    "zero_outside_topk": _whole_softmax_bytes,
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,

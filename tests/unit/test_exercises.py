@@ -14,6 +14,7 @@ import pytest
 
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.routing import find_routing
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -323,7 +324,13 @@ def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pyt
         with Attempt() as answer:
             mistake()
         assert not check(answer).runs_on(1)
-        assert "Error: " in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "Error: " in out
+        assert "fault of memlab" not in out
+    with Attempt() as answer:
+        check_on_model(None, PLAIN.scenario)  # type: ignore[arg-type]
+    assert not check(answer).runs_on(1)
+    assert "memlab.config.model_restrictions, line " in capsys.readouterr().out
     with pytest.raises(KeyError), Attempt():
         raise KeyError("a mistake of another kind")
     assert not check(Attempt()).runs_on(1)

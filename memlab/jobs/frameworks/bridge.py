@@ -150,8 +150,8 @@ _OTHER_MODELS = (
     Missing(
         "model.teacher",
         "more",
-        "a teacher on the same ranks, which the job's program builds: where its pipeline has one stage, --loss "
-        "logits_kl --reference-model copy --teacher-model NAME predict it",
+        "a teacher on the same ranks, which the job's program builds: --loss logits_kl "
+        "--reference-model copy --teacher-model NAME predict it",
         is_given,
     ),
 )

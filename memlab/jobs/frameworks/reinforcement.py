@@ -233,6 +233,7 @@ def take_rollout(
     bucket_share: float | None = None,
     bucket_copies: int = 1,
     bucket_overflows: bool = False,
+    gathers_beside_bucket: bool = False,
     kept_buffer_bytes: int = 0,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
@@ -255,6 +256,7 @@ def take_rollout(
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
         bucket_copies: As in `Rollout`.
         bucket_overflows: As in `Rollout`.
+        gathers_beside_bucket: As in `Rollout`.
         kept_buffer_bytes: As in `Rollout`.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
@@ -298,6 +300,7 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         bucket_copies=bucket_copies,
         bucket_overflows=bucket_overflows,
+        gathers_beside_bucket=gathers_beside_bucket,
         sends_adapters=values.pop("sends_adapters", False),
         kept_buffer_bytes=kept_buffer_bytes,
         has_reference_model=has_reference_model,
