@@ -313,6 +313,7 @@ NEMO_RL_DTENSOR = Framework(
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
+        "model_classes": "NeMo-RL builds transformers' classes of dense models",
         "loss_of_transformers": "memlab takes the loss cross_entropy for NeMo-RL's",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
     },
