@@ -56,7 +56,7 @@ def _is_read(one: Entry) -> bool:
     """Whether memlab reads a value that a recipe sets, and it says more than leaving the key out."""
     if one.value in (None, {}) or (one.key not in _READ and not one.key.startswith("peft.")):
         return False
-    if one.key in _MISSING:
+    if one.key in _MISSING and (one.key not in _KEYS or _MISSING[one.key].is_on(one.value)):
         return _MISSING[one.key].is_on(one.value)
     return one.key not in _KEYS or _KEYS[one.key].conversion.read(one.value) != _KEYS[one.key].default
 

@@ -517,6 +517,11 @@ def teachers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN_4B, 4, alone, {}, FULL, state=largest)
     yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=largest | {"teacher_model": "llama-3.2-1b"})
     yield from of(QWEN_4B, 4, alone, num_microbatches=3, state=largest | {"reference_model": "none"})
+    yield from of(LLAMA, 4, alone, {}, FULL, state=KL | TENSORWISE)
+    yield from of(LLAMA, 4, alone, state=REFERENCE | TENSORWISE)
+    yield from of(QWEN_4B, 4, alone, num_microbatches=2, state=GKD | BLOCKWISE)
+    yield from of(LLAMA_1B, 4, alone, num_microbatches=2, state=KL | DELAYED | {"teacher_model": "llama-3.2-1b"})
+    yield from of(QWEN, 2, alone, state=KL | TENSORWISE)
 
 
 def teachers_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

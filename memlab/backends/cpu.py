@@ -27,6 +27,7 @@ from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.backend_kind import KINDS
+from memlab.config.exchange_buffers import require_no_library_for_exchange
 from memlab.config.parameters import (
     bytes_of_gradient,
     bytes_of_optimizer,
@@ -74,6 +75,7 @@ def check(scenario: Scenario) -> None:
     Raises:
         ValueError: If not.
     """
+    require_no_library_for_exchange(scenario)
     require_started_ranks(scenario.layout)
     require_eager_steps(scenario.state)
     if scenario.state.fp8_format is not None:

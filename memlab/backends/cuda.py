@@ -18,6 +18,7 @@ from memlab.backends.eager_steps import require_eager_steps
 from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import multiplies_with_torch
+from memlab.config.exchange_buffers import require_no_library_for_exchange
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.user_buffers import has_user_buffers
@@ -154,6 +155,7 @@ def check(scenario: Scenario) -> None:
     Raises:
         ValueError: If not.
     """
+    require_no_library_for_exchange(scenario)
     require_started_ranks(scenario.layout)
     require_eager_steps(scenario.state)
     check_allocator(scenario.allocator)

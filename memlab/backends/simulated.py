@@ -24,6 +24,7 @@ from memlab.backends.fully_sharded import sharding_on_fake_tensors
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.kernel_temporaries import summing_for_bias
 from memlab.backends.meta_result_cache import MetaResultCache
+from memlab.backends.simulated_exchange import exchange_by_deep_ep
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import imitated, is_te_min_version, known
 from memlab.config.backend_kind import KINDS
@@ -146,6 +147,7 @@ def _replacements() -> dict[str, Any]:
         "megatron.core.optimizer.CPUAdam": FakeHostAdam,
         "megatron.core.optimizer.clip_grads.l2_norm_impl": _norm,
         **chosen_routing(),
+        **exchange_by_deep_ep(),
         **_fp8_replacements(),
     }
 

@@ -58,7 +58,7 @@ class _ChosenMap:
 
 def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_chosen(dispatcher: Any, routing_map: torch.Tensor) -> Any:
-        rows_of = _chosen_rows(dispatcher, len(routing_map))
+        rows_of = chosen_rows(dispatcher, len(routing_map))
 
         def counts_of(ranks: Sequence[int]) -> torch.Tensor:
             """Returns the rows that each rank sends to each expert, int64 [ranks * experts]."""
@@ -77,13 +77,13 @@ def _chosen_counts(dispatcher: Any, own_map: torch.Tensor) -> torch.Tensor:
     """Returns how many tokens of all ranks each expert of this rank gets, on the host."""
     ranks = torch.distributed.get_process_group_ranks(dispatcher.tp_ep_group)
     own = dispatcher.local_expert_indices
-    rows = _chosen_rows(dispatcher, len(own_map) // len(ranks))(ranks)
+    rows = chosen_rows(dispatcher, len(own_map) // len(ranks))(ranks)
     counts = _on_host([[each[expert] for expert in own] for each in rows]).sum(dim=0)
     _made_on_device(counts)
     return counts
 
 
-def _chosen_rows(dispatcher: Any, num_tokens: int) -> Callable[[Sequence[int]], list[list[int]]]:
+def chosen_rows(dispatcher: Any, num_tokens: int) -> Callable[[Sequence[int]], list[list[int]]]:
     """Returns what says how many of a pass's tokens each expert gets, of each of some ranks; one pass begins."""
     config = dispatcher.config
     routing, num_experts, topk = config.memlab_routing.routing, config.num_moe_experts, config.moe_router_topk

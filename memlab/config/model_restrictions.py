@@ -110,6 +110,12 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "one of the two out",
             *("recompute_modules", "moe_shared_expert_overlap"),
         )
+    if settings.checkpoint_input_remedy == "detach" and scenario.state.moe_token_dispatcher_type == "flex":
+        raise RuleError(
+            "checkpoint_input_remedy is 'detach' with moe_token_dispatcher_type 'flex', whose dispatcher reads the "
+            "probabilities that it keeps: choose clear_gradient or release_storage, or leave one of the two out",
+            *("checkpoint_input_remedy", "moe_token_dispatcher_type"),
+        )
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
@@ -143,6 +149,14 @@ def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None
             "(transformer_config.py): choose selective recompute, or 'full_iteration'",
             *("recompute_granularity", "cuda_graph_impl"),
         )
+    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        if state.cuda_graph_impl != "none" and getattr(settings, name):
+            # A graph has the addresses of what it was captured with.
+            raise RuleError(
+                f"{name} is True with cuda_graph_impl {state.cuda_graph_impl!r}, which memlab does not predict "
+                "together: leave one of the two out",
+                *(name, "cuda_graph_impl"),
+            )
 
 
 def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:

@@ -113,6 +113,9 @@ class Rollout:
     """How often the weights of a bucket are on the device: gathered, and copied into one tensor to send."""
     bucket_overflows: bool = False
     """Whether a bucket is sent only once it is larger than its size, by at most one weight."""
+    gathers_beside_bucket: bool = False
+    """Whether a weight is gathered while the bucket is on the device: on several tensor parallel ranks first as their
+    parts, and then whole."""
     sends_adapters: bool = False
     """Whether each weight sync sends the adapters alone, one weight after the other. Of jobs whose later syncs do so,
     the first one sends the whole model."""

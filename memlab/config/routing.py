@@ -7,6 +7,7 @@ experts holds more rows than the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -166,6 +167,46 @@ def find_routing(text: str) -> Routing:
     if shares and all(isinstance(layer, list) for layer in shares):
         return Routing(kind="counts", counts=tuple(shares))
     return Routing(kind="shares", shares=tuple(shares))
+
+
+def reached_tokens(
+    num_tokens: int, rows: Sequence[int], experts: Sequence[int], topk: int, groups: tuple[int | None, int | None]
+) -> int:
+    """Returns how many of a rank's tokens choose at least one of some experts.
+
+    How many rows each expert gets does not say which of them are of one token. A token is taken to choose its experts
+    at random, with the share that these have of all rows; the number then lies within its bounds: at least the rows of
+    the fullest of the experts, and so many that no token has more rows than it may choose; at most all rows.
+
+    Args:
+        num_tokens: Of the rank.
+        rows: For each expert of the layer, how many of the rank's tokens choose it.
+        experts: Those that are asked about.
+        topk: Experts that a token chooses.
+        groups: How many groups the experts have, and from how many of them a token chooses; None for no groups.
+    """
+    of_experts = sum(rows[expert] for expert in experts)
+    if not of_experts:
+        return 0
+    places = len(rows) * of_experts / sum(rows)
+    num_groups, chosen_groups = groups
+    if num_groups is None or chosen_groups is None:
+        missing = _missing(places, len(rows), topk)
+    else:
+        size = len(rows) // num_groups
+        own = max(1, round(len(experts) / size))
+        missing = 0.0
+        for among in range(max(0, chosen_groups - num_groups + own), min(own, chosen_groups) + 1):
+            ways = math.comb(own, among) * math.comb(num_groups - own, chosen_groups - among)
+            share = ways / math.comb(num_groups, chosen_groups)
+            missing += share * _missing(places / own * among, chosen_groups * size, topk)
+    fewest = max(*(rows[expert] for expert in experts), -(-of_experts // min(topk, len(experts))))
+    return min(max(round(num_tokens * (1 - missing)), fewest), num_tokens, of_experts)
+
+
+def _missing(places: float, num_experts: int, topk: int) -> float:
+    """Returns the share of tokens whose `topk` of `num_experts` are none of those that fill some places."""
+    return math.prod(max(0.0, 1 - places / (num_experts - chosen)) for chosen in range(topk))
 
 
 def _random_counts(rng: np.random.Generator, num_tokens: int, num_experts: int, topk: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.exchange_buffers import check_exchange
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
@@ -44,6 +45,8 @@ FAMILIES_OF_FSDP2 = (
 """The families that the engine fsdp2 builds."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3")
+"""Those of them of which NeMo Automodel has classes of its own (``_transformers/registry.py``)."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -200,6 +203,7 @@ class Scenario:
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
         check_user_buffers(self)
+        check_exchange(self)
 
     @property
     def teacher(self) -> Scenario:
@@ -207,18 +211,20 @@ class Scenario:
         name = self.state.teacher_model
         model = self.architecture if name is None else find_architecture(name)
         of_trained: dict[str, Any] = {"loss": "cross_entropy", "fp32_output": False, "lora": None}
+        of_trained |= {"lm_loss_beside": False}
         state = replace(self.state, reference_model="none", teacher_model=None, **of_trained)
         layers = self.num_layers if name is None else model.num_layers
         of_experts: dict[str, Any] = {} if model.routes else {"routing": Routing(), "expert_buffers": False}
         return replace(self, architecture=model, num_layers=layers, state=state, **of_experts)
 
     def _check_reference_model(self) -> None:
-        stages, name = self.layout.pipeline_model_parallel_size, self.state.teacher_model
-        if self.state.reference_model != "none" and stages > 1:
+        chunks, name = self.layout.virtual_pipeline_model_parallel_size, self.state.teacher_model
+        if self.state.reference_model != "none" and chunks > 1:
+            # Model Optimizer's and ms-swift's teachers refuse chunks themselves.
             raise RuleError(
-                f"reference_model is {self.state.reference_model!r} with pipeline_model_parallel_size {stages}, which "
-                "memlab does not predict together: choose 1, or none",
-                *("reference_model", "pipeline_model_parallel_size"),
+                f"reference_model is {self.state.reference_model!r} with virtual_pipeline_model_parallel_size "
+                f"{chunks}, which memlab does not predict together: choose 1, or none",
+                *("reference_model", "virtual_pipeline_model_parallel_size"),
             )
         if name is None:
             return
@@ -233,6 +239,7 @@ class Scenario:
                 "choose another teacher",
                 *("teacher_model", "loss"),
             )
+        self.layout.check(model, model.num_layers, self.seq_length, self.num_microbatches)
 
     def _check_largest_logits(self) -> None:
         """Checks that there are as many logits as ms-swift's GKD compares with: ``torch.topk`` fails otherwise.
@@ -248,6 +255,13 @@ class Scenario:
             raise RuleError(
                 f"gkd_logits_topk is {k}, must be at most {most}, the logits {whose}: choose fewer",
                 *("gkd_logits_topk", "tensor_model_parallel_size"),
+            )
+        k, most = self.state.logit_kl_topk, self.architecture.vocab_size
+        if k is not None and self.state.loss == "logits_kl" and k > most:  # ``TopKLogitsKLLoss``
+            raise RuleError(
+                f"logit_kl_topk is {k}, must be at most the {most} logits of the vocabulary, by a rule of Model "
+                "Optimizer: choose fewer",
+                "logit_kl_topk",
             )
 
     def _check_entropy(self) -> None:
@@ -340,6 +354,7 @@ class Scenario:
                 *("dtype", "engine"),
             )
         self._check_version_1()
+        self._check_model_classes()
         self._check_context_parallel_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
@@ -455,6 +470,23 @@ class Scenario:
                     *("fsdp_version", name),
                 )
 
+    def _check_model_classes(self) -> None:
+        kind, family = self.state.model_classes, self.architecture.family
+        if kind == "transformers":
+            return
+        if family not in FAMILIES_OF_AUTOMODEL:
+            raise RuleError(
+                f"model_classes is {kind!r}, and {self.architecture.name} is of the family {family}, of which NeMo "
+                f"Automodel has no class: choose transformers, or a model of {', '.join(FAMILIES_OF_AUTOMODEL)}",
+                "model_classes",
+            )
+        if self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1 and family != "qwen3":
+            raise RuleError(
+                f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
+                "transformers, or leave sequence_parallel out",
+                *("model_classes", "sequence_parallel"),
+            )
+
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size
         given = f"tensor_model_parallel_size is {size} with engine {self.engine!r}"
@@ -477,8 +509,12 @@ class Scenario:
                 "together: choose cross_entropy or masked_cross_entropy, or tensor_model_parallel_size 1",
                 *("tensor_model_parallel_size", "loss_of_transformers"),
             )
-        options = {"sequence_parallel": self.layout.sequence_parallel and model.family == "phi3"}
-        options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        lora, divides = self.state.lora, self.layout.sequence_parallel
+        # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
+        # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
+        options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}
+        options |= {"fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        options |= {"lora_rank": lora is not None and (lora.fsdp2_library == "peft" or bool(lora.dropout))}
         for name, is_on in options.items():
             if is_on:
                 raise RuleError(
@@ -605,13 +641,14 @@ class Scenario:
 
     def _check_latent_attention(self) -> None:
         model = self.architecture
-        if self.state.attention_backend == "flash" and not model.has_kernel_of_flash_attn_2:
+        is_padded = self.packed_sequences is not None and self.state.pad_packed_values
+        if self.state.attention_backend == "flash" and not (model.has_kernel_of_flash_attn_2 or is_padded):
             raise RuleError(
                 f"attention_backend is 'flash', must be another one for {model.name}, whose heads of keys have "
                 f"{model.qk_head_dim + model.qk_pos_emb_head_dim} channels and those of values {model.v_head_dim}: "
-                "Transformer Engine refuses flash-attn 2 there, and memlab predicts neither flash-attn 3 nor the "
-                "padded values of packed rows in Megatron-Core 0.18: choose auto or fused",
-                "attention_backend",
+                "Transformer Engine refuses flash-attn 2 there, unless packed rows are padded, and memlab lacks "
+                "flash-attn 3: choose auto or fused, or pack rows with pad_packed_values",
+                *("attention_backend", "pad_packed_values"),
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
@@ -1127,6 +1164,11 @@ class Scenario:
             reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
         if self.state.tp_comm_overlap and self.layout.tensor_model_parallel_size == 1:
             reasons["tp_comm_overlap"] = "one tensor parallel rank exchanges nothing"
+        model = self.architecture
+        if self.state.pad_packed_values and (self.packed_sequences is None or model.has_kernel_of_flash_attn_2):
+            reasons["pad_packed_values"] = (
+                "only packed rows have it, of attention whose keys are larger than its values"
+            )
         shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
         if self.state.attention_dropout and shares_sequences:
             reasons["attention_dropout"] = (

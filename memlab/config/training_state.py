@@ -32,11 +32,13 @@ TransformerImplementation = Literal["transformer_engine", "local"]
 ContextParallelExchange = Literal["p2p", "a2a"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 RouterDtype = Literal["params_dtype", "fp32", "fp64"]
-TokenDispatcher = Literal["alltoall", "allgather"]
+TokenDispatcher = Literal["alltoall", "allgather", "flex"]
+FlexBackend = Literal["deepep", "hybridep"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 SeparateEmbeddings = Literal["none", "input", "both"]
+ModelClasses = Literal["transformers", "automodel", "automodel_0.7.0"]
 LossOfTransformers = Literal["cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row"]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 ReferenceModel = Literal["none", "copy", "without_adapters"]
@@ -260,6 +262,24 @@ class TrainingState:
         at_most=2**16,
     )
     """ms-swift's option of GKD (3602360)."""
+    logit_kl_topk: int | None = option(
+        None,
+        "largest logits of the teacher that the loss compares with (default: all)",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="logits_kl",
+        at_most=2**16,
+    )
+    """Model Optimizer's option of its distillation (a2fbac7b)."""
+    lm_loss_beside: bool = option(
+        False,
+        "compute the cross entropy too, and add it",
+        **_LOSS_OF_FEW,
+        needs="loss",
+        needs_value="logits_kl",
+    )
+    """Model Optimizer's ``skip_lm_loss`` off. Fused or not it keeps as much, and its own temporaries are not at a
+    peak."""
     entropy_loss: bool = option(
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
@@ -314,6 +334,15 @@ class TrainingState:
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    # `TorchDotProductAttention` reads it.
+    pad_packed_values: bool = option(
+        False,
+        "in packed rows, pad the values of latent attention to the size of keys, as Megatron-Core does since 0.18",
+        group="",
+        rebuilds="model",
+    )
+    """mcore-bridge and verl do it with older releases too. Flash-attn 2 takes such rows. An installed Megatron-Core
+    of 0.18 or later pads in any case."""
     transformer_impl: TransformerImplementation = option(
         "transformer_engine",
         "whose layers a model has: Transformer Engine's, or Megatron's own (local; default transformer_engine)",
@@ -419,11 +448,28 @@ class TrainingState:
     # padded (transformer/moe/token_dispatcher.py). The router drops tokens in each forward (transformer/moe/router.py).
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall",
-        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), or all "
-        "gather the tokens of all (allgather)",
+        "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), all "
+        "gather the tokens of all (allgather), or a library sends them (flex, only predicted, as read in its source)",
         **_DISPATCH,
     )
-    """Megatron's own default is ``allgather``. Its further type, ``flex``, is not modelled."""
+    """Megatron's own default is ``allgather``."""
+    moe_flex_dispatcher_backend: FlexBackend = option(
+        "deepep",
+        "which library sends tokens: DeepEP (deepep), each token once to a rank, or HybridEP (hybridep), which sorts "
+        "rows by experts too; `memlab.config.exchange_buffers` has their buffers outside torch's allocator",
+        **_DISPATCH,
+        needs="moe_token_dispatcher_type",
+        needs_value="flex",
+    )
+    moe_deepep_num_sms: int = option(
+        20,
+        "multiprocessors that exchange tokens; DeepEP's buffers grow with them",
+        **_DISPATCH,
+        at_least=2,
+        at_most=128,
+        needs="moe_flex_dispatcher_backend",
+        needs_value="deepep",
+    )
     moe_expert_capacity_factor: float | None = option(
         None,
         "drop the tokens of an expert that are more than this many times its equal share (default: drop none)",
@@ -640,6 +686,15 @@ class TrainingState:
         **_LOOP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.losses` has them."""
+    model_classes: ModelClasses = option(
+        "transformers",
+        "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
+        "Qwen2 and Qwen3, as in August 2026 (automodel) or as released (automodel_0.7.0, which rotates queries and "
+        "keys in fp32)",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
+    """`memlab.engines.fsdp2.automodel_classes` has them."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
@@ -842,7 +897,7 @@ class TrainingState:
                 "teacher_model out",
                 *("teacher_model", "loss"),
             )
-        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_format"):
+        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_param_gather"):
             if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
@@ -1013,6 +1068,14 @@ class TrainingState:
                 "main_grads_dtype",
                 f"{buffers} (Megatron-LM's command line also sets grad_reduce_in_bf16, but Megatron-Core does not)",
             )
+        if self.keeps_main_parameters_of_megatron:
+            in_megatron = (
+                f"with the FP8 recipe {self.fp8_recipe!r} and fp32 main parameters Megatron-Core keeps these, and "
+                "copies of the gradients, as without the precision-aware optimizer"
+            )
+            ignored("main_grads_dtype", in_megatron)
+            if self.exp_avg_dtype == self.exp_avg_sq_dtype == "fp32":
+                ignored("use_precision_aware_optimizer", f"{in_megatron}; only moments in fewer bytes would be less")
         if not self.use_distributed_optimizer:
             ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
         if not self.overlap_grad_reduce:
@@ -1029,6 +1092,16 @@ class TrainingState:
         """
         is_whole = self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1
         return is_whole and self.use_precision_aware_optimizer
+
+    @property
+    def keeps_main_parameters_of_megatron(self) -> bool:
+        """Whether the precision-aware optimizer is that for the moments alone.
+
+        See ``use_precision_aware_optimizer_no_fp8_or_ds_fp8`` in megatron/core/optimizer/optimizer_config.py (0.16.1).
+        """
+        is_scaled_now = self.fp8_format is not None and self.fp8_recipe != "delayed"
+        on_device = self.use_precision_aware_optimizer and not self.optimizer_cpu_offload
+        return on_device and is_scaled_now and self.main_params_dtype == "fp32"
 
     def _without_effect_on_cpu_optimizer(self, ignored: Callable[[str, str], None]) -> None:
         # megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2
@@ -1093,7 +1166,8 @@ def _default(name: str) -> Any:
 
 LOSS_OPTIONS = (
     *(name for name, one in options_of(TrainingState).items() if one.group == "Loss"),
-    *("topk_logits_k", "gkd_logits_topk", "entropy_loss", "entropy_chunk_size"),  # for which the panel has no control
+    # For these the panel has no control.
+    *("topk_logits_k", "gkd_logits_topk", "logit_kl_topk", "lm_loss_beside", "entropy_loss", "entropy_chunk_size"),
 )
 """What only the last pipeline stage reads, and no model with a head."""
 _REBUILT: tuple[Rebuilt, ...] = ("nothing", "optimizer", "model")

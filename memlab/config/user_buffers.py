@@ -23,6 +23,13 @@ GATHERS = (
 """User buffers that are gathered into: a byte for each element under FP8."""
 SUMS = ("proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad")
 """User buffers whose parts are summed: always bf16."""
+METHODS = (
+    dict.fromkeys(("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad"), "ring_exchange")
+    | dict.fromkeys(("proj_fprop", "fc2_fprop"), "pipeline")
+    | dict.fromkeys(("qkv_dgrad", "qkv_wgrad", "fc1_dgrad", "fc1_wgrad"), "bulk")
+    | dict.fromkeys(("proj_wgrad", "fc2_wgrad"), "external")
+)
+"""How each is used unless a job says another method."""
 REGION_BYTES = 4 * (14_400 + 5 * 1024 + 3 * 32 * 8192)
 """Flags and pointers of all ranks (``LOCALSIZE`` in ``userbuffers-host.cpp``)."""
 PAGE_BYTES = 2 * 2**20
@@ -31,7 +38,7 @@ STREAM_BYTES = 566_231
 """Of a CUDA stream; each buffer has several. A hundred took 54 MiB on an H200 with driver 580."""
 _MOST_STREAMS = 3
 """On which a buffer's products are computed (``_NUM_MAX_UB_STREAMS``, ``cpp_extensions/gemm.py``)."""
-_RINGS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
+_RINGS = tuple(name for name, method in METHODS.items() if method == "ring_exchange")
 """User buffers that always go from rank to rank."""
 _MOST_RANKS = 8
 """Without multicast (``userbuffers-host.cpp``); memlab does not know which GPUs have it."""

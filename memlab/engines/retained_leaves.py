@@ -104,11 +104,24 @@ def _differentiable_attributes(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yields an owner's name, the owner, and the name of its attribute that is a tensor with a graph."""
     for name, module in modules:
-        owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
-        for owner_name, owner in owners.items():
-            for attribute, value in vars(owner).items() if owner is not None else ():
+        for owner_name, owner in owners_of_tensors(name, module):
+            for attribute, value in vars(owner).items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     yield owner_name, owner, attribute
+
+
+def owners_of_tensors(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what keeps tensors as plain attributes, with names: a module, and its token dispatcher.
+
+    The ``flex`` dispatcher has a manager, which keeps them (``token_dispatcher.py`` in megatron/core/transformer/moe,
+    0.16.1 and 0.19.2).
+    """
+    owner: Any = module
+    for attribute in ("token_dispatcher", "_comm_manager", ""):
+        if owner is None:
+            return
+        yield name, owner
+        owner, name = getattr(owner, attribute, None), f"{name}.{attribute}"
 
 
 def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 from memlab.config.backend_kind import KINDS
+from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
@@ -191,7 +192,8 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     if needs_whole_reserve(scenario):
         needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'
     kept = '; "fits" includes all that torch may keep of FP8 gathers' if keeps_fp8_gathers(scenario) else ""
-    return f"a predicted step{routing}; {needed}{kept}"
+    read = "; what DeepEP or HybridEP allocates is as read in its source, and was not measured"
+    return f"a predicted step{routing}; {needed}{kept}{read if exchange_buffers(scenario).most_bytes else ''}"
 
 
 class FitInterrupted(KeyboardInterrupt):

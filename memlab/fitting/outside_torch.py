@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memlab.config.architectures import Architecture
+from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -68,11 +69,14 @@ class OutsideTorch:
     """How much more it may be."""
     user_buffer_bytes: int = 0
     """Transformer Engine's, with ``tp_comm_overlap``."""
+    exchange_buffer_bytes: int = 0
+    """DeepEP's or HybridEP's, with the ``flex`` dispatcher: at least."""
 
     @property
     def total_bytes(self) -> int:
         """The lower end of what torch cannot use."""
-        return self.context_and_libraries_bytes + self.nccl_bytes + self.user_buffer_bytes
+        buffers = self.user_buffer_bytes + self.exchange_buffer_bytes
+        return self.context_and_libraries_bytes + self.nccl_bytes + buffers
 
     @property
     def most_bytes(self) -> int:
@@ -82,6 +86,8 @@ class OutsideTorch:
     def __str__(self) -> str:
         context, nccl, most = map(format_bytes, (self.context_and_libraries_bytes, self.nccl_bytes, self.most_bytes))
         buffers = f", {format_bytes(self.user_buffer_bytes)} for user buffers" if self.user_buffer_bytes else ""
+        if self.exchange_buffer_bytes:
+            buffers += f", {format_bytes(self.exchange_buffer_bytes)} for buffers of experts, read and not measured,"
         return (
             f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries{buffers} and "
             f"{nccl} for NCCL, at most {most} in all; NVLink multicast, a network and an inference engine are not in it"
@@ -116,8 +122,13 @@ def estimate_outside_torch(
     # ms-swift's GKD reduces over tensor parallel ranks only where there are several (gkd_loss.py, 3602360).
     is_alone = state is not None and state.loss == "jsd" and layout.tensor_model_parallel_size == 1
     has_logits = is_last_stage and not has_head and not is_alone
+    balancing = _loss_of_router(model, state) if has_experts else None
     rings = _groups_that_reduce(
-        layout, has_experts=has_experts, trains_experts=trains and trains_experts, has_logits=has_logits
+        layout,
+        has_experts=has_experts,
+        trains_experts=trains and trains_experts,
+        has_logits=has_logits,
+        balances_sequences=balancing in ("aux_loss", "seq_aux_loss"),
     )
     if not trains:
         rings = rings[2:]  # without those of gradients, parameters and their norm
@@ -129,7 +140,8 @@ def estimate_outside_torch(
     if layout.pipeline_model_parallel_size > 1 and is_at_an_end and has_copies:
         rings.append(2)  # the gradients of the embedding's two copies (distributed/finalize_model_grads.py)
     has_bias = model is not None and model.moe_router_enable_expert_bias
-    if has_bias or (_reduces_amaxes(state) and layout.ranks_of_a_stage > 1):
+    is_global = balancing == "global_aux_loss" and layout.ranks_of_a_stage > 1
+    if has_bias or is_global or (_reduces_amaxes(state) and layout.ranks_of_a_stage > 1):
         # The bias of the experts follows the tokens of all ranks of a stage (`get_updated_expert_bias`, moe_utils.py).
         # One rank of Moonlight held 388 MiB more than one of Qwen3-30B-A3B (``h200_plain_megatron_latent.jsonl``).
         rings.append(layout.ranks_of_a_stage)
@@ -137,13 +149,18 @@ def estimate_outside_torch(
         # User buffers are set up over groups of their own, by Megatron's default through NCCL (`initialize_ub` in
         # ``transformer_engine/pytorch/module/base.py``, 2.16.1): one if all ranks share the matrices. Not measured.
         rings += {layout.tensor_model_parallel_size, layout.world_size}
-    gathers = state is not None and state.moe_token_dispatcher_type == "allgather"
+    dispatcher = "alltoall" if state is None else state.moe_token_dispatcher_type
     sends_heads = state is not None and state.cp_comm_type == "a2a"
-    pairs, sends = _pairs(layout, exchanges=not gathers, sends_heads=sends_heads)
-    most_pairs, most_sends = _pairs(layout, sends_heads=sends_heads)  # a job that gathers tokens was not measured
+    pairs, sends = _pairs(layout, exchanges=dispatcher == "alltoall", sends_heads=sends_heads)
+    # A job that gathers tokens was not measured. DeepEP and HybridEP exchange none by NCCL.
+    most_pairs, most_sends = _pairs(layout, exchanges=dispatcher != "flex", sends_heads=sends_heads)
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
+    if sends_heads and layout.context_parallel_size > 1 and model is not None and model.softmax_type == "learnable":
+        # The ranks that exchange heads also gather over the same communicator where a model has sinks (gpt-oss on two
+        # H200s, ``h200x2_plain_megatron_heads.jsonl``).
+        nccl += RING_BYTES - PAIR_BYTES
     is_measured = layout.world_size <= MEASURED_RANKS
     absent = CUDNN_KERNELS_BYTES * (state is not None and state.attention_backend == "flash")
     return OutsideTorch(
@@ -170,7 +187,13 @@ def outside_torch_of(job: Scenario, *, trains: bool = True) -> OutsideTorch:
         estimated = estimate_outside_torch(
             job.layout, job.architecture, job.state, trains=trains, trains_experts=trains_experts
         )
-        return replace(estimated, user_buffer_bytes=user_buffer_bytes(job))
+        exchanged = exchange_buffers(job)
+        return replace(
+            estimated,
+            user_buffer_bytes=user_buffer_bytes(job),
+            exchange_buffer_bytes=exchanged.least_bytes,
+            uncertain_bytes=estimated.uncertain_bytes + exchanged.most_bytes - exchanged.least_bytes,
+        )
     num_groups = _num_groups_of_fsdp2(job)
     is_measured = job.layout.world_size <= MEASURED_RANKS and num_groups <= 1
     return OutsideTorch(
@@ -201,7 +224,19 @@ def outside_torch_of_every_stage(job: Scenario) -> OutsideTorch:
     return max(map(outside_torch_of, stages), key=lambda one: one.total_bytes)
 
 
-def _groups_that_reduce(layout: Layout, *, has_experts: bool, trains_experts: bool, has_logits: bool) -> list[int]:
+def _loss_of_router(model: Architecture | None, state: TrainingState | None) -> str:
+    """Returns which loss balances the experts, which decides over which ranks the router reduces.
+
+    ``router.py`` in megatron/core/transformer/moe, 0.16.1. Without a model: its default.
+    """
+    if model is not None and not model.moe_aux_loss_coeff:
+        return "none"
+    return "aux_loss" if state is None else state.moe_router_load_balancing_type
+
+
+def _groups_that_reduce(
+    layout: Layout, *, has_experts: bool, trains_experts: bool, has_logits: bool, balances_sequences: bool
+) -> list[int]:
     """Returns how many ranks each group has that a step of this rank reduces or gathers over."""
     tensor, context, stages = (
         layout.tensor_model_parallel_size,
@@ -214,7 +249,8 @@ def _groups_that_reduce(layout: Layout, *, has_experts: bool, trains_experts: bo
         groups.append(tensor)  # the loss of a divided vocabulary reduces over it, even if it is one rank
     if has_experts:
         # The auxiliary loss, the numbers of tokens, and the experts' inputs where their matrices are divided.
-        groups += [size for size in (tensor * context, expert * expert_tensor, expert_tensor) if size > 1]
+        of_loss = tensor * context if balances_sequences else 1
+        groups += [size for size in (of_loss, expert * expert_tensor, expert_tensor) if size > 1]
     if expert > 1 and trains_experts:
         groups.append(layout.world_size // (expert * expert_tensor * stages))  # gradients of experts
     return groups

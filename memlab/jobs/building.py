@@ -206,6 +206,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     complete_user_buffers(reading, architecture)
     layout = layout_of(reading, architecture)
     values = reading.values
+    _complete_exchange(reading, layout)
     num_layers = values.get("num_layers") or architecture.num_layers
     seq_length = values.get("seq_length") or architecture.default_seq_length
     num_microbatches = _num_microbatches(reading, layout)
@@ -319,6 +320,33 @@ def _drop_beside_biases(reading: Reading) -> None:
         values[field] = None
 
 
+def _complete_exchange(reading: Reading, layout: Layout) -> None:
+    """Names HybridEP where a rank exchanges tokens with itself, which Megatron-Core refuses before 0.19.
+
+    Megatron-Bridge takes alltoall where a job names no library (``_fallback_to_alltoall`` in
+    training/flex_dispatcher_backend.py, 067f987d).
+    """
+    values, option = reading.values, "moe_token_dispatcher_type"
+    if values.get(option) != "flex" or values.get("moe_flex_dispatcher_backend") == "hybridep":
+        for one in [one for one in reading.not_modelled if one.key.endswith("moe_flex_dispatcher_num_sms")]:
+            reading.not_modelled.remove(one)
+            reading.without_effect[one.key] = "only DeepEP's buffers grow with it"
+    if values.get(option) != "flex":
+        return
+    ranks = layout.expert_model_parallel_size * layout.expert_tensor_size
+    library = "model.moe_flex_dispatcher_backend"
+    has_none = library in reading.entries.by_key and reading.get(library) is None
+    if ranks > 1 and not has_none:
+        return
+    key = next((one.key for one in reading.taken if one.field == option), option)
+    reading.taken = [one for one in reading.taken if one.field != option]
+    values[option] = "alltoall"
+    if has_none:
+        reading.take(key, option, "alltoall")
+    else:
+        reading.miss(key, "either", "memlab exchanges tokens with alltoall where one rank has all experts")
+
+
 def _note_latent_attention(reading: Reading, architecture: Architecture) -> None:
     """Names what frameworks do so that flash-attn 2 takes latent attention (`Architecture.has_kernel_of_flash_attn_2`).
 
@@ -328,6 +356,10 @@ def _note_latent_attention(reading: Reading, architecture: Architecture) -> None
     values = reading.values
     has_no_batch = values.pop("is_thd", False) or values.get("packed_sequences") is not None
     if architecture.has_kernel_of_flash_attn_2:
+        return
+    if has_no_batch and values.get("micro_batch_size") in (None, 1):
+        # How many sequences share a row, the data decide; attention of one has no other bytes.
+        values |= {"pad_packed_values": True, "packed_sequences": values.get("packed_sequences") or 1}
         return
     if has_no_batch:
         reading.miss(

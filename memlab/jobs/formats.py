@@ -341,7 +341,7 @@ def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[
 
 
 def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
-    """Takes the keys of the configuration that a command names, if it is beside the script."""
+    """Takes the keys of the configuration that a command names from the script's folder or from one above it."""
     flags = Entries()
     read_flags([one for one in words if one[0].startswith("--") or not re.match("[+~]|[^=]*=", one[0])], flags)
     for key in ("config", "config_path", "config_name"):
@@ -355,6 +355,7 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
             if framework.knows(key):
                 entries.by_key[key] = entry
             continue
+        base = next((one for one in (base, *(up / name for up in path.absolute().parents)) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
                 f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "

@@ -233,5 +233,9 @@ def _bucket_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
     weights = model.weights_of(range(scenario.num_layers))
     largest = max(model.vocab_size * model.hidden_size, *(prod(weight.shape) for weight in weights))
     of_weight = _BYTES_OF_A_WEIGHT * largest
+    if rollout.gathers_beside_bucket:
+        return rollout.bucket_copies * rollout.bucket_bytes + of_weight * min(
+            2, scenario.layout.tensor_model_parallel_size
+        )
     bucket = rollout.bucket_bytes + of_weight if rollout.bucket_overflows else max(rollout.bucket_bytes, of_weight)
     return rollout.bucket_copies * bucket

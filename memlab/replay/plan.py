@@ -67,7 +67,9 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     # Then each layer has a pass without gradients before the one that is trained.
     has_two_passes = scenario.state.reference_model == "without_adapters"
     has_stages = layout.pipeline_model_parallel_size > 1
-    passes = are_equal and not has_two_passes
+    # What a stage receives for two models is one tensor, which the input of its first layer is a part of.
+    shares_input = layout.pipeline_stage > 0 and scenario.state.reference_model != "none"
+    passes = are_equal and not has_two_passes and not shares_input
     if is_moe:
         # The first step after full recompute frees its graphs: each may cover layers that are in different units now,
         # or keep what other layers have made. After an out-of-memory, what the graph that an MoE layer's dispatcher

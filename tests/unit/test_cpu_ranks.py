@@ -170,6 +170,10 @@ def compute(lab: Lab) -> Values:
             for chunk in inside(lab).model.engine.live.chunks:
                 for name, parameter in chunk.module.named_parameters():
                     parameter.copy_(own_part(name, parameter, chunk.module, lab.scenario))
+            for frozen in inside(lab).model.engine.live.reference:
+                for name, parameter in frozen.named_parameters():
+                    other = own_part(name, parameter, frozen, lab.scenario.teacher)
+                    parameter.copy_(other if other.dim() == 1 else -other)
             optimizer.reload_model_params()
 
     inside(lab).worker.submit(fill).result()
@@ -257,7 +261,10 @@ def on_one_rank(job: Job) -> Values:
         return compute(lab)
 
 
-_DECIDE_ON_VALUES = ("mtp_num_layers", "num_labels", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy")
+_DECIDE_ON_VALUES = (
+    *("mtp_num_layers", "num_labels", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    *("loss", "reference_model", "teacher_model", "gkd_logits_topk"),
+)
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
 OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
@@ -279,6 +286,8 @@ OF_LATENTS = LoRA(
     target_modules=("linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"),
 )
 OF_ALL_LATENTS = LoRA(rank=3, alpha=3, target_modules=("*_proj",), library="mcore_bridge")
+COMPARED = {"loss": "logits_kl", "reference_model": "copy"}
+BY_LARGEST = TrainingState.of_options({"loss": "jsd", "reference_model": "copy", "gkd_logits_topk": 8})
 OF_MS_SWIFT = LoRA(rank=3, alpha=3, library="mcore_bridge", enable_input_require_grads=True)
 
 TWO = [
@@ -355,6 +364,24 @@ TWO = [
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         state=TrainingState(deallocate_pipeline_outputs=True),
+    ),
+    # A frozen model has the same stages.
+    Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), PHI, TrainingState.of_options(COMPARED)),
+    Job(
+        {"pipeline_model_parallel_size": 2},
+        (PLAIN, AWAY),
+        find_architecture("qwen3-dense-tiny"),
+        TrainingState.of_options(COMPARED | {"teacher_model": "qwen3-moe-tiny"}),
+        is_rare=True,
+    ),
+    Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), PHI, BY_LARGEST, is_rare=True),
+    Job({"pipeline_model_parallel_size": 2}, (PLAIN,), PHI, TrainingState(reference_model="copy"), is_rare=True),
+    Job(
+        {"pipeline_model_parallel_size": 2},
+        (PLAIN,),
+        PHI,
+        TrainingState(loss="jsd", reference_model="without_adapters", lora=LoRA(rank=4)),
+        is_rare=True,
     ),
 ]
 FOUR = [

@@ -15,7 +15,9 @@ from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.request_log import RequestLog
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import find_architecture
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.routing import Routing
+from memlab.config.scenario import Scenario
 from memlab.jobs.bounds import bound_bytes
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
@@ -126,11 +128,14 @@ def test_a_graph_of_an_iteration_with_tied_embeddings_is_not_predicted(row: dict
 
 @pytest.mark.parametrize("row", OF_EXPERTS, ids=lambda row: row["name"])
 def test_graphs_of_layers_reserve_no_more_than_their_bound(row: dict[str, Any]) -> None:
-    """The same; a bound of 20 times what was measured would say nothing either."""
+    """The same; a bound of 20 times what was measured would say nothing either. Experts are outside the graphs."""
     key = NotModelled("model.cuda_graph_impl", "transformer_engine", "more", "", "line 1")
     with predicting(row) as lab:
         eager = lab.step(settings_of(row)).peak_reserved_bytes or 0
         most = bound_bytes(key, lab.scenario, settings_of(row)) or 0
+        padded = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+        whole = replace(lab.scenario, state=replace(lab.scenario.state, **padded))
+        assert most < (bound_bytes(key, whole, settings_of(row)) or 0)
     measured = max(phase["reserved_peak"] for phase in row["phases"])
     assert eager < measured < eager + most < measured + 20 * (measured - eager)
 
@@ -184,6 +189,18 @@ def test_a_job_says_which_graphs_it_has(lines: str, expected: str, tmp_path: Pat
     assert (named or [job.scenario.state.cuda_graph_impl]) == [expected]
 
 
+def test_a_job_that_megatron_refuses_to_recompute_in_graphs_cannot_start(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    graphs = "cuda_graph_impl: transformer_engine\n  cuda_graph_scope: [mlp]\n  recompute_num_layers: 1"
+    file.write_text(
+        f"model:\n  hf_model_id: meta-llama/Llama-3.1-8B\n  {graphs}\n  recompute_granularity: full\n"
+        "  recompute_method: uniform\nddp: {}\ntrain:\n  train_iters: 1\n"
+    )
+    job = Job.read(file, format_name="bridge", world_size=8)
+    assert job.scenario is None
+    assert "Megatron-Core refuses" in str(job.not_supported)  # the recipe, which is not in the file, may say otherwise
+
+
 def test_a_change_of_settings_or_of_the_workload_captures_again() -> None:
     state = TrainingState(cuda_graph_impl="transformer_engine", cuda_graph_modules=("mlp",))
     recomputing = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
@@ -229,3 +246,11 @@ def test_graphs_are_never_measured_and_layers_in_them_not_recomputed_as_a_whole(
         pytest.raises(ValueError, match="which Megatron refuses"),
     ):
         lab.step(FULL)
+
+
+@pytest.mark.parametrize("group", ["parameters", "gradients", "optimizer"])
+@pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
+def test_nothing_leaves_the_device_between_steps_with_graphs_which_have_its_addresses(impl: str, group: str) -> None:
+    scenario = Scenario.of("phi-4-tiny", state=TrainingState.of_options({"cuda_graph_impl": impl}))
+    with pytest.raises(ValueError, match="is True with cuda_graph_impl"):  # gradients leave with the optimizer
+        check_on_model(MemorySettings(**{f"offload_{group}": True}), scenario)

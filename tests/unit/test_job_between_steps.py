@@ -433,6 +433,7 @@ def test_what_the_weight_sync_keeps_is_in_every_phase_and_its_copies_in_the_sync
         {"kept_buffer_bytes": 3 * GIB},
         {"bucket_copies": 2, "bucket_overflows": True},
         {"syncs_from_host": True},
+        {"gathers_beside_bucket": True},
     )
     found = [predict_phases(job, away, replace(usual, **change)) for change in changes]
     bytes_of = [[phase.training_bytes for phase in one.phases] for one in found]
@@ -442,6 +443,7 @@ def test_what_the_weight_sync_keeps_is_in_every_phase_and_its_copies_in_the_sync
     assert more[:2] == [[3 * GIB] * 4, [0, 0, 0, GIB + 2 * largest]]
     # The weights and those of the reference model are on the host.
     assert more[2] == pytest.approx([0, 0, 0, -2 * found[0].reference_bytes], abs=512)
+    assert more[3] == [0, 0, 0, largest]
     assert "keeps" in phases_table(found[1])
 
 

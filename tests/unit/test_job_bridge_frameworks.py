@@ -356,9 +356,29 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert (state.cross_entropy_loss_fusion, state.cross_entropy_fusion_impl, state.manual_gc) == (True, "te", True)
     assert settings.recompute_granularity is None
     said = {one.key: one.value for one in job.not_modelled}
-    assert (said["model.moe_token_dispatcher_type"], said["model.cuda_graph_impl"]) == ("flex", "transformer_engine")
+    assert said["model.cuda_graph_impl"] == "transformer_engine"
+    assert (state.moe_token_dispatcher_type, state.moe_flex_dispatcher_backend) == ("flex", "hybridep")
     assert (state.bias_activation_fusion, state.gradient_accumulation_fusion) == (True, True), "the recipe fuses both"
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
+
+
+@pytest.mark.parametrize("option", ["use_distributed_optimizer", "overlap_param_gather"])
+@pytest.mark.parametrize(("ddp", "optimizer"), [(False, True), (True, False), (True, True), (False, False)])
+def test_bridge_switches_on_in_both_sections_what_one_of_them_has(
+    option: str, ddp: bool, optimizer: bool, tmp_path: Path
+) -> None:
+    others = "-ep 8 comm_overlap=null ddp.overlap_grad_reduce=true optimizer.use_precision_aware_optimizer=false "
+    others += "ddp.overlap_param_gather=false " if option == "use_distributed_optimizer" else ""
+    (tmp_path / "run.sh").write_text(RECIPE + others + f"ddp.{option}={ddp} optimizer.{option}={optimizer}")
+    job = Job.read(tmp_path / "run.sh")
+    assert getattr(job.required()[0].state, option) is (ddp or optimizer)
+    off = {f"{section}.{option}" for section, is_on in (("ddp", ddp), ("optimizer", optimizer)) if not is_on}
+    assert off & job.without_effect.keys() == (off if len(off) == 1 else set())
+
+
+def test_a_recipe_s_optimizer_keeps_what_its_ddp_leaves_out(tmp_path: Path) -> None:
+    command = "torchrun --nproc-per-node=8 run_recipe.py --recipe gpt_oss_20b_sft_config model.sequence_parallel=true"
+    assert sft(tmp_path, command).required()[0].state.use_distributed_optimizer  # ddp has it off, the optimizer on
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_slime_pads_a_full_row(tmp_path: Path, budget: int, tensor: int, tokens:
         ("--only-train-params-name-list layers.47", "only_train_params_name_list"),
         ("--use-stateless-adam", "use_stateless_adam"),
         ("--use-rollout-routing-replay", "use_rollout_routing_replay"),
-        ("--moe-token-dispatcher-type flex", "moe_token_dispatcher_type"),
+        ("--moe-flex-dispatcher-backend ncclep", "moe_flex_dispatcher_backend"),
     ],
 )
 def test_what_slime_trains_and_keeps(tmp_path: Path, flags: str, key: str) -> None:

@@ -187,6 +187,16 @@ def test_two_buffers_of_megatron_fsdp_need_more_and_its_bound_covers_each_strate
     assert "use_megatron_fsdp" in job.without_effect["data_parallel_sharding_strategy"]
 
 
+@pytest.mark.parametrize(("dtype", "is_named"), [("bf16", True), ("fp16", True), ("fp32", False), ("auto", False)])
+@pytest.mark.parametrize("tensors", ["grads", "params"])
+def test_types_of_megatron_fsdp_s_own_tensors_are_named(
+    tensors: str, dtype: str, is_named: bool, tmp_path: Path
+) -> None:
+    flags = f"--use-megatron-fsdp --megatron-fsdp-main-{tensors}-dtype {dtype}"
+    found = effects(script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}"))
+    assert (f"megatron_fsdp_main_{tensors}_dtype" in found) is is_named
+
+
 @pytest.mark.parametrize(("program", "is_named"), [("pretrain_gpt.py", False), ("examples/mimo/train_llava.py", True)])
 def test_a_program_that_memlab_does_not_know_is_named(program: str, is_named: bool, tmp_path: Path) -> None:
     said = f"the script starts {Path(program).name}, a program that memlab does not know"
@@ -322,6 +332,26 @@ def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.scenario.seq_length >= 32768
     assert any("the longest sequence has" in warning for warning in job.warnings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ("use_dynamic_bsz=True ppo_max_token_len_per_gpu=8192", 8192),
+        ("use_dynamic_bsz=True ppo_max_token_len_per_gpu=8192 megatron.context_parallel_size=2", 16384),
+        ("use_dynamic_bsz=True ppo_max_token_len_per_gpu=40960", 40960),
+    ],
+)
+def test_a_sequence_above_the_budget_of_a_row_stops_verl(keys: str, tokens: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo model_engine=megatron trainer.n_gpus_per_node=8 "
+        "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.max_prompt_length=1000 data.max_response_length=32768 "
+        + " ".join(f"actor_rollout_ref.actor.{key}" for key in keys.split())
+    )
+    job = Job.read(path, version="2026-08-20")
+    assert job.required()[0].seq_length == tokens
+    assert any("the job stops at a longer sequence" in line for line in job.warnings) is (tokens < 33768)
 
 
 GRPO = (

@@ -71,6 +71,16 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("run [1]*.json", [UNKNOWN]),
         ("A='*.json'\nrun $A ${X+*} dir/$A", [UNKNOWN, "dir/", UNKNOWN][::2]),
         ("f() { bash -c 'run $2' x 1 2; }\nf 7 8", ["2"]),
+        ("bash -x -c 'run $1' a b", ["b"]),
+        ("bash -euo pipefail -c 'run --a'", ["--a"]),
+        ("A=1\nbash <<EOF\nrun $A \\$B\nEOF", ["1", UNKNOWN]),
+        ("B=2\nsbatch --nodes=2 <<'EOF'\n#SBATCH --time=1\nsrun bash -c \"run $B\"\nEOF", ["2"]),
+        ("sbatch job.sh <<EOF\nrun no\nEOF\nrun yes", ["yes"]),
+        ("bash job.sh <<EOF\nrun no\nEOF\nrun yes", ["yes"]),
+        ("A=$(echo '--a   1\n --b  2' | tr '\\n' ' ' | sed 's/  \\+/ /g')\nrun $A", ["--a", "1", "--b", "2"]),
+        ("A=$(echo \"--a   $(x)\" | sed 's/  */ /g')\nrun \"$A\"", [f"--a {UNKNOWN}"]),
+        ("A=$(echo $(x) | sed 's/a/b/')\nB=$(sed 's/a/b/' file)\nrun $A $B", [UNKNOWN, UNKNOWN]),
+        ("D=$(python3 -c 'import torch_npu' 2> /dev/null && echo npu || echo gpu)\nrun $D", ["gpu"]),
         ("bash -c 'A=2; run in $A'\nsrun --mpi=x sh -c \"$CMD\"\nbash -lc 'run --last'", ["--last"]),
         ("command -p run a\ncommand -- run b", ["b"]),
     ],
@@ -566,6 +576,64 @@ def test_a_hostile_script_ends_soon(name: str, tmp_path: Path) -> None:
 
 
 LIST = "A=(" + "a " * 19_000 + ")\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tr '\\n' ' '", "tr '[:upper:]' '[:lower:]'", "tr A-Z a-z", "tr '/:@' '-'", "tr -cd '[:alnum:]_.-'", "tr -d ' '",
+        "tr -s ' '", "tr a-c xy", "sed 's/  \\+/ /g'", "sed 's/^\\[//;s/\\]$//'", "sed -E 's/-?[0-9.]+[bBmM]//g'",
+        "sed 's/[^a-z0-9._-]/-/g'", "sed 's/\\(a\\)/<\\1>/'", "sed 's/b/[&]/g'", "sed 's/ *$//'", "sed 's#/#_#g'",
+        "sed 's/+/p/'", "sed -E 's/\\./+/g'",
+    ],
+)  # fmt: skip
+def test_filters_print_what_the_programs_print(command: str, tmp_path: Path) -> None:
+    texts = ["a  b\nc   d\n", "Qwen/Qwen3-30B@x:y", "A.b-c_d 12\n", "[x];\n", ""]
+    lines = [f"A{i}=$(printf '%s' '{text}' | {command})\n" for i, text in enumerate(texts)]
+    script = "".join(lines) + "run " + " ".join(f'"$A{i}"' for i in range(len(texts)))
+    (tmp_path / "run.sh").write_text(f"run() {{ printf '%s|' \"$@\"; }}\n{script}")
+    printed = subprocess.run(["/bin/bash", tmp_path / "run.sh"], check=True, capture_output=True)
+    assert words_of(script)[1:] == printed.stdout.decode().split("|")[:-1]
+
+
+@pytest.mark.parametrize("command", ["sed 's/a*/x/g'", "sed -E 's/(a|ab)/x/'", "sed -n p", "sed y/a/b/", "tr -c a b"])
+def test_what_a_filter_does_otherwise_is_unknown(command: str) -> None:
+    assert words_of(f"A=$(echo aab | {command})\nrun $A")[1:] == [UNKNOWN]
+
+
+EXITING = 'A=\nfor F in "$D"/*.bin; do A=$F; done\n[ -z "$A" ] && exit 4\nrun --a\n'
+
+
+@pytest.mark.parametrize("text", [f"T='{EXITING}'\nsrun bash -c \"$T\"", f"sbatch <<'EOF'\n{EXITING}EOF"])
+def test_an_exit_in_a_text_for_a_shell_does_not_end_it_before_its_job(text: str) -> None:
+    script = read_script(text, Path("run.sh"), is_job=lambda words: words[:1] == ["run"])
+    assert [word for word, _ in script.commands[-1].words] == ["run", "--a"]
+    assert any("would stop here (exit 4)" in line for line in script.warnings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bash -c 'exit 1'\nrun --a",
+        "(exit 1)\nrun --a",
+        "bash -c 'exit 1; run --b' || run --a",
+        "A=$(bash -c 'exit 1; run --b')\nrun --a",
+    ],
+)
+def test_an_exit_ends_the_shell_of_its_own(text: str) -> None:
+    script = read_script(text, Path("run.sh"), is_job=lambda words: words[:2] == ["run", "--a"])
+    assert [word for word, _ in script.commands[-1].words] == ["run", "--a"]
+    assert not script.warnings
+
+
+def test_what_nemo_rl_s_ray_sub_runs_is_the_job() -> None:
+    def commands(text: str) -> list[list[str]]:
+        script = read_script(text, Path("run.sh"), is_job=lambda words: words[:1] == ["run"])
+        return [[word for word, _ in one.words] for one in script.commands]
+
+    assert commands('N=2\nCOMMAND="run --n $N" IMAGE=x sbatch --nodes=$N ray.sub') == [["run", "--n", "2"]]
+    assert commands("export COMMAND='run --a'\nsbatch ray.sub") == [["run", "--a"]]
+    assert commands("COMMAND=other sbatch ray.sub") == [["sbatch", "ray.sub"]]
 
 
 @pytest.mark.parametrize(

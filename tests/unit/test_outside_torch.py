@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -118,6 +118,28 @@ def test_only_the_last_stage_has_the_group_of_the_loss_and_the_kernels_of_the_ou
     assert outside_torch_of_every_stage(job) == last
     tied, apart = (of("PP2", model) for model in ("qwen3-4b", "qwen3-8b"))
     assert tied.nccl_bytes - apart.nccl_bytes == 484 * MIB
+
+
+def test_sinks_and_no_loss_of_the_router_are_what_two_h200s_held() -> None:
+    """The first job of its process: gpt-oss-20b with an exchange of heads had no group of its router's loss."""
+    rows = map(json.loads, (RESULTS / "h200x2_plain_megatron_heads.jsonl").read_text().splitlines())
+    (row,) = (row for row in rows if row["model"] == "gpt-oss-20b" and row["ranks"][0]["first_uses"])
+    model, state = find_architecture("gpt-oss-20b"), TrainingState.of_options(row["state"])
+
+    def stated(
+        loss: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss", coefficient: float = 0.0
+    ) -> OutsideTorch:
+        balanced = replace(model, moe_aux_loss_coeff=coefficient)
+        of_loss = replace(state, moe_router_load_balancing_type=loss)
+        return estimate_outside_torch(Layout(context_parallel_size=2), balanced, of_loss)
+
+    assert model.moe_aux_loss_coeff == 0
+    for rank in row["ranks"]:
+        held = rank["steps"][-1]["outside_torch_bytes"]
+        assert stated().total_bytes <= held <= stated().most_bytes
+    assert stated("none", 0.01) == stated()
+    for loss in ("aux_loss", "seq_aux_loss"):
+        assert stated(loss, 0.01).nccl_bytes - stated().nccl_bytes == 484 * MIB
 
 
 def test_ranks_that_gather_all_tokens_may_have_no_peers() -> None:

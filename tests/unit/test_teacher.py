@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,12 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
 from memlab.config.validation import RuleError
-from memlab.engines.megatron.losses import LOSSES
+from memlab.engines.megatron.losses import LOSSES, LossFromLogits, _kl_of_largest
+from memlab.engines.megatron.training_step import _beside_cross_entropy
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
+from tests.unit.inside import inside
 from tests.unit.ranks import on_ranks
 from tests.unit.test_loss_bytes import ROWS, VOCABULARY, bytes_of_logit
 
@@ -82,6 +85,63 @@ def test_the_largest_logits_are_compared_by_themselves_on_one_rank_and_on_two() 
 
     for ranks in (1, 2):
         on_ranks(ranks, job)
+
+
+def test_model_optimizer_compares_the_largest_logits_by_themselves_on_one_rank_and_on_two() -> None:
+    torch.manual_seed(1)
+    student, teacher = torch.randn(2, 1, 60, 32).unbind()
+    student.requires_grad_()
+    values, places = teacher.topk(5)
+    wanted = divergence("logits_kl", student.gather(-1, places).double(), values.double()).float()
+    (gradient,) = torch.autograd.grad(wanted.sum(), student)
+
+    def job(rank: int, group: Any) -> None:
+        own, of_teacher = (each.detach().chunk(group.size(), -1)[rank].contiguous() for each in (student, teacher))
+        own.requires_grad_()
+        labels = torch.zeros(1, 60, dtype=torch.int64)
+        found = _kl_of_largest(own * 1, labels, group, None, teacher=of_teacher, topk=5)
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-6)
+        (of_own,) = torch.autograd.grad(found.sum(), own)
+        torch.testing.assert_close(of_own, gradient.chunk(group.size(), -1)[rank], rtol=1e-3, atol=1e-6)
+
+    for ranks in (1, 2):
+        on_ranks(ranks, job)
+
+
+@pytest.mark.parametrize(("ranks", "held"), [(1, 5.024), (2, 5.792)])
+def test_model_optimizer_s_largest_logits_need_what_its_function_does(ranks: int, held: float) -> None:
+    """Bytes per logit of 1,024 tokens and 8,000 logits, 512 of them compared: ``TopKLogitsKLLoss`` (a2fbac7b).
+
+    torch's profiler counted them on the CPU, torch 2.13; of several ranks in a group of one, which gathers half.
+    """
+    shape = (1, 1024, 8000)
+    labels, teacher = torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape, dtype=torch.bfloat16)
+    found: list[dict[str, float]] = []
+
+    def job(_: int, group: Any) -> None:
+        compute = partial(_kl_of_largest, labels=labels, group=group, chunk_size=None, teacher=teacher, topk=512)
+        found.append(bytes_of_logit(compute, fp32=False, trains=True, shape=shape, there=teacher))
+
+    on_ranks(ranks, job)
+    for of_rank in found:
+        assert of_rank == pytest.approx(
+            {"forward": 14.0, "held": held, "backward": 8.768}, abs=0.8 * (ranks - 1) + 0.05
+        )
+
+
+def test_a_loss_beside_the_cross_entropy_needs_what_both_functions_do(open_lab: Callable[..., Lab]) -> None:
+    """As above: ``LogitsKLLoss`` beside ``vocab_parallel_cross_entropy`` of megatron-core 0.16.1."""
+    lab = open_lab("phi-4-tiny", num_layers=1, seq_length=96)  # makes Megatron's groups
+    shape, model = (1, 1024, 8000), inside(lab).model.engine.live.chunk
+    labels, teacher = torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape, dtype=torch.bfloat16)
+    beside = TrainingState(**KL.changed(), lm_loss_beside=True)
+
+    def compute(logits: torch.Tensor) -> torch.Tensor:
+        own = partial(LossFromLogits(), logits, labels, beside, None, teacher)
+        return _beside_cross_entropy(own, model, logits, labels, beside)
+
+    found = bytes_of_logit(compute, fp32=False, trains=True, shape=shape, there=teacher)
+    assert found == pytest.approx({"forward": 34.002, "held": 12.001, "backward": 16.001}, abs=0.15)
 
 
 @pytest.mark.parametrize(("reference", "ranks", "most"), [("copy", 1, 256), ("copy", 2, 128), ("none", 2, 256)])
@@ -159,8 +219,12 @@ def test_a_loss_needs_what_the_framework_s_own_function_does(
         ("qwen3-moe-tiny", TrainingState(loss="jsd", lora=LoRA(rank=4), reference_model="without_adapters")),
         ("llama-3-tiny", TrainingState(**GKD.changed(), gkd_logits_topk=16)),
         ("llama-3-tiny", TrainingState(loss="jsd", fp32_output=True, gkd_logits_topk=16)),
+        ("llama-3-tiny", TrainingState(**KL.changed(), logit_kl_topk=16, lm_loss_beside=True)),
     ],
-    ids=["the same model", "another one, beside adapters", "without adapters", "largest logits", "of a server"],
+    ids=[
+        *("the same model", "another one, beside adapters", "without adapters", "largest logits", "of a server"),
+        "largest logits beside cross entropy",
+    ],
 )
 def test_a_step_is_the_cpu_s_to_the_byte(model: str, state: TrainingState) -> None:
     records = []
@@ -182,6 +246,37 @@ def test_what_a_replay_leaves_out_changes_no_byte_of_a_step_with_a_teacher() -> 
                 record = lab.step()
                 peaks.add((record.peak_allocated_bytes, record.peak_reserved_bytes, record.activation_peak_bytes))
         assert len(peaks) == 1
+
+
+def test_a_teacher_in_fp8_keeps_a_byte_of_each_weight_of_its_matrices() -> None:
+    """It has no backward, and so no values by column; what it is trained beside changes nothing of that."""
+    options: dict[str, Any] = {"num_layers": 1, "seq_length": 512, "backend": "simulated"}
+    in_fp8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    kept = {}
+    for reference in ("none", "copy"):
+        for fp8 in ({}, in_fp8):
+            state = TrainingState.of_options({"reference_model": reference} | fp8)
+            with Lab("llama-3.1-8b", state=state, **options) as lab:
+                lab.step()
+                kept[reference, bool(fp8)] = lab.step().static_bytes
+    of_both, of_one = (kept[each, True] - kept[each, False] for each in ("copy", "none"))
+    matrices = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336
+    assert of_one == pytest.approx(2 * matrices, rel=1e-4)
+    assert of_both - of_one == pytest.approx(matrices, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("state", [KL, GKD, TrainingState(reference_model="copy")], ids=["kl", "gkd", "dpo"])
+def test_a_stage_of_two_models_is_replayed_as_it_is_stepped(state: TrainingState, stage: int) -> None:
+    layout = Layout(pipeline_model_parallel_size=2, rank=stage)
+    options: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "num_microbatches": 6, "layout": layout}
+    peaks = set()
+    for replay in (True, False):
+        with Lab("llama-3-tiny", state=state, replay=replay, backend="simulated", **options) as lab:
+            lab.step()
+            record = lab.step()
+            peaks.add((record.static_bytes, record.peak_allocated_bytes, record.peak_reserved_bytes))
+    assert len(peaks) == 1
 
 
 def test_gkd_holds_the_teacher_s_logits_of_all_micro_batches_and_model_optimizer_those_of_one() -> None:
@@ -269,10 +364,15 @@ _OTHER = f"{_GKD} --lmbda 0 --teacher_model Qwen/Qwen3-32B"
             ("jsd", "copy", "Qwen/Qwen3-32B"),
             {"rlhf_type": "less", "steps_per_generation": "more", "beta": "less"},
         ),
+        (
+            f"{_OTHER} --pipeline_model_parallel_size 2 --fp8_format hybrid --fp8_recipe tensorwise",
+            ("jsd", "copy", "Qwen/Qwen3-32B"),
+            {"rlhf_type": "less"},
+        ),
         # What memlab does not predict with it stays a bound from one side.
         (f"{_GKD} --lmbda 0 --gkd_logits_topk 64", ("log_softmax", "none", None), {"rlhf_type": "more"}),
         (
-            f"{_OTHER} --pipeline_model_parallel_size 2",
+            f"{_OTHER} --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2",
             ("log_softmax", "none", None),
             {"rlhf_type": "more", "teacher_model": "more"},
         ),

@@ -209,9 +209,16 @@ def test_a_job_of_bridge_says_how_its_buffers_are_used(tmp_path: Path) -> None:
     ("lines", "ring", "named"),
     [
         ("  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg}}", ("proj_fprop",), []),
-        ("  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg, method: bulk}}", (), []),
+        (
+            "  tp_comm_overlap_cfg: {proj_fprop: {_target_: PATH.RingExchangeOverlapCfg, method: bulk}}",
+            (),
+            ["tp_comm_overlap_cfg.proj_fprop.method"],
+        ),
         ("  tp_comm_overlap_cfg: {_target_: PATH.TransformerLayerTPOverlapCfg}", (), []),
         ("  tp_comm_overlap_cfg: {_target_: PATH.userbuffers_fp8_h100}", (), ["tp_comm_overlap_cfg._target_"]),
+        ("  tp_comm_overlap_cfg: {proj_dgrad: {method: bulk}}", (), ["tp_comm_overlap_cfg.proj_dgrad.method"]),
+        ("  tp_comm_overlap_cfg: {fc2_fprop: {method: ring}}", (), ["tp_comm_overlap_cfg.fc2_fprop.method"]),
+        ("  tp_comm_overlap_cfg: {fc3_fprop: {method: bulk}}", (), ["tp_comm_overlap_cfg.fc3_fprop.method"]),
         ("  tp_comm_overlap_cgf: file.yaml", (), ["tp_comm_overlap_cgf"]),
     ],
 )

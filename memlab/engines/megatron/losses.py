@@ -70,6 +70,9 @@ class LossFromLogits(torch.nn.Module):
             compute = WITH_ENTROPY[state.loss]
         elif state.loss == "topk_logits":
             compute = partial(_topk_logits, topk=state.topk_logits_k)
+        elif state.loss == "logits_kl" and state.logit_kl_topk is not None:
+            assert isinstance(teacher, torch.Tensor), "all logits"
+            compute = partial(_kl_of_largest, teacher=teacher, topk=state.logit_kl_topk)
         elif teacher is not None:
             compute = partial(compute, teacher=teacher)
         if lengths is None or state.loss not in BY_SEQUENCE or not torch.is_grad_enabled():
@@ -249,6 +252,26 @@ def _logits_kl(
     return loss
 
 
+def _kl_of_largest(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any,
+    chunk_size: int | None,
+    *,
+    teacher: torch.Tensor,
+    topk: int,
+) -> torch.Tensor:
+    of_teacher, own = teacher.float() / 1.0, logits.float() / 1.0  # a temperature
+    values, places = torch.topk(of_teacher, min(topk, of_teacher.shape[-1]), dim=-1)
+    of_own = _Picked.apply(own, places)
+    if group.size() > 1:
+        of_all, of_student = _PartsOfRanks.apply(values, group), _PartsOfRanks.apply(of_own, group)
+        values, chosen = torch.topk(of_all, topk, dim=-1)
+        of_own = _Picked.apply(of_student, chosen)
+    student, target = torch.log_softmax(of_own, dim=-1), torch.log_softmax(values, dim=-1)
+    return kl_div(student, target, reduction="none", log_target=True).sum(-1)
+
+
 def _jsd(
     logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None, *, teacher: Teacher
 ) -> torch.Tensor:
@@ -345,8 +368,8 @@ LOSSES: dict[str, _Loss] = {
     "log_softmax": _kept_log_softmax,
     # NeMo-RL's distillation (``get_distillation_topk_logprobs_from_logits`` in nemo_rl/distributed/model_utils.py).
     "topk_logits": _topk_logits,
-    # Model Optimizer's distillation, which Megatron-Bridge runs (``LogitsKLLoss`` in
-    # modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
+    # Model Optimizer's distillation, which Megatron-Bridge runs (``LogitsKLLoss``, and `_kl_of_largest`
+    # ``TopKLogitsKLLoss``, in modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
     "logits_kl": _logits_kl,
     # ms-swift's GKD (``gkd_loss`` in swift/rlhf_trainers/gkd_loss.py, 3602360).
     "jsd": _jsd,
@@ -634,6 +657,21 @@ class _SumOfRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _summed(gradient.clone(), ctx.group) if ctx.differ else gradient, None, None
+
+
+class _PartsOfRanks(torch.autograd.Function):
+    """What all ranks have, in the last dimension; the gradient is that of the rank's own part."""
+
+    @staticmethod
+    def forward(ctx: Any, of_rank: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(of_rank) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, of_rank, group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
 
 
 def _weighted(softmax: torch.Tensor, rows: torch.Tensor, group: Any) -> torch.Tensor:

@@ -14,12 +14,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
 from memlab.config.scenario import Scenario
-from memlab.config.training_state import COMPARE_WITH_TEACHER
+from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.adapters import without_adapters
 from memlab.engines.megatron.build import LiveModel, seed_megatron
 from memlab.engines.megatron.causal_mask import causal_mask, masks_of_data_loader
+from memlab.engines.megatron.frozen_stages import alone, has_joined_stages, joined, joined_shapes, split_input
 from memlab.engines.megatron.graph_capture import captured
 from memlab.engines.megatron.losses import Teacher, largest_of_swift
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
@@ -50,7 +51,7 @@ def train_step(
     data_parallel_overlap.fill_buffers(live)
     batches = [_batches(live.scenario) for _ in live.chunks]  # they hold the last mask until the step ends
     with _phases(live, labels, microbatches.before_forward):
-        teachers: deque[Teacher] = deque()
+        teachers: deque[Teacher | None] = deque()
         if live.scenario.state.loss == "jsd":
             labels.enter_phase("forward")
             teachers = _logits_of_all_microbatches(live)
@@ -96,7 +97,7 @@ class _Batch(NamedTuple):
     """Those that are made with the mask."""
 
 
-def _logits_of_all_microbatches(live: LiveModel) -> deque[Teacher]:
+def _logits_of_all_microbatches(live: LiveModel) -> deque[Teacher | None]:
     """Runs the teacher with all micro-batches, as ms-swift's GKD does before the first is trained.
 
     Each micro-batch frees its logits, or the largest of them, which a server may send too
@@ -110,9 +111,9 @@ def _logits_of_all_microbatches(live: LiveModel) -> deque[Teacher]:
         model.config.memlab_routing.begin_step()
     batches = _batches(scenario)
 
-    def of_one() -> Teacher:
-        logits: torch.Tensor = _forward_step(live, None, batches, live.chunk)[0]
-        return logits if k is None else largest_of_swift(logits, k)
+    def of_one() -> Teacher | None:
+        logits: torch.Tensor | None = _forward_step(live, None, batches, live.chunk)[0]
+        return logits if k is None or logits is None else largest_of_swift(logits, k)
 
     return deque(of_one() for _ in range(scenario.num_microbatches))
 
@@ -131,7 +132,7 @@ def _run_schedule(
     live: LiveModel,
     microbatches: Microbatches,
     batches: list[Iterator[_Batch]],
-    teachers: deque[Teacher],
+    teachers: deque[Teacher | None],
     *,
     forward_only: bool = False,
 ) -> float | None:
@@ -150,6 +151,7 @@ def _run_schedule(
             seq_length=scenario.seq_length,
             micro_batch_size=scenario.micro_batch_size,
             forward_only=forward_only,
+            adjust_tensor_shapes_fn=None if forward_only else joined_shapes(scenario),
         )
     if forward_only and state.loss == "topk_logits":
         _share_largest(live, losses)
@@ -190,8 +192,8 @@ def _over_the_copies(loss: float) -> float:
 
 
 def _forward_step(
-    live: LiveModel, teachers: deque[Teacher] | None, batches: Iterator[_Batch], model: Any
-) -> tuple[torch.Tensor, Any]:
+    live: LiveModel, teachers: deque[Teacher | None] | None, batches: Iterator[_Batch], model: Any
+) -> tuple[torch.Tensor | None, Any]:
     """Runs a micro-batch, with the logits of its teacher if these are there already; None runs the teacher alone."""
     batch, mask, positions = next(batches)
     scenario = live.scenario
@@ -211,22 +213,20 @@ def _forward_step(
     lengths_of_rank = None if lengths is None else tuple(length // ranks for length in lengths)
     given, teacher = (own_inputs, own_positions, mask), None
     if teachers is None:
-        return _of_reference(live, *given, **packed), None
+        frozen = _frozen(live)
+        return alone(live, frozen, partial(_of_reference, live, frozen, *given, **packed)), None
     compares = state.loss in COMPARE_WITH_TEACHER
     is_own_loss = state.loss == "cross_entropy" or (compares and not torch.is_grad_enabled())
     if is_own_loss and state.num_labels is None:
         named = {"labels": own_labels, **packed}
-        if state.reference_model == "none" or not torch.is_grad_enabled():
-            return model(*given, **named), _mean_loss
-        of_reference = _of_reference(live, *given, **named)
-        # ms-swift hands both to the schedule as one tensor (``forward_step`` in its trainers/dpo_trainer.py).
-        return torch.cat([of_reference, model(*given, **named)]), _mean_of_second_half
+        return _with_own_loss(live, model, *given, **named)
     if compares:
         # Model Optimizer runs it in each micro-batch (``_forward`` in modelopt/torch/distill/plugins/megatron.py).
-        teacher = teachers.popleft() if teachers else _of_reference(live, *given, **packed)
+        teacher = teachers.popleft() if teachers else _of_reference_here(live, model, *given, **packed)
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return _mean_loss(live.loss(logits, own_labels, state, lengths_of_rank, teacher))
+        compute = partial(live.loss, logits, own_labels, state, lengths_of_rank, teacher)
+        return _mean_loss(_beside_cross_entropy(compute, model, logits, own_labels, state))
 
     def largest(logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         found = live.largest(logits, state, lengths_of_rank)
@@ -235,19 +235,65 @@ def _forward_step(
     # Without labels the model returns the logits.
     logits = model(*given, **packed)
     is_teacher = state.loss == "topk_logits" and not torch.is_grad_enabled()
+    if teacher is not None and not model.module.post_process:
+        assert isinstance(teacher, torch.Tensor), "hidden states"
+        return joined(live, teacher, logits), mean_loss
     logits = live.fp32_output(logits) if state.fp32_output and model.module.post_process else logits
     return logits, largest if is_teacher else mean_loss
 
 
+def _beside_cross_entropy(
+    compute: Callable[[], torch.Tensor], model: Any, logits: torch.Tensor, labels: torch.Tensor, state: TrainingState
+) -> torch.Tensor:
+    """Returns each token's loss, with the model's own cross entropy in training states that add it.
+
+    Model Optimizer's students compute it in their forward, before the other (``_compute_student_lm_loss`` in
+    modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
+    """
+    if not (state.lm_loss_beside and state.loss == "logits_kl" and torch.is_grad_enabled()):
+        return compute()
+    loss: torch.Tensor = model.module.compute_language_model_loss(labels, logits.transpose(0, 1).contiguous())
+    return loss + compute()
+
+
+def _with_own_loss(live: LiveModel, model: Any, *given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+    """Runs a model that computes its loss itself, after a reference model in training states that have one."""
+    if live.scenario.state.reference_model == "none" or not torch.is_grad_enabled():
+        return model(*given, **named), _mean_loss
+    of_reference = _of_reference_here(live, model, *given, **named)
+    # ms-swift hands both to the schedule as one tensor (``forward_step`` in its trainers/dpo_trainer.py).
+    return joined(live, of_reference, model(*given, **named)), _mean_of_second_half
+
+
+def _frozen(live: LiveModel) -> Any:
+    return live.reference[0] if live.reference else live.chunk.module
+
+
+def _of_reference_here(live: LiveModel, model: Any, *given: Any, **named: Any) -> torch.Tensor:
+    """Runs the frozen model where the trained one is about to run, on the input of its own stage."""
+    frozen, own = _frozen(live), None
+    if has_joined_stages(live.scenario) and not model.module.pre_process:
+        of_frozen, own = split_input(live, model.module)
+        frozen.set_input_tensor(of_frozen)
+    output = _of_reference(live, frozen, *given, **named)
+    if own is not None:
+        model.module.set_input_tensor(own)
+    return output
+
+
 @torch.no_grad()
-def _of_reference(live: LiveModel, *given: Any, **named: Any) -> torch.Tensor:
-    """Returns each token's loss, or without labels the logits, of the frozen model or the model without adapters."""
+def _of_reference(live: LiveModel, frozen: Any, *given: Any, **named: Any) -> torch.Tensor:
+    """Returns each token's loss, or without labels the logits, of the frozen model or the model without adapters.
+
+    A stage that is not the last one returns hidden states.
+    """
+    output: torch.Tensor
     if live.reference:
-        of_copy: torch.Tensor = live.reference[0](*given, **named)
-        return of_copy
+        output = frozen(*given, **named)
+        return output
     with without_adapters(live.modules()), live.config.memlab_routing.unnoted():
-        of_model: torch.Tensor = live.chunk.module(*given, **named)
-    return of_model
+        output = frozen(*given, **named)
+    return output
 
 
 def _mean_of_second_half(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:

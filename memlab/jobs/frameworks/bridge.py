@@ -112,6 +112,7 @@ KEYS = (
     Key("train.manual_gc", "manual_gc", SWITCH, False),
     *under("optimizer", OPTIMIZER),
     Key("optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
+    Key("optimizer.overlap_param_gather", "overlap_param_gather", SWITCH),
     *under("ddp", _BUCKETS),
     Key("ddp.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     # What mixed_precision sets replaces what the other sections set (update_config_with_precision_overrides).
@@ -149,8 +150,8 @@ _OTHER_MODELS = (
     Missing(
         "model.teacher",
         "more",
-        "a teacher on the same ranks, which the job's program builds: where its pipeline has one stage, --loss "
-        "logits_kl --reference-model copy --teacher-model NAME predict it",
+        "a teacher on the same ranks, which the job's program builds: --loss logits_kl "
+        "--reference-model copy --teacher-model NAME predict it",
         is_given,
     ),
 )
@@ -423,6 +424,28 @@ def _complete_gradients(reading: Reading) -> None:
         )
         values["grad_reduce_in_bf16"] = False
     _complete_overlap(reading)
+    is_muon = "muon" in str(reading.entries.get("optimizer.optimizer"))
+    _switch_on_in_both(reading, "use_distributed_optimizer", default=not is_muon)
+    _switch_on_in_both(reading, "overlap_param_gather", default=False)
+
+
+def _switch_on_in_both(reading: Reading, option: str, *, default: bool) -> None:
+    """Takes an option as on where one of the sections ``ddp`` and ``optimizer`` has it on.
+
+    See ``_validate_and_sync_distributed_optimizer_settings`` in training/config.py (0.6.2). The
+    optimizer of a recipe has the distributed optimizer on, unless it is Muon (recipes/utils/optimizer_utils.py), and a
+    file that changes ``ddp`` keeps that. It comes after ``comm_overlap``, which asks ``ddp`` alone
+    (``runtime_config_update``).
+    """
+    sections = {f"{section}.{option}": reading.get(f"{section}.{option}", default) for section in ("ddp", "optimizer")}
+    off = [key for key, value in sections.items() if value is False and key in reading.entries.by_key]
+    if not reading.values.get(option) and True in sections.values():
+        reading.values[option] = True
+    if reading.values.get(option) and off:
+        reading.taken = [one for one in reading.taken if one.key not in off]
+        reading.without_effect |= dict.fromkeys(
+            off, f"the other of {' and '.join(sections)} is on, which is on for both"
+        )
 
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.config.architectures import Architecture
-from memlab.jobs.frameworks.framework import NotModelled, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import WORDS
 
 _IMPL = "cuda_graph_impl"
@@ -16,6 +16,9 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
     """Takes the graphs that memlab predicts for a model, also by the names that megatron-core had before 0.18.
 
     There a graph of the whole iteration was a scope of ``local``.
+
+    Raises:
+        CannotStartError: If layers are in graphs that Megatron-Core refuses to recompute as a whole.
     """
     for one in reading.not_modelled.copy():
         section, dot, name = one.key.rpartition(".")
@@ -31,14 +34,20 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             _take(reading, one, _OF_ENGINE)
             for key in named:
                 reading.take(key, "cuda_graph_modules", tuple(modules))
+    if reading.values.get(_IMPL) == _OF_ENGINE and reading.values.get("recompute_granularity") == "full":
+        raise CannotStartError(
+            "recompute_granularity is 'full' with graphs of layers by Transformer Engine, which Megatron-Core refuses "
+            "(transformer_config.py, 0.16.1): choose selective recompute, or a graph of the whole iteration",
+            *("recompute_granularity", _IMPL),
+        )
     is_tied = architecture.share_embeddings_and_output_weights
     if reading.values.get(_IMPL) == _WHOLE and (is_tied or _has_other_layers(reading, architecture)):
         (given,) = [each for each in reading.taken if each.field == _IMPL]
         reading.taken.remove(given)
         reading.values[_IMPL] = "none"
         reason = (
-            "with experts, adapters, a reference model, tied embeddings, fp32 or unfused attention memlab predicts no "
-            "graph of a whole iteration"
+            "with experts, adapters, a reference model, tied embeddings, fp32, unfused attention or offload between "
+            "steps memlab predicts no graph of a whole iteration"
         )
         reading.miss(given.key, "more", reason)
 
@@ -59,7 +68,7 @@ def _is_predicted(reading: Reading, architecture: Architecture, modules: list[st
 
 
 def _has_other_layers(reading: Reading, architecture: Architecture) -> bool:
-    """Whether a job has what memlab predicts in no graph: experts, another model, or products of torch in layers."""
+    """Whether a job has what memlab predicts in no graph: experts, another model, torch's products, or offload."""
     values = reading.values
     return (
         architecture.routes
@@ -68,6 +77,7 @@ def _has_other_layers(reading: Reading, architecture: Architecture) -> bool:
         or values.get("dtype") == "fp32"
         or values.get("attention_backend") in ("unfused", "local")
         or values.get("transformer_impl") == "local"
+        or any(values.get(f"offload_{group}") for group in ("parameters", "gradients", "optimizer"))
     )
 
 

@@ -172,7 +172,11 @@ def _read_load_balancing(value: Any) -> str:
 
 def _read_dispatcher(value: Any) -> str:
     # Another type is named as not modelled, and memlab then predicts alltoall.
-    return "allgather" if value == "allgather" else "alltoall"
+    return value if value in ("allgather", "flex") else "alltoall"
+
+
+def _read_flex_backend(value: Any) -> str:
+    return "hybridep" if value == "hybridep" else "deepep"  # another one is named as not modelled
 
 
 def exchange_of(value: Any) -> str | None:
@@ -218,6 +222,9 @@ ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "pa
 PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
 DISPATCHER = Conversion(_read_dispatcher, _same)
+FLEX_BACKEND = Conversion(_read_flex_backend, _same)
+DEEP_EP_SMS = Conversion(lambda value: _read_whole(value) or 20, _same)
+"""Megatron-Core's own default, and that of DeepEP where newer configs have None."""
 CP_COMM_TYPE = Conversion(_read_exchange, _same)
 IMPLEMENTATION = Conversion(lambda value: "local" if value == "local" else "transformer_engine", _same)
 """Of the layers; another one is named as not modelled."""

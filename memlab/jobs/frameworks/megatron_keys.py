@@ -24,8 +24,10 @@ from memlab.jobs.frameworks.keys import (
     CONVERSIONS,
     CP_COMM_TYPE,
     CUDA_GRAPHS,
+    DEEP_EP_SMS,
     DISPATCHER,
     EXTRA_LAYERS,
+    FLEX_BACKEND,
     LOAD_BALANCING,
     LONG_DTYPE,
     NOT,
@@ -98,6 +100,8 @@ _CONVERSIONS = {
     "moe_router_dtype": ROUTER_DTYPE,
     "moe_router_load_balancing_type": LOAD_BALANCING,
     "moe_token_dispatcher_type": DISPATCHER,
+    "moe_flex_dispatcher_backend": FLEX_BACKEND,
+    "moe_deepep_num_sms": DEEP_EP_SMS,
     "cp_comm_type": CP_COMM_TYPE,
     "cuda_graph_impl": CUDA_GRAPHS,
     "moe_expert_capacity_factor": CAPACITY,
@@ -244,10 +248,17 @@ MISSING = (
     Missing(
         "moe_token_dispatcher_type",
         "either",
-        "memlab dispatches tokens with alltoall or allgather",
-        other_than("alltoall", "allgather"),
+        "memlab dispatches tokens with alltoall, allgather or flex",
+        other_than("alltoall", "allgather", "flex"),
     ),
-    Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
+    Missing(
+        "moe_flex_dispatcher_backend",
+        "either",
+        "memlab exchanges tokens by DeepEP or HybridEP",
+        other_than("deepep", "hybridep"),
+    ),
+    Missing("moe_flex_dispatcher_num_sms", "either", "DeepEP's buffers outside torch grow with it", is_given),
+    Missing("moe_permute_fusion_into_hybridep", "either", "HybridEP keeps other maps of the experts' rows"),
     Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
     Missing("overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"),
     Missing("delay_wgrad_compute", "more", "inputs of weight gradients stay until these are computed"),
@@ -325,6 +336,11 @@ MISSING = (
 )
 """Of TransformerConfig; a framework reads them under its own prefix."""
 
+
+def _is_16_bits(value: Any) -> bool:
+    return str(value).rpartition(".")[2] in ("bf16", "fp16", "bfloat16", "float16")
+
+
 MISSING_DDP = (
     Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("use_custom_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
@@ -334,6 +350,13 @@ MISSING_DDP = (
     Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
     Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
     Missing("fsdp_double_buffer", "more", "Megatron-FSDP keeps buffers of two layers, between steps too"),
+    Missing("megatron_fsdp_main_grads_dtype", "less", "Megatron-FSDP keeps gradients in 16 bits", _is_16_bits),
+    Missing(
+        "megatron_fsdp_main_params_dtype",
+        "less",
+        "Megatron-FSDP keeps a rank's main parameters in 16 bits",
+        _is_16_bits,
+    ),
     Missing("num_buckets", "either", "it decides how large the buckets are", is_given),
     Missing("pad_buckets_for_high_nccl_busbw", "more", "buckets are padded to a multiple of 2**16 elements"),
     Missing("fp4_param_gather", "either", "parameters are FP4"),

@@ -695,12 +695,16 @@ _ONLY_OF_NEMO_RL = {
 }
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
 _OWN_LAYERS = {"transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"}
-ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | _OWN_LAYERS | NOT_WRITTEN
+ONLY_OF_PROGRAMS = dict.fromkeys(
+    ("logit_kl_topk", "lm_loss_beside"), "only programs that use Model Optimizer's distillation say it"
+)
+ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | _OWN_LAYERS | NOT_WRITTEN | ONLY_OF_PROGRAMS
 OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | ONLY_OF_MEGATRON_LM
 CANNOT_WRITE = (
     ONLY_OF_MS_SWIFT
     | ONLY_OF_VERL_AND_SLIME
     | _ONLY_OF_NEMO_RL
+    | ONLY_OF_PROGRAMS
     | {
         "freeze_moe_router": "no argument freezes routers: freeze their weights in the model provider",
         "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",

@@ -170,7 +170,7 @@ _CORE_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "cp_comm_type", "deterministic_mode", "fp16",
     "fp4_format", "fp4_param_gather", "microbatch_group_size_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input", "moe_enable_deepep",
+    "microbatch_group_size_per_vp_stage", "moe_apply_probs_on_input",
     "moe_grouped_gemm",
     "moe_token_dispatcher_type",
     "no_rope_freq", "normalization", "optimizer", "optimizer_cuda_graph", "overlap_p2p_comm",
@@ -319,7 +319,7 @@ def _take_teacher(reading: Reading, student: Architecture) -> None:
     if get("beta", 0.5) in (0, 1):
         reading.miss("beta", "less", "the loss compares with one distribution in place of a mixture of both")
     if get("sft_alpha"):
-        reading.miss("sft_alpha", "more", "the language model's loss is computed beside it")
+        reading.miss("sft_alpha", "more", "the cross entropy is computed beside it, and keeps a softmax in fp32")
     if (get("steps_per_generation") or 1) > 1 or is_given(get("generation_batch_size")):
         reading.miss("steps_per_generation", "more", "the teacher's logits of several steps are there together")
 
@@ -328,9 +328,7 @@ def _takes_own_teacher(reading: Reading, student: Architecture) -> bool:
     """Takes a teacher that the training's ranks have; False where there is none, or memlab does not predict it."""
     values, get, key = reading.values, reading.get, "teacher_model"
     is_student = key in reading.without_effect
-    has_more = any(map(is_given, map(values.get, ("fp8_format", "mtp_num_layers", "offload_modules"))))
-    has_stages = (values.get("pipeline_model_parallel_size") or 1) > 1
-    if not is_given(get(key)) or has_more or has_stages:
+    if not is_given(get(key)) or _has_more_than_a_frozen_model(reading):
         return False
     try:
         teacher = student if is_student else find_architecture(str(get(key)))
@@ -523,13 +521,19 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         reading.miss("task_type", "more", f"each of a batch is a positive and up to {negatives} negatives of the data")
 
 
+def _has_more_than_a_frozen_model(reading: Reading) -> bool:
+    """Whether a job has what memlab does not predict beside a frozen model in the step."""
+    values = reading.values
+    has_more = any(values.get(name) for name in ("fp8_param_gather", "mtp_num_layers", "offload_modules"))
+    return has_more or (values.get("virtual_pipeline_model_parallel_size") or 1) > 1
+
+
 def _take_reference_model(reading: Reading) -> None:
     """Takes the reference model of a step, where memlab predicts it."""
     values = reading.values
     kind = "copy" if _tuner(reading) == "full" else "without_adapters" if values.get("lora_rank") else None
     has_own_adapters = any(is_given(reading.get(key)) for key in ("ref_adapters", "mcore_ref_adapter"))
-    has_more = values.get("fp8_format") or values.get("mtp_num_layers") or values.get("offload_modules")
-    if kind and not (has_more or has_own_adapters or (values.get("pipeline_model_parallel_size") or 1) > 1):
+    if kind and not (_has_more_than_a_frozen_model(reading) or has_own_adapters):
         reading.take("rlhf_type", "reference_model", kind)
     elif has_own_adapters:
         reading.miss("rlhf_type", "more", "the reference model has adapters of its own")

@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.keys import (
     BACKEND,
     COUNT,
     DISPATCHER,
+    FLEX_BACKEND,
     LOAD_BALANCING,
     LONG_DTYPE,
     NUMBER,
@@ -125,6 +126,7 @@ KEYS = (
     Key(f"{_MEGATRON}.moe_permute_fusion", "moe_permute_fusion", SWITCH, True),
     Key(f"{_MEGATRON}.moe_shared_expert_overlap", "moe_shared_expert_overlap", SWITCH),
     Key(f"{_MEGATRON}.moe_token_dispatcher_type", "moe_token_dispatcher_type", DISPATCHER, "alltoall"),
+    Key(f"{_MEGATRON}.moe_flex_dispatcher_backend", "moe_flex_dispatcher_backend", FLEX_BACKEND, "deepep"),
     Key(f"{_MEGATRON}.moe_router_load_balancing_type", "moe_router_load_balancing_type", LOAD_BALANCING, "none"),
     *under(_MEGATRON, (key for key in LAYERS if key.field in _OWN_OF_LAYERS)),
     *under(_MEGATRON, EXTRA),
@@ -179,7 +181,7 @@ KEYS = (
     ),
 )
 _OWN_ARGUMENTS = (
-    "cuda_graph_impl", "moe_enable_deepep", "moe_grouped_gemm",
+    "cuda_graph_impl", "moe_flex_dispatcher_backend", "moe_grouped_gemm",
     "moe_token_dispatcher_type", "transformer_impl",
 )  # fmt: skip
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
@@ -268,7 +270,7 @@ def complete(reading: Reading) -> None:
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
         # The budget counts tokens before context parallel ranks share them.
         context = values.get("context_parallel_size") or 1
-        take_rows(reading, key, -(-tokens // context), longest, sequences)
+        take_rows(reading, key, -(-tokens // context), longest, sequences, is_refused=is_packed_row)
         return
     take_sequences(reading, longest, sequences)
 
@@ -654,6 +656,16 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     return reasons
 
 
+_PROGRAM = re.compile(r"(?:.*/)?run_(?:\w+_)?(?:grpo|sft|dpo|ppo|rm|distillation)(?:_\w+)?\.py")
+
+
+def _is_a_job(words: list[str]) -> bool:
+    """Whether a command starts one of NeMo-RL's ``examples/run_*.py`` with a file, or with keys of its own."""
+    programs = [word for word in words if _PROGRAM.fullmatch(word)]
+    has_keys = any(word.lstrip("+~").startswith(("policy.", "cluster.")) for word in words)
+    return bool(programs) and (has_keys or ("--config" in words and "examples/" in programs[0]))
+
+
 NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
@@ -662,6 +674,7 @@ NEMO_RL = Framework(
     signs=Signs(
         looked_for="policy.megatron_cfg",
         key="policy.megatron_cfg.",
+        of_command=_is_a_job,
         of_tree=lambda begins: begins("policy.dtensor_cfg.") or (begins("policy.") and begins("defaults")),
     ),
     style="overrides",

@@ -212,7 +212,7 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
     if is_packed or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed else dynamic) or longest * values["micro_batch_size"]
-        take_rows(reading, key, tokens, longest, sequences)
+        take_rows(reading, key, tokens, longest, sequences, is_refused=is_packed)
     else:
         take_sequences(reading, longest, sequences)
         if values["micro_batch_size"] > 1:
@@ -313,6 +313,7 @@ NEMO_RL_DTENSOR = Framework(
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
+        "model_classes": "NeMo-RL builds transformers' classes of dense models",
         "loss_of_transformers": "memlab takes the loss cross_entropy for NeMo-RL's",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
     },

@@ -66,7 +66,15 @@ def copies(reading: Reading) -> int:
     return int(max(1, world_size // max(1, per_copy)))
 
 
-def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | None, sequences: int | None) -> None:
+def take_rows(
+    reading: Reading,
+    key: str,
+    tokens_per_rank: int,
+    longest: int | None,
+    sequences: int | None,
+    *,
+    is_refused: bool = False,
+) -> None:
     """Takes packed micro-batches: rows of so many tokens on each rank.
 
     Args:
@@ -75,6 +83,7 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         tokens_per_rank: The budget of one rank; context parallel ranks share a row.
         longest: Tokens of the longest sequence, where it is known.
         sequences: Sequences of a step over all copies, where they are known.
+        is_refused: Whether the framework stops at a sequence above the budget, and gives it no row of its own.
 
     Raises:
         ValueError: If the budget is no number of tokens.
@@ -88,10 +97,15 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     # A row is filled with padded sequences up to the budget, and then padded itself.
     filled = max(1, tokens_per_rank * context // unit) * unit
     row = -(-filled // unit_of_row) * unit_of_row
-    if longest and longest > row:
+    if longest and longest > row and is_refused:
+        reading.warnings.append(
+            f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of {row:,} "
+            "tokens, since the job stops at a longer sequence"
+        )
+    elif longest and longest > row:
         reading.warnings.append(
             f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
-            "longest sequence alone, as slime and SkyRL make them; verl and NeMo-RL's packing stop at such a sequence"
+            "longest sequence alone, as the framework makes them"
         )
         filled = row = -(-longest // unit_of_row) * unit_of_row
     if not longest:
@@ -219,6 +233,7 @@ def take_rollout(
     bucket_share: float | None = None,
     bucket_copies: int = 1,
     bucket_overflows: bool = False,
+    gathers_beside_bucket: bool = False,
     kept_buffer_bytes: int = 0,
     has_reference_model: bool = False,
     offloads_for_generation_only: bool = False,
@@ -241,6 +256,7 @@ def take_rollout(
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
         bucket_copies: As in `Rollout`.
         bucket_overflows: As in `Rollout`.
+        gathers_beside_bucket: As in `Rollout`.
         kept_buffer_bytes: As in `Rollout`.
         has_reference_model: As in `Rollout`.
         offloads_for_generation_only: As in `Rollout`.
@@ -284,6 +300,7 @@ def take_rollout(
         bucket_share=bucket_share if bucket_bytes is None else None,
         bucket_copies=bucket_copies,
         bucket_overflows=bucket_overflows,
+        gathers_beside_bucket=gathers_beside_bucket,
         sends_adapters=values.pop("sends_adapters", False),
         kept_buffer_bytes=kept_buffer_bytes,
         has_reference_model=has_reference_model,

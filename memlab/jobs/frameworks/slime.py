@@ -87,7 +87,7 @@ KEYS = (
     Key("rollout_max_context_len", "context_length", WHOLE, None),
     *(
         # ``validate_args`` in slime/backends/megatron_utils/arguments.py takes alltoall in place of allgather.
-        replace(key, conversion=Conversion(lambda _: "alltoall", str))
+        replace(key, conversion=Conversion(lambda value: "flex" if value == "flex" else "alltoall", str))
         if key.field == "moe_token_dispatcher_type"
         else key
         for key in with_defaults(

@@ -11,6 +11,8 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.option import options_of
 from memlab.config.training_state import RING_EXCHANGES, TrainingState
+from memlab.config.user_buffers import METHODS
+from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 
 OPTION, CONFIG = "tp_comm_overlap", "tp_comm_overlap_cfg"
@@ -50,14 +52,21 @@ def complete_user_buffers(reading: Reading, architecture: Architecture) -> None:
     for name in configs:
         if isinstance(file := reading.get(name), str) and file:
             reading.miss(name, "either", f"a file that memlab does not read says how large {_REASON} are")
-    ring = []
+    _take_methods(reading)
+
+
+def _take_methods(reading: Reading) -> None:
+    """Takes which buffers go from rank to rank, and names those that are used as memlab does not know them."""
+    values, ring = reading.values, []
     for one, value in _given(reading).items():
-        buffer, _, name = one.partition(f"{CONFIG}.")[2].partition(".")
+        buffer, _, name = one.partition(f"{CONFIG}.")[2].rpartition(".")
         if name == "method" and buffer in RING_EXCHANGES and value == "ring_exchange":
             ring.append(buffer)
             reading.take(one, "tp_comm_overlap_ring_exchange", tuple(ring))
-        elif name == "method" and buffer.endswith("dgrad") and buffer[:3] in ("qkv", "fc1") and value != "bulk":
-            reading.miss(one, "either", "gradients are summed through a user buffer of another kind")
+        elif name == "method" and buffer in METHODS and value != METHODS[buffer]:
+            reading.miss(one, "either", f"a user buffer that memlab knows only with the method {METHODS[buffer]!r}")
+        elif buffer and name != "_target_" and buffer not in METHODS:
+            reading.miss(one, "unknown", f"memlab knows no user buffer {shortened(buffer)}")
         elif name == "fp8_buf" and buffer in RING_EXCHANGES and value and values.get("fp8_format"):
             reading.miss(one, "either", "outputs are summed in FP8")
         elif name == "atomic_gemm" and value:

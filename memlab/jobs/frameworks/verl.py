@@ -158,6 +158,9 @@ def complete(reading: Reading) -> None:
         micro_batch_size=rows,
         bucket_bytes=(values.pop("bucket") or 0) * 2**20,
         bucket_copies=copies_of_bucket(reading),
+        # The sender allocates its bucket before the first weight comes from Megatron-Bridge's ``export_hf_weights``,
+        # which it copies there or sends as it is (``bucketed_weight_transfer.py``, 0.9.1 and 1dda039b).
+        gathers_beside_bucket=True,
         has_reference_model=_keeps_reference_model(reading),
         engine=(f"{_ROLLOUT}.name", str(reading.get(f"{_ROLLOUT}.name") or "vllm")),
         quantization=f"{_ROLLOUT}.quantization",
@@ -165,7 +168,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
+        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")

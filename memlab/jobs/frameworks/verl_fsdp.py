@@ -346,7 +346,7 @@ def _take_rows(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
+        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:
@@ -423,9 +423,10 @@ def _of_adam(scenario: Scenario) -> dict[str, str]:
     return {"adam_implementation": "memlab reads torch's Adam from verl's files, and no FusedAdam"}
 
 
-CANNOT_WRITE = {"offload_optimizer_except_update": "verl loads the optimizer state before the step"} | dict.fromkeys(
-    ("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters"
-)
+CANNOT_WRITE = {
+    "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+    "model_classes": "verl builds transformers' classes",
+} | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
 """Fields that no trainer of verl with FSDP expresses, each with the reason."""
 WITHOUT_OWN_KEY = frozenset(
     (

@@ -72,7 +72,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "model.use_remove_padding")
-        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
+        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
     else:
         key = "data.micro_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)

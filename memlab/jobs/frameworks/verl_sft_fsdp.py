@@ -51,7 +51,7 @@ def complete(reading: Reading) -> None:
     longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
+        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
     else:
         take_sequences(
             reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None

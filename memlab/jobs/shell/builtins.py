@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
@@ -73,6 +74,11 @@ class Builtins(Variables):
         """Follows ``cat`` and ``tee`` without files, which print what they read."""
         self.print_out(self.input.rest() if self.input is not None and not arguments else UNKNOWN)
         return True if self.input is not None and not arguments else None
+
+    def filter_text(self, change: Callable[[list[str], str], str], arguments: list[str]) -> bool | None:
+        """Follows a program that prints what it reads with changes, such as ``tr``."""
+        self.print_out(UNKNOWN if self.input is None else change(arguments, self.input.rest()))
+        return None if self.input is None else True
 
     def _fill(self, name: str, value: Value) -> None:
         if NAME_ONLY.fullmatch(name):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Line
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
+from memlab.jobs.shell.filters import substituted, translated
 from memlab.jobs.shell.paths import path_here, printed_path
 from memlab.jobs.shell.variables import (
     ASSIGNMENT,
@@ -146,6 +147,8 @@ class _Reader(Builtins):
         self.hidden = []
         self.is_certain = True
         self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
+        self.texts = 0
+        """How many of these shells run a text that starts the job: nobody runs such a one for its ``exit``, either."""
         self.num_shielded = 0
         """How many blocks are running whose failure does not end the script after ``set -e``."""
         self.undecided: dict[str, int] = {}
@@ -604,6 +607,12 @@ class _Reader(Builtins):
         if builtin is not None:
             with self._temporarily({"IFS": environment["IFS"]} if "IFS" in environment else {}):
                 return self._coded(builtin(self, arguments))
+        if name.startswith("python") and arguments == ["-c", "import torch_npu"]:
+            self.warn(
+                "the script asks whether the machine has Ascend's NPUs (torch_npu), and memlab, which predicts jobs on "
+                "NVIDIA's GPUs, goes on as on a machine without them"
+            )
+            return self._coded(False, "1")
         if _ARGUMENT.fullmatch(name):
             if not self._lacks_program(words[0][1]):
                 self.faults.orphaned([text for text, _ in words], self.line, self.lines)
@@ -618,9 +627,13 @@ class _Reader(Builtins):
         """Keeps a command of another program, or follows the text that it gives to a shell."""
         self.print_out(UNKNOWN)
         self.code = UNKNOWN
-        for place, ((shell, _), (option, _)) in enumerate(pairwise(words[:-1])):
-            if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
-                return self._shell([text for text, _ in words[place + 2 :]], environment)
+        text_of_shell = _text_of_shell([text for text, _ in words], self.input)
+        if text_of_shell:
+            return self._shell(text_of_shell, environment)
+        if words[0][0].rpartition("/")[2] == "sbatch":
+            of_file = environment.get("COMMAND", self.get("COMMAND"))  # what NeMo-RL's ray.sub runs
+            if isinstance(of_file, str) and self.is_job(of_file.split()):
+                return self._shell([of_file], environment)
         name, *arguments = (text for text, _ in words)
         command = Command(self.line, words, is_certain=self.is_certain)
         is_job = self.is_job([name, *arguments])
@@ -669,8 +682,11 @@ class _Reader(Builtins):
     def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
         """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
         outer, self.arguments = self.arguments, words[2:]
+        is_script = self.shells == self.texts and any(self.is_job(line.split()) for line in words[0].splitlines())
+        self.texts += is_script
         with self._temporarily(environment):
             status = self._shells(syntax.Apart([self._parsed(words[0], "a shell")]))
+        self.texts -= is_script
         self.arguments = outer
         return status
 
@@ -731,7 +747,7 @@ class _Reader(Builtins):
         """Ends the script, unless it has not come to its job: nobody runs a script for that."""
         code = arguments[0] if arguments else self.code
         status = _status_of(code)
-        if not self.is_certain or self.num_jobs or self.shells:
+        if not self.is_certain or self.num_jobs or self.shells > self.texts:
             raise _LeaveError(kind, status, code=_exit_code(code))
         self.warn(
             f"with the variables that memlab knows, the script would stop here ({kind} {code.replace(UNKNOWN, '?')}); "
@@ -905,6 +921,8 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "echo": Builtins.echo,
     "printf": Builtins.printf,
     "cat": Builtins.cat,
+    "tr": lambda reader, arguments: reader.filter_text(translated, arguments),
+    "sed": lambda reader, arguments: reader.filter_text(substituted, arguments),
     "read": Builtins.read,
     "mapfile": Builtins.mapfile,
     "readarray": Builtins.mapfile,
@@ -917,6 +935,23 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
+
+
+def _text_of_shell(words: list[str], stdin: Input | None) -> list[str]:
+    """Returns the text that a command gives to a shell, and the shell's arguments; nothing where it gives none.
+
+    That is ``bash -x -c TEXT``, or what ``bash``, ``bash -s`` and ``sbatch`` without a file read: ``sbatch <<EOF``.
+    """
+    for place, word in enumerate(words):
+        if word.rpartition("/")[2] in ("bash", "sh"):
+            options = list(takewhile(lambda text: text[:1] in ("-", "+") or text == "pipefail", words[place + 1 :]))
+            for number, option in enumerate(options, place + 1):
+                if re.fullmatch("-[a-z]*c", option) and number + 1 < len(words):
+                    return words[number + 1 :]
+            is_read = place + 1 + len(options) == len(words) or "-s" in options
+            return [stdin.rest()] if stdin is not None and is_read else []
+    is_submitted = words[0].rpartition("/")[2] == "sbatch" and all(text.startswith("-") for text in words[1:])
+    return [stdin.rest()] if stdin is not None and is_submitted else []
 
 
 def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:

@@ -16,9 +16,14 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
+from memlab.engines import retained_leaves
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.build import LiveModel, release_optimizer, take_apart
 from memlab.engines.megatron.megatron_versions import auxiliary_losses, forget_auxiliary_losses
@@ -70,10 +75,7 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
 def owners_of_tensors(live: LiveModel) -> Iterator[Any]:
     """Yields what keeps tensors as plain attributes from one step to the next: modules, and their token dispatchers."""
     for module in live.modules():
-        yield module
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if dispatcher is not None:
-            yield dispatcher
+        yield from (owner for _, owner in retained_leaves.owners_of_tensors("", module))
 
 
 def empty_caches_of_steps() -> None:
@@ -156,7 +158,7 @@ def _forget_losses_of_extra_layers() -> None:
 
 def _empty_dispatchers() -> None:
     # The cycle runs through autograd's nodes in C++, where Python's garbage collector does not look.
-    for dispatcher in instances_of([MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher]):
+    for dispatcher in instances_of([MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher]):
         vars(dispatcher).clear()
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
 

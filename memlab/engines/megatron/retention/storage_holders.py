@@ -13,6 +13,7 @@ import torch
 
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.retention.transformer_engine_caches import caches, tensors_in
+from memlab.engines.retained_leaves import owners_of_tensors
 from memlab.live_objects import instances_of, with_subclasses
 from memlab.meter.module_tracker import module_of
 
@@ -72,9 +73,8 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
 
 def _module_attributes(live: LiveModel) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in live.named_modules():
-        owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
-        for owner_name, owner in owners.items():
-            for attribute, value in vars(owner).items() if owner is not None else ():
+        for owner_name, owner in owners_of_tensors(name, module):
+            for attribute, value in vars(owner).items():
                 if isinstance(value, torch.Tensor):
                     yield f"attribute {owner_name}.{attribute}", value
 

@@ -1,0 +1,104 @@
+"""What ``tr`` and ``sed`` make of a text that a script gives them, as far as memlab reads their options (GNU's)."""
+
+from __future__ import annotations
+
+import re
+from string import ascii_lowercase, ascii_uppercase, digits
+
+from memlab.jobs.entries import UNKNOWN
+
+_CLASSES = {
+    "upper": ascii_uppercase, "lower": ascii_lowercase, "digit": digits, "space": " \t\n\v\f\r", "blank": " \t",
+    "alpha": ascii_uppercase + ascii_lowercase, "alnum": digits + ascii_uppercase + ascii_lowercase,
+}  # fmt: skip
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+_OF_A_SET = re.compile(r"\[:(\w+):\]|\\(.)|([^\\])-([^\\])|(.)", re.DOTALL)
+_SUBSTITUTION = re.compile(r"s([/|#,:@!])((?:\\.|(?!\1)[^\\\n])*)\1((?:\\.|(?!\1)[^\\\n])*)\1(g?)", re.DOTALL)
+_OF_AN_EXPRESSION = re.compile(r"(\[\^?\]?(?:\[:\w+:\]|[^\]])*\])|\\(.)|(.)", re.DOTALL)
+_SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
+
+
+def _characters(text: str) -> str | None:
+    """Returns the characters of a set of ``tr``, in its order; nothing if memlab does not read it."""
+    found = ""
+    for name, escaped, first, last, plain in _OF_A_SET.findall(text):
+        if (name and name not in _CLASSES) or (escaped and escaped not in _ESCAPES) or first > last:
+            return None
+        of_range = "".join(map(chr, range(ord(first), ord(last) + 1))) if first else ""
+        found += _CLASSES.get(name) or _ESCAPES.get(escaped) or of_range or plain
+    return found
+
+
+def translated(arguments: list[str], text: str) -> str:
+    """Returns what ``tr`` prints: characters of one set as those of another, ``-d`` without them, ``-s`` once."""
+    options = "".join(one[1:] for one in arguments if re.fullmatch("-[dcCs]+", one)).replace("C", "c")
+    sets = [_characters(one) for one in arguments if not re.fullmatch("-[dcCs]+", one)]
+    if not sets or None in sets or UNKNOWN in "".join(arguments):
+        return UNKNOWN
+    first, second = sets[0] or "", (sets[1] if len(sets) > 1 else "") or ""
+    if options in ("d", "cd", "dc") and len(sets) == 1:
+        return "".join(one for one in text if one == UNKNOWN or (one in first) is ("c" in options))
+    if options == "s" and len(sets) == 1:
+        return re.sub(f"([{re.escape(first)}])\\1+", r"\1", text) if first else text
+    if options or len(sets) != 2 or not second:
+        return UNKNOWN
+    return text.translate(str.maketrans(first, (second + second[-1] * len(first))[: len(first)]))
+
+
+def substituted(arguments: list[str], text: str) -> str:
+    """Returns what ``sed`` prints for commands such as ``s/A/B/g``, with ``;`` between them, in each line."""
+    is_extended = arguments[:1] in (["-E"], ["-r"])
+    scripts = [one for one in arguments[is_extended:] if one != "-e"]
+    if len(scripts) != 1 or UNKNOWN in scripts[0]:
+        return UNKNOWN
+    script, lines, place = scripts[0].strip(), text.split("\n"), 0
+    while place < len(script):
+        found = _SUBSTITUTION.match(script, place)
+        pattern = found and _expression(found[2].replace(f"\\{found[1]}", found[1]), is_extended=is_extended)
+        if found is None or pattern is None or script[found.end() :][:1] not in ("", ";"):
+            return UNKNOWN
+        new = _replacement(found[3].replace(f"\\{found[1]}", found[1]))
+        is_certain = _SPACES_ONLY.fullmatch(found[2]) is not None  # a part that is not known hides no end of a line
+        for number, line in enumerate(lines):
+            is_known = is_certain or UNKNOWN not in line
+            if not line and number == len(lines) - 1:
+                continue  # what follows the last end of a line is no line
+            lines[number] = pattern.sub(new, line, count=0 if found[4] else 1) if is_known else UNKNOWN
+        place = found.end() + 1
+    return "\n".join(lines)
+
+
+def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
+    """Returns an expression of ``sed`` as Python's; nothing for one that Python would match otherwise."""
+    special, made = "+?(){}|", ""
+    for bracket, escaped, plain in _OF_AN_EXPRESSION.findall(text):
+        one = escaped or plain
+        is_operator = one in special and bool(plain) is is_extended
+        if (
+            (is_operator and one == "|")
+            or (escaped and escaped.isalnum() and escaped not in "sSwWb")
+            or "[:" in bracket
+        ):
+            return None
+        if bracket:
+            made += bracket.replace("\\", "\\\\").replace("[]", "[\\]").replace("[^]", "[^\\]")
+        elif is_operator or (plain and one not in special):
+            made += one
+        else:
+            made += f"\\{one}"
+    try:
+        pattern = re.compile(made)
+    except re.error:
+        return None
+    return None if pattern.match("") and not re.search(r"\A\^|\$\Z", made) else pattern
+
+
+def _replacement(text: str) -> str:
+    return re.sub(r"\\(\d)|\\(.)|(&)|([^\\&])", _replaced, text)
+
+
+def _replaced(match: re.Match[str]) -> str:
+    number, escaped, whole, plain = match.groups()
+    if number or whole:
+        return f"\\g<{number or 0}>"
+    return {"n": "\\n", "t": "\\t"}.get(escaped, re.escape(escaped)) if escaped else plain
