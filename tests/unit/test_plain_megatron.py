@@ -143,9 +143,7 @@ def test_a_predicted_step_has_the_teacher_of_the_measured_one(words: str) -> Non
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=3e-4)
 
 
-FROZEN_IN_FP8 = [
-    json.loads(row) for row in (RESULTS / "h200_plain_megatron_frozen_fp8.jsonl").read_text().splitlines()
-]
+FROZEN_IN_FP8 = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_frozen_fp8.jsonl").read_text().splitlines()]
 """Predicted before. Other processes had the same GPU, so that what they say of memory outside torch says nothing."""
 
 
