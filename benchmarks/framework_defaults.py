@@ -292,9 +292,10 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
     return (
         _for(
             "the published model's own config sets it", "attention_dropout", "position_embedding_type",
-            "share_embeddings_and_output_weights", "qk_layernorm", "moe_router_topk",
+            "share_embeddings_and_output_weights", "qk_layernorm", "moe_router_topk", "softmax_type",
             prefix=f"{transformer}.",
         )
+        | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix=f"{transformer}.")
         | _for(
             older, "moe_use_legacy_grouped_gemm", "moe_extended_tp", "async_tensor_model_parallel_allreduce",
             prefix=f"{transformer}.",
@@ -342,8 +343,13 @@ _MEGATRON_LM = (
     | _for("an argument where Kitchen is installed", "kitchen_config_file", "kitchen_recipe_number")
     | _for("arguments of examples/multimodal", "language_model_type", "vision_model_type")
     | _for(
-        _IN_CODE, "gradient_accumulation_fusion", "num_query_groups", "normalization", "add_bias_linear",
-        "position_embedding_type",
+        _IN_CODE, "num_query_groups", "normalization", "add_bias_linear", "position_embedding_type", "openai_gelu",
+        "squared_relu", "bias_gelu_fusion", "no_bias_gelu_fusion", "bias_dropout_fusion", "no_bias_dropout_fusion",
+        "vocab_file", "tokenizer_type",
+    )
+    | _for(
+        "what memlab's models have where no value is given", "softmax_type", "moe_router_score_function",
+        "moe_layer_freq",
     )
 )  # fmt: skip
 _SWIFT_3 = (
@@ -353,7 +359,8 @@ _SWIFT_3 = (
     "moe_shared_expert_intermediate_size", "multi_latent_attention", "no_bias_swiglu_fusion", "no_rope_freq",
     "no_rope_fusion", "normalization", "num_layers", "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank", "position_embedding_type", "qk_l2_norm", "rotary_interleaved", "seq_length",
-    "softmax_type", "train_type", "transformer_impl",
+    "softmax_type", "train_type", "glu_linear_offset", "moe_router_num_groups", "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor", "no_gradient_accumulation_fusion", "window_attn_skip_freq", "window_size",
 )  # fmt: skip
 _OLDER_CORE = (
     "async_tensor_model_parallel_allreduce", "hybrid_layer_pattern", "hybrid_override_pattern", "moe_extended_tp",
@@ -364,6 +371,15 @@ _OF_PROVIDERS = (
     "share_embeddings_and_output_weights", "should_pad_vocab", "vocab_size",
 )  # fmt: skip
 _OF_OTHER_VERSIONS = "of megatron-core 0.16.1, or of a model's provider"
+_LATENT = (
+    "kv_lora_rank", "mla_down_proj_fusion", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "rope_type",
+    "v_head_dim",
+)  # fmt: skip
+_OF_LATENT_ATTENTION = "of the configuration of models with latent attention (MLATransformerConfig)"
+_READ_WITH_ADAPTERS = "the table has no row: memlab's code reads it where the job trains adapters"
+_READ_BY_CODE = "the table has no row: memlab's code reads it together with other keys"
+_REPORTED = "memlab reports it as unknown"
+_MXFP8_BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
 _NEMO = "policy.megatron_cfg"
 _CORE, _BRIDGE = "megatron-core==0.19.2", "megatron-bridge==0.6.2"
 _VARIABLE = "a variable of the environment, in an open mapping"
@@ -393,6 +409,18 @@ def _of_verl(engine: str, optim: str, model: str) -> dict[str, str]:
         | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
         | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
         | _for(_OWN_KEY, f"{transformer}.bf16")
+        | _for(_READ_BY_CODE, f"{engine}.sequence_parallel")
+        | _for(_READ_WITH_ADAPTERS, f"{model}.lora.a2a_experimental")
+        | _for(
+            "of Megatron-Bridge's LoRA since 0.6", "normalize_moe_lora", "share_expert_adapters",
+            prefix=f"{model}.lora.",
+        )
+        | _for("of vLLM's adapters", f"{model}.lora.fully_sharded_loras")
+        | _for(_REPORTED, f"{optim}.override_optimizer_config.{_MXFP8_BUFFER}")
+        | _for(
+            "the published model's own config sets it", "moe_aux_loss_coeff", "moe_router_score_function",
+            prefix=f"{transformer}.",
+        )
         | _for("memlab asks for the version: fp32 since 2026-08-20", f"{gradients}.grad_reduce_in_fp32")
     )  # fmt: skip
 
@@ -409,10 +437,11 @@ def _of_skyrl(prefix: str) -> dict[str, str]:
         | _for(_CORE_ATTENTION, f"{transformer}.recompute_modules")
         | _for(_LOG_PROBS, f"{transformer}.cross_entropy_loss_fusion")
         | _for(
-            _OWN_KEY, "moe_router_dtype", "tensor_model_parallel_size", "context_parallel_size",
+            _OWN_KEY, "moe_aux_loss_coeff", "tensor_model_parallel_size", "context_parallel_size",
             "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel", "bf16",
             prefix=f"{transformer}.",
         )
+        | _for(_REPORTED, f"{prefix}.optimizer_config_kwargs.{_MXFP8_BUFFER}")
     )  # fmt: skip
 
 
@@ -438,8 +467,11 @@ ADAPTERS = {
         | _for("options of run_recipe.py", "step_func", "deterministic", "packed_sequence")
         | _for(
             "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",
-            "moe_aux_loss_coeff", prefix="model.",
+            "moe_aux_loss_coeff", "moe_router_score_function", prefix="model.",
         )
+        | _headed("bridge", "recipe functions set these", "run_recipe.py calls it again")
+        | _for("of the class that peft._target_ names", "peft.*")
+        | _for(_READ_BY_CODE, "comm_overlap.overlap_param_gather_with_optimizer_step")
         | _for("of the provider for distillation", "model.kd_config*", "model.distill_submodule", "model.teacher")
         | _for(
             "every recipe sets it", "model.seq_length", "model.bf16", "train.micro_batch_size",
@@ -469,6 +501,8 @@ ADAPTERS = {
         )
         | _for("arguments of the engine, in an open mapping", "actor_rollout_ref.rollout.engine_kwargs.*")
         | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
+        | _for("of a branch of verl", "critic.megatron.offload.*")
+        | _for("read of a job that trains with FSDP", f"{_ACTOR}.fsdp_config.use_orig_params")
         | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
     ),
     "verl-sft": Adapter(
@@ -493,6 +527,7 @@ ADAPTERS = {
             "generator.inference_engine.async_engine", "generator.backend",
         )
         | _for("arguments of the engine, in an open mapping", "generator.inference_engine.engine_init_kwargs.*")
+        | _for("no module is excluded, either way", "trainer.policy.model.lora.exclude_modules")
         | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps"),
     ),
     "skyrl-sft": Adapter(
@@ -500,6 +535,7 @@ ADAPTERS = {
         read=skyrl_sft,
         expected=_of_skyrl("megatron_config")
         | _for(_EARLIER, "use_sample_packing")
+        | _for("no module is excluded, either way", "model.lora.exclude_modules")
         | _for(
             _LATER, "train_dataset*", "pretokenized_dataset_paths", "eval_datasets", "eval_dataset_splits",
             "eval_dataset_names", "eval_pretokenized_dataset_paths", "async_batch_collation",
@@ -511,15 +547,21 @@ ADAPTERS = {
         expected=_headed("ms_swift", "derived when", "of ms-swift 3.12", "of the launcher", "groups of a job")
         | _for("of ms-swift 3.12", *_SWIFT_3)
         | _for("variables of the environment", "NNODES", "NPROC_PER_NODE")
-        | _for("of a job under Ray", "config", "nnodes", "train.gpus")
+        | _for("of a job under Ray", "colocate_groups", "config", "nnodes", "train.gpus")
+        | _for(_READ_WITH_ADAPTERS, "target_regex", "modules_to_save", "lora_bias", "lora_dtype")
         | _for("of models with images or sound", "freeze_*")
         | _for("derived when the job starts; args.json has it", "is_multimodal", "world_size", "muon_nesterov")
         | _for("derived from the model's own type", "bf16")
         | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix="megatron_extra_kwargs.")
+        | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix="megatron_extra_kwargs.")
+        | _for(
+            "ms-swift has it in megatron_extra_kwargs only", "cuda_graph_impl", "moe_router_force_load_balancing",
+            "moe_router_fusion",
+        )
         | _for(
             "memlab reports it as unknown: the argument of ms-swift itself sets it",
             "virtual_pipeline_model_parallel_size", "num_layers", "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage", prefix="megatron_extra_kwargs.",
+            "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout", prefix="megatron_extra_kwargs.",
         ),
     ),
     "automodel": Adapter(
@@ -531,7 +573,8 @@ ADAPTERS = {
             "data*", "dist_env.*", "embedding_row_repair.*", "fp8*", "longalign", "loss_fn.*", "mlflow*", "model.a*",
             "model.c*", "model.dtype", "model.force_hf", "model.load_base_model", "model.num_hidden_layers",
             "model.output_hidden_states", "model.pretrained_model_name_or_path", "model.t*", "model.use_*", "neftune.*",
-            "nvtx", "optimizer.*", "packed_sequence.*", "parallelizer.*", "peft", "prewarm.*", "qat*", "quantization",
+            "nvtx", "optimizer.*", "packed_sequence.*", "parallelizer.*", "peft*", "freeze_config.*",
+            "distributed.offload_policy.*", "prewarm.*", "qat*", "quantization",
             "recipe", "rng.*", "sdpa_method", "seed", "tokenizer*", "tool_call_eval.*",
             "validation_data*", "wandb*",
         )
@@ -547,10 +590,19 @@ ADAPTERS = {
         expected=_for("memlab's reader obeys it", "defaults", "data._override_", f"{_NEMO}._override_")
         | _for("every job names its model", "policy.model_name")
         | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix=f"{_NEMO}.model_overrides.")
+        | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix=f"{_NEMO}.model_overrides.")
+        | _for(
+            "NeMo-RL derives it from fp8_cfg", f"{_NEMO}.optimizer.{_MXFP8_BUFFER}",
+            f"{_NEMO}.distributed_data_parallel_config.{_MXFP8_BUFFER}",
+        )
+        | _for(_READ_WITH_ADAPTERS, f"{_NEMO}.peft.a2a_experimental")
+        | _for(_READ_BY_CODE, "policy.reward_model_cfg.enabled")
+        | _for("NeMo-RL's refit reads it, and no example has it", f"{_NEMO}.pipeline_model_parallel_layout")
         | _for(
             "memlab reports it as unknown: NeMo-RL refuses it beside its own key", "apply_rope_fusion",
             "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "recompute_granularity", "fp8",
             "fp8_recipe", "fp8_param", "fine_grained_activation_offloading", "offload_modules",
+            "gradient_accumulation_fusion", "bias_activation_fusion", "pipeline_model_parallel_layout",
             prefix=f"{_NEMO}.model_overrides.",
         )
         | _for("of megatron-core 0.16.1", f"{_NEMO}.optimizer.muon_use_nesterov")

@@ -66,6 +66,7 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
     if scenario.engine == "fsdp2":
         linears = adapted_linears(scenario.architecture, scenario.num_layers, scenario.state.lora)
         of_adapters = sum(scenario.state.lora.rank * (one.outputs + one.inputs) for one in linears)
+        of_adapters //= scenario.layout.tensor_model_parallel_size
         return Parameters(-(-of_adapters // scenario.ranks_of_shards), 0, 0)
     weights = [*scenario.weights_of_adapters()]
     inside, outside = (

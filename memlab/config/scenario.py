@@ -45,6 +45,8 @@ FAMILIES_OF_FSDP2 = (
 """The families that the engine fsdp2 builds."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3")
+"""Those of them of which NeMo Automodel has classes of its own (``_transformers/registry.py``)."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -352,6 +354,7 @@ class Scenario:
                 *("dtype", "engine"),
             )
         self._check_version_1()
+        self._check_model_classes()
         self._check_context_parallel_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
@@ -467,6 +470,23 @@ class Scenario:
                     *("fsdp_version", name),
                 )
 
+    def _check_model_classes(self) -> None:
+        kind, family = self.state.model_classes, self.architecture.family
+        if kind == "transformers":
+            return
+        if family not in FAMILIES_OF_AUTOMODEL:
+            raise RuleError(
+                f"model_classes is {kind!r}, and {self.architecture.name} is of the family {family}, of which NeMo "
+                f"Automodel has no class: choose transformers, or a model of {', '.join(FAMILIES_OF_AUTOMODEL)}",
+                "model_classes",
+            )
+        if self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1 and family != "qwen3":
+            raise RuleError(
+                f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
+                "transformers, or leave sequence_parallel out",
+                *("model_classes", "sequence_parallel"),
+            )
+
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size
         given = f"tensor_model_parallel_size is {size} with engine {self.engine!r}"
@@ -489,8 +509,12 @@ class Scenario:
                 "together: choose cross_entropy or masked_cross_entropy, or tensor_model_parallel_size 1",
                 *("tensor_model_parallel_size", "loss_of_transformers"),
             )
-        options = {"sequence_parallel": self.layout.sequence_parallel and model.family == "phi3"}
-        options |= {"lora_rank": self.state.lora is not None, "fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        lora, divides = self.state.lora, self.layout.sequence_parallel
+        # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
+        # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
+        options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}
+        options |= {"fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        options |= {"lora_rank": lora is not None and (lora.fsdp2_library == "peft" or bool(lora.dropout))}
         for name, is_on in options.items():
             if is_on:
                 raise RuleError(

@@ -38,6 +38,7 @@ TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 SeparateEmbeddings = Literal["none", "input", "both"]
+ModelClasses = Literal["transformers", "automodel", "automodel_0.7.0"]
 LossOfTransformers = Literal[
     "cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row", "topk_logits"
 ]
@@ -679,6 +680,15 @@ class TrainingState:
         **_LOOP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.losses` has them."""
+    model_classes: ModelClasses = option(
+        "transformers",
+        "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
+        "Qwen2 and Qwen3, as in August 2026 (automodel) or as released (automodel_0.7.0, which rotates queries and "
+        "keys in fp32)",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
+    """`memlab.engines.fsdp2.automodel_classes` has them."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "

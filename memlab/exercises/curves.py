@@ -23,7 +23,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
     late or rises by less than 1 % in each step, a spike comes in the first or in the last step, state is allocated in
     the third step, late or in two steps, or takes little more than 1 %, a retention lies under peaks that vary, one
     step alone has a residual, growth comes with a retention, a start rises and falls back, or falls, or falls a little
-    at the end, a rise ends one step before the last, a retention takes less than 1 % of the start, and caches for new
+    at the end, a rise ends one step before the last, a retention takes less than 1 % of the start,
+    most steps have a residual, the residual varies, a leak slows down to just above 5 % of its rise, and caches for new
     lengths lift the start of a spike by less than 1 %, or that of growth in the last step.
     """
     flat = [60.0] * 8
@@ -51,6 +52,9 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("growth", _steps([40.0, *[50.0] * 6, 50.3], [70.0] * 8)),
         ("growth", _steps([40.0, 40.0, *[44.3] * 5, 44.0], flat)),
         ("retention", _steps([74.0] * 8, [76.3] * 8, [0.25] * 8)),
+        ("spike", _steps([20.0] * 8, varying, [1.5, 1.5, 0.0, 1.5, 1.5, 0.0, 1.5, 1.5])),
+        ("retention", _steps([30.0] * 8, varying, [0.5, 1.5, 0.75, 0.25, 2.0, 0.5, 1.0, 0.75])),
+        ("leak", _steps([40.0, 42.0, 44.0, 46.0, 47.0, 48.0, 49.0, 49.6], flat)),
     ]
 
 

@@ -156,6 +156,9 @@ class Check(Goals):
         if modules:
             what = f"{modules} transferred activations to the host, must transfer none"
             return self.goal(False, what, "only recompute")
+        if named := self._record.settings.offload_modules:
+            what = f"the settings name {listed(named)} to offload, which had no effect, must name none"
+            return self.goal(False, what, "only recompute")
         if self._leaving:
             return self._stays_on_device()
         return self.goal(True, "nothing was offloaded")
@@ -323,10 +326,8 @@ class Check(Goals):
         return self.goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
 
     def _below(self, what: str, now: int, goal: int, hint: str) -> Self:
-        if now == goal:
-            return self.goal(False, f"{what} is still {format_bytes(now)}, must be lower", hint)
         texts = format_bytes(now), format_bytes(goal)
-        if len(set(texts)) == 1:  # they differ by less than the text shows
+        if len(set(texts)) == 1 and now != goal:  # they differ by less than the text shows
             texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
             return self.goal(True, f"{what} is {texts[0]}, below {texts[1]}")
@@ -427,9 +428,20 @@ class Attempt:
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             if option and option[1] in {field.name for field in fields(MemorySettings)}:
                 self.refusal += f": write lab.step(MemorySettings({option[1]}=...))"
+            self.refusal += next((f": {action}" for part, action in _TO_PYTHON.items() if part in self.refusal), "")
         elif isinstance(error, ValueError):
             self.refusal = f"{error}"
         return bool(self.refusal)
+
+
+_TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=4, or write Layout.from_text('TP4')"
+_TO_PYTHON = {
+    "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
+    "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
+    "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
+    "'str' object has no attribute 'data_parallel_size'": _TO_LAYOUT,
+}
+"""What to do about an error of Python's, by a part of its text."""
 
 
 def _place_in_memlab(error: BaseException) -> str:

@@ -119,10 +119,15 @@ class Trainer:
             seconds = []
         if len(seconds) != len(_DURATIONS):
             return f"your sync returns {answer!r}, must return two numbers: the seconds of the load and of the offload"
+        if self._is_right(seconds[::-1]) and not self._is_right(seconds):
+            return "your sync returns its two numbers in the wrong order, must be the load's and then the offload's"
         for name, mine in zip(_DURATIONS, seconds, strict=True):
             if problem := self._wrong_duration(name, mine):
                 return problem
         return ""
+
+    def _is_right(self, seconds: list[float]) -> bool:
+        return not any(self._wrong_duration(*each) for each in zip(_DURATIONS, seconds, strict=True))
 
     def _wrong_duration(self, name: str, mine: float) -> str:
         if not self.is_offload_param:

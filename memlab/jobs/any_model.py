@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.lora import LINEARS
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import MOST_LAYERS
 from memlab.jobs.frameworks.framework import NotModelled
@@ -15,6 +16,9 @@ from memlab.jobs.job import Job
 _KINDS = {"llama-3.1-8b": 4, "qwen2.5-14b": 3, "qwen3-235b-a22b": 5, "deepseek-v3": 6}
 """Models of different kinds and sizes, with the layers that each chunk of the pipeline gets of them: what a job has
 with all of them cannot come from one of them."""
+_OF_LATENT_ATTENTION = (
+    "attention_backend {}: of models with latent attention, only where Transformer Engine has it with their sizes"
+)
 _NOT_OF_THE_JOB = {
     *("architecture", "num_layers", "routing", "expert_buffers", "seed", "versions"),
     *("layout", "state", "allocator"),  # parts of their own
@@ -79,7 +83,9 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
         found = [table[part][name] for table in tables if name in table[part]]
         # The provider of the only model that has such a part may set it otherwise than the job.
         is_of_one = part == "state" and len(found) == 1 < len(tables) and found[0] != said.get(name, found[0])
-        if all(one == found[0] for one in found) and not is_of_one:
+        # ms-swift's all-linear names whatever linears the model has, also kinds that none of these models has.
+        is_of_model = name == "lora_target_modules" and job.framework == "ms-swift" and tuple(said[name]) == LINEARS
+        if all(one == found[0] for one in found) and not (is_of_one or is_of_model):
             values.setdefault(part, {})[name] = found[0]
         else:
             depends.append(name)
@@ -89,6 +95,9 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
     if not (started or questions or cannot_start):
         return None
     compared = started or jobs
+    latent = [one.required()[0].state.attention_backend for one in started if _is_latent(one)]
+    backend = values.get("state", {}).get("attention_backend")
+    doubts = [_OF_LATENT_ATTENTION.format(backend)] if backend is not None and {backend} < {backend, *latent} else []
     missing = [[replace(row, bound_bytes=None) for row in one.not_modelled] for one in compared]
     return OfAnyModel(
         models=tuple(one.scenario.architecture.name for one in started if one.scenario is not None),
@@ -97,7 +106,7 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
         cannot_start=cannot_start,
         questions=tuple(questions),
         not_modelled=tuple(_common(missing)),
-        warnings=tuple(_common(one.warnings for one in compared)),
+        warnings=(*doubts, *_common(one.warnings for one in compared)),
     )
 
 
@@ -120,6 +129,7 @@ def _values(job: Job) -> dict[str, dict[str, Any]]:
     model = scenario.architecture
     absent = {"lora_": scenario.state.lora is None, "moe_": not model.routes}
     absent["moe_shared_expert_"] = not model.moe_shared_expert_intermediate_size
+    absent["attention_backend"] = _is_latent(job)
     without = tuple(start for start, is_absent in absent.items() if is_absent)
     return {
         "workload": {name: value for name, value in values.items() if name not in _NOT_OF_THE_JOB},
@@ -129,6 +139,10 @@ def _values(job: Job) -> dict[str, dict[str, Any]]:
         "settings": settings.to_dict(),
         "rollout": {} if job.rollout is None else job.rollout.to_dict(),
     }
+
+
+def _is_latent(job: Job) -> bool:
+    return job.required()[0].architecture.multi_latent_attention
 
 
 def _common(lists: Iterable[Iterable[Any]]) -> list[Any]:

@@ -1,6 +1,6 @@
-"""How much what memlab does not model can change on a rank of FSDP2: what NeMo Automodel's own classes do otherwise.
+"""How much what memlab does not model can change on a rank of FSDP2.
 
-memlab steps transformers' models. Bytes are those of transformers 5.24: its RMSNorm keeps its input in fp32 and the
+Bytes are those of transformers 5.24: its RMSNorm keeps its input in fp32 and the
 normalized input in the layers' type, and its MLP keeps the activation of the gate (``modeling_llama.py``).
 """
 
@@ -60,6 +60,13 @@ def _parts_of_layers(scenario: Scenario, settings: MemorySettings) -> int:
     of_layer = tokens * (of_attention + of_mlp + of_hidden)
     is_full = settings.recompute_granularity == "full"
     return max(inputs, 2 * of_layer) if is_full else of_layer * scenario.num_layers
+
+
+def _rotating(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns queries and keys six times: their products, halves and sums while one layer rotates them."""
+    model = scenario.architecture
+    heads = model.num_attention_heads + model.num_query_groups
+    return 6 * 4 * scenario.tokens_of_rank * heads * model.kv_channels
 
 
 def _scores(scenario: Scenario, settings: MemorySettings) -> int:
@@ -133,12 +140,17 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "use_liger_kernel": _liger,
     **dict.fromkeys(("distributed.activation_checkpointing", "dtensor_cfg.activation_checkpointing"), _parts_of_layers),
     "model.attn_implementation": _scores,
-    "step_scheduler.local_batch_size": _mask,
     "packed_sequence.packed_sequence_size": _packing,
     "model.use_liger": _liger,
     **dict.fromkeys(("peft.use_triton", "lora_cfg.use_triton"), _low_rank),
     **dict.fromkeys(
-        ("model.use_remove_padding", "remove_microbatch_padding", "use_sample_packing", "sequence_packing.enabled"),
+        (
+            "step_scheduler.local_batch_size",
+            "model.use_remove_padding",
+            "remove_microbatch_padding",
+            "use_sample_packing",
+            "sequence_packing.enabled",
+        ),
         _padded,
     ),
     "distributed.dp_size": _whole_model,
@@ -147,8 +159,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,
-    # Cosines and sines of all positions in two bytes or four, where transformers has those of a step.
-    "backend.rope": lambda scenario, _: 2 * 4 * scenario.seq_length * scenario.architecture.kv_channels,
+    "backend.rope": _rotating,
     "optimizer.weight_decay": lambda scenario, _: kept_bytes(scenario).gradients,
     "neftune.noise_alpha": lambda scenario, _: 2 * 4 * scenario.tokens_of_rank * scenario.architecture.hidden_size,
     "optimizer.amsgrad": lambda scenario, _: 2 * kept_bytes(scenario).gradients,

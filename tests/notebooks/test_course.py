@@ -73,7 +73,7 @@ def test_a_check_of_a_student_forgets_the_answer_that_it_has_judged(capsys: pyte
     exec(f"from memlab import check\nmine = 3\n{check.source}", names)  # noqa: S102  # the cells above
     with pytest.raises(AssertionError):
         exec(check.source, names)  # noqa: S102
-    assert "run the cell of the answer first" in capsys.readouterr().out
+    assert "run its cell before the check" in capsys.readouterr().out
 
 
 @every_lab

@@ -205,6 +205,8 @@ EXERCISES = {
                 selective("moe", others=', checkpoint_input_remedy="detach"'),
                 selective("moe", others=', checkpoint_input_remedy="release_storage"'),
                 shorter(selective("core_attn")),
+                selective("moe_act", others=', offload_modules=["qkv_linear"]'),  # too small to be offloaded
+                "lab.step(MemorySettings())",  # no answer has a name
             ),
             also_right=(selective("layernorm"), selective("layernorm", "moe_act")),
         ),
@@ -312,6 +314,7 @@ EXERCISES = {
                 for_each("100 * (a + 2 * g) / (2 * a + 2 * g)", HEADS),  # percent
                 for_each("g / (a + g)", HEADS),
                 "mine = [0.67, 0.56, 0.6]",  # the text gives these
+                "mine = [0.67, 0.6, 0.56, 0.6]",
                 "mine = ratios",
             ),
         ),
@@ -319,8 +322,19 @@ EXERCISES = {
     "04_parameters_gradients_optimizer": [
         Exercise(
             solution='lab.offload("gradients", "optimizer state")',
-            also_right=('lab.offload("optimizer state"); lab.offload("gradients")',),
-            wrong=('lab.offload("gradients")', "lab.offload(*GROUPS)", 'lab.offload("parameters", "optimizer state")'),
+            also_right=(
+                'lab.offload("optimizer state"); lab.offload("gradients")',
+                # These settings stay on the lab, and the next exercise has to undo them.
+                "lab.step(MemorySettings(offload_gradients=True, offload_optimizer=True))",
+            ),
+            wrong=(
+                'lab.offload("gradients")',
+                "lab.offload(*GROUPS)",
+                'lab.offload("parameters", "optimizer state")',
+                'lab.offload("gradients", "optimizer_state")',
+                'lab.offload(["gradients", "optimizer state"])',
+                "lab.offload()",
+            ),
         ),
         Exercise(
             solution='name = "gradients_held_by_main_parameters"',
@@ -329,6 +343,7 @@ EXERCISES = {
                 'name = "pinned_again"',
                 'name = "expert_buffers_forgotten"',  # this model has no such buffers
                 'name = "gradients"',
+                'name = ["gradients_held_by_main_parameters"]',
             ),
         ),
         Exercise(

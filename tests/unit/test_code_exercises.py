@@ -86,6 +86,8 @@ OTHER_MOVES = {
         RELEASE.replace(ALL, "model.buffers") + RELEASE.replace(ALL, "model.expert_parallel_buffers"),
         LOAD.replace(ALL, "model.expert_parallel_buffers") + LOAD.replace(ALL, "model.buffers"),
     ),
+    "the length of the tensor": (RELEASE, LOAD.replace("buffer.grad_data_size", "len(buffer.grad_data)")),
+    "the elements of the tensor": (RELEASE, LOAD.replace("buffer.grad_data_size", "buffer.grad_data.nelement()")),
     "the numbers of the buffer": (
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(0)",
         (
@@ -104,7 +106,8 @@ ZEROED = (
 )
 OTHER_MOVES |= {f"zeroed by {how}": (RELEASE, LOAD.replace("grad_data.zero_()", how)) for how in ZEROED}
 WRONG_MOVES = {
-    "nothing": ("pass", "pass", "after release, the audit finds: gradients: "),
+    "nothing": ("pass", "pass", "Hint: your release frees no byte: empty the storage of each grad_data with resize_(0)."),
+    "arithmetic": (RELEASE, LOAD.replace(".zero_()", " *= 0"), "'grad_data' and 'int'): grad_data.zero_() fills it with zeros"),
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
     "only the experts": (RELEASE.replace(ALL, "model.expert_parallel_buffers"), LOAD, "held by buffers.grad_data"),
     "the experts not loaded": (RELEASE, LOAD.replace(ALL, "model.buffers"), "after load, the audit finds: gradients"),
@@ -322,7 +325,7 @@ WRONG_SYNCS = {
     ),
     "swapped": (
         SYNC.replace("load_seconds, offload_seconds\n", "offload_seconds, load_seconds\n"),
-        "the load took 0.151 s by your timer, and its copy 0.101 s: the timer contains something else",
+        "returns its two numbers in the wrong order, must be the load's and then the offload's",
     ),
     "the seconds of the check's line": (READ_OFF, "over a slower link, with param_offload: the load took 0.101 s"),
     "the notebook's clock": (
@@ -502,6 +505,24 @@ WRONG_KINDS = {
     ),
     "no growth": (KIND_OF.replace('"growth"', '"leak"'), "which is wrong"),
     "no retention": (KIND_OF.replace('"retention"', '"spike"'), "your function says spike, which is wrong"),
+    "a residual of most steps": (
+        KIND_OF.replace(
+            "min(step.residual_bytes for step in steps)", "sorted(s.residual_bytes for s in steps)[len(steps) // 2]"
+        ),
+        "your function says retention, which is wrong",
+    ),
+    "equal residuals": (
+        KIND_OF.replace(
+            "min(step.residual_bytes for step in steps)",
+            "len({s.residual_bytes for s in steps}) == 1 and steps[0].residual_bytes",
+        ),
+        "your function says spike, which is wrong",
+    ),
+    "half of the mean rise": (
+        KIND_OF.replace("0.05 * rise", "0.5 * rise / (len(starts) - 1)"),
+        "your function says growth, which is wrong",
+    ),
+    "what only a record has": ("steps[0].loss\n" + KIND_OF, "Hint: a step of this run has only static_bytes"),
     "another word": (KIND_OF.replace('"leak"', '"memory leak"'), "must be one of leak, retention, growth and spike"),
     "nothing": ("pass", "your function gives None, must be one of"),
     "a number": ("return 3", "your function gives 3, must be one of"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -25,7 +26,7 @@ from memlab.exercises.records import Attempt
 from memlab.lab.lab import Lab
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
-from memlab.units import MIB
+from memlab.units import MIB, format_bytes
 from tests.unit.builders import job_of, record_of, scenario, training_step
 from tests.unit.live import FULL, offload, recompute
 
@@ -125,7 +126,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, recomputed_bytes=2),
             ("recomputes_less_than", 2),
-            "what backward recomputes is still 2 B, must be lower",
+            "what backward recomputes is 2 B, must be below 2 B",
         ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
@@ -166,7 +167,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("without_settings",),
             "the memory settings are 'full uniform 1', must be none. Hint: run lab.apply(MemorySettings()), because",
         ),
-        (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), "the peak of the step is still "),
+        (
+            PLAIN,
+            ("peak_below", PLAIN.peak_allocated_bytes),
+            f"must be below {format_bytes(PLAIN.peak_allocated_bytes)}",
+        ),
         (
             PLAIN,
             ("peak_below", PLAIN.peak_allocated_bytes - 1),
@@ -366,7 +371,10 @@ def test_any_row_of_numbers_is_an_answer() -> None:
                 ("2*h*t", "str"),
             )
         ),
-        (None, "the check got an answer of the type NoneType, must get one number per case. Hint: run the cell of the"),
+        (
+            None,
+            "the check got an answer of the type NoneType, must get one number per case. Hint: begin the marked line as",
+        ),
         (lambda: 3, "the check got a function, must get one number per case. Hint: replace only the 0"),
         (PLAIN, "the check got the record of a step, must get one number per case. Hint: replace only the 0"),
     ],
@@ -394,13 +402,13 @@ def test_what_is_no_formula_is_refused_in_one_line_with_what_to_give(
         ),
         (
             None,
-            "an answer of the type NoneType, must get the record of a step. Hint: run the cell of the answer first",
+            "an answer of the type NoneType, must get the record of a step. Hint: begin the marked line as it began, for example with 'mine =', and run its cell",
         ),
         ("full", "an answer of the type str, must get the record of a step. Hint: give what lab.step(...) returned"),
         (3, "numbers, must get the record of a step. Hint: give what lab.step(...) returned"),
         (
             Attempt(),
-            "an answer of the type NoneType, must get the record of a step. Hint: run the cell of the answer first",
+            "an answer of the type NoneType, must get the record of a step. Hint: begin the marked line as it began, for example with 'mine =', and run its cell",
         ),
     ],
 )
@@ -486,6 +494,35 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
             Lab.step(None, **{option: ["moe"]})  # type: ignore[arg-type]
         assert not check(answer).peak_below(1)
         assert capsys.readouterr().out.rstrip(".\n").endswith(ending)
+
+
+GIVEN = {"manual_gc": True}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "action"),
+    [
+        (
+            lambda: MemorySettings() | {"recompute_granularity": "full"},  # type: ignore[operator]
+            "write dataclasses.replace(settings, option=value)",
+        ),
+        (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
+        (lambda: Layout(pp=4), "write Layout.from_text('TP4')"),  # type: ignore[call-arg]
+        (lambda: "TP4".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
+    ],
+)
+def test_an_error_of_python_s_is_told_the_way_out(
+    mistake: Callable[[], object], action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Attempt() as answer:
+        mistake()
+    assert not check(answer).runs_on(1)
+    assert action in capsys.readouterr().out
+
+
+def test_a_setting_that_offloads_nothing_is_an_offload_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(with_settings(offload("qkv_linear"))).offloads_nothing()
+    assert "the settings name qkv_linear to offload, which had no effect" in capsys.readouterr().out
 
 
 def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:

@@ -27,9 +27,8 @@ def test_a_job_file_is_predicted_as_its_trainer_was_measured(row: dict, tmp_path
     assert job.name == row["name"]
     file = benchmark.write_job(job, tmp_path)
     predicted, measured = benchmark.predicted_of(job, file, has_flash_attn=row["flash_attn"]), row["steps"][-1]
-    own_classes = job.framework == "automodel" and "model.force_hf=true" not in job.options  # memlab has transformers'
-    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.06 if own_classes else 0.0005)
-    assert predicted["start"] == pytest.approx(measured["start"], rel=0.003)
+    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.0005)
+    assert predicted["start"] == pytest.approx(measured["start"], rel=0.001)
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from memlab import Lab, Layout
+from memlab.backends.simulated import predicting
 from memlab.config.architectures import find_architecture
 from memlab.config.lora import LibraryOfFsdp2, LoRA
 from memlab.config.parameters import kept_bytes
@@ -95,3 +97,33 @@ def test_adapters_in_fp32_have_no_remainders(library: LibraryOfFsdp2, is_idle: b
     assert ("store_param_remainders" in scenario.without_effect()) == is_idle
     count = sum(4 * (one.inputs + one.outputs) for one in adapted_linears(scenario.architecture, 4, lora))
     assert kept_bytes(scenario).optimizer == (8 + (4 if is_idle else 2)) * count
+
+
+OF_AUTOMODEL = LoRA(rank=8, target_modules=("*_proj",), fsdp2_library="automodel", dropout_position="post")
+
+
+def test_tensor_parallel_ranks_divide_the_adapters_of_automodel_too() -> None:
+    """Bytes of each of two live ranks over gloo (torch 2.13); what is saved is what Automodel's own adapters save."""
+    sizes: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=False)
+    scenario = Scenario.of("llama-3-tiny", **sizes, layout=layout, state=TrainingState(lora=OF_AUTOMODEL))
+    with Lab(scenario, backend=predicting("cpu")) as lab:
+        record = lab.step()
+    assert (record.static_bytes, record.peak_allocated_bytes) == (635_264, 1_657_004)
+    assert kept_bytes(scenario).optimizer == record.peak_by_category["optimizer state"] == 83_968
+
+
+@pytest.mark.parametrize(
+    ("lora", "sequence_parallel", "words"),
+    [
+        (LoRA(rank=8, target_modules=(), fsdp2_library="peft"), False, "and lora_rank"),
+        (LoRA(rank=8, target_modules=(), fsdp2_library="automodel", dropout=0.1), False, "and lora_rank"),
+        (OF_AUTOMODEL, True, "and sequence_parallel"),
+    ],
+)
+def test_other_adapters_beside_tensor_parallel_ranks_are_refused(
+    lora: LoRA, sequence_parallel: bool, words: str
+) -> None:
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    with pytest.raises(ValueError, match=words):
+        Scenario.of("llama-3-tiny", seq_length=16, engine="fsdp2", layout=layout, state=TrainingState(lora=lora))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from memlab.config.lora import LINEARS, LoRA
 from memlab.config.option import options_of, unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import ModelClasses, TrainingState
 from memlab.config.transformers_linears import adapted_linears
 from memlab.jobs.frameworks.registry import FRAMEWORKS, writer_of
 from memlab.jobs.job import Job
@@ -103,6 +104,9 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
             settings = MemorySettings(**dice.choice(MEMORY), **dice.choice(CHECKPOINTS))
         except ValueError:
             continue
+        classes = random.Random(repr(values)).choice(get_args(ModelClasses))
+        with suppress(ValueError):  # of a family without such classes
+            scenario = replace(scenario, state=replace(scenario.state, model_classes=classes))
         return _in_effect(scenario), settings
 
 

@@ -91,6 +91,26 @@ def test_a_field_that_depends_on_the_model_is_named_and_has_no_value(tmp_path: P
     assert "seq_length" not in common.values["workload"]
 
 
+@pytest.mark.parametrize(("more", "is_told"), [("", False), ("--target_modules linear_qkv linear_proj", True)])
+def test_all_linears_are_those_of_the_model_itself(more: str, is_told: bool, tmp_path: Path) -> None:
+    (path := tmp_path / "run.sh").write_text(SWIFT.format(model="x/New", more=more))
+    common = _common(path)
+    assert common is not None
+    assert ("lora_target_modules" in common.values["state"]) is is_told
+    assert ("lora_target_modules" in common.depends_on_model) is not is_told
+
+
+def test_a_backend_that_latent_attention_alone_lacks_is_told_with_a_doubt(tmp_path: Path) -> None:
+    (path := tmp_path / "run.sh").write_text(SWIFT.format(model="x/New", more="--attention_backend flash"))
+    common = _common(path)
+    assert common is not None and "deepseek-v3" in common.models
+    assert common.values["state"]["attention_backend"] == "flash"
+    assert any(line.startswith("attention_backend flash: of models with latent attention") for line in common.warnings)
+    path.write_text(path.read_text().replace("flash", "auto"))
+    common = _common(path)
+    assert common is not None and not any("latent attention" in line for line in common.warnings)
+
+
 def test_what_the_provider_of_one_family_alone_sets_does_not_hold_for_any_model(tmp_path: Path) -> None:
     """Of Megatron-Bridge's families with shared experts, DeepSeek-V3's overlaps them, and Qwen2-MoE's does not."""
     (path := tmp_path / "job.yaml").write_text(

@@ -367,7 +367,7 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
 def test_bridge_switches_on_in_both_sections_what_one_of_them_has(
     option: str, ddp: bool, optimizer: bool, tmp_path: Path
 ) -> None:
-    others = "-ep 8 comm_overlap=null ddp.overlap_grad_reduce=true "
+    others = "-ep 8 comm_overlap=null ddp.overlap_grad_reduce=true optimizer.use_precision_aware_optimizer=false "
     others += "ddp.overlap_param_gather=false " if option == "use_distributed_optimizer" else ""
     (tmp_path / "run.sh").write_text(RECIPE + others + f"ddp.{option}={ddp} optimizer.{option}={optimizer}")
     job = Job.read(tmp_path / "run.sh")

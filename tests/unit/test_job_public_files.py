@@ -187,6 +187,16 @@ def test_two_buffers_of_megatron_fsdp_need_more_and_its_bound_covers_each_strate
     assert "use_megatron_fsdp" in job.without_effect["data_parallel_sharding_strategy"]
 
 
+@pytest.mark.parametrize(("dtype", "is_named"), [("bf16", True), ("fp16", True), ("fp32", False), ("auto", False)])
+@pytest.mark.parametrize("tensors", ["grads", "params"])
+def test_types_of_megatron_fsdp_s_own_tensors_are_named(
+    tensors: str, dtype: str, is_named: bool, tmp_path: Path
+) -> None:
+    flags = f"--use-megatron-fsdp --megatron-fsdp-main-{tensors}-dtype {dtype}"
+    found = effects(script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}"))
+    assert (f"megatron_fsdp_main_{tensors}_dtype" in found) is is_named
+
+
 @pytest.mark.parametrize(("program", "is_named"), [("pretrain_gpt.py", False), ("examples/mimo/train_llava.py", True)])
 def test_a_program_that_memlab_does_not_know_is_named(program: str, is_named: bool, tmp_path: Path) -> None:
     said = f"the script starts {Path(program).name}, a program that memlab does not know"

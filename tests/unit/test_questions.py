@@ -28,7 +28,7 @@ CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
         ("-5", 3, "result: 3 bytes; your guess: -5 bytes (8 bytes too low, the result is positive)"),
         ("nan", 3, "result: 3 bytes; your guess: nan (enter a number to compare the two)"),
         ("a <few>", 3, "result: 3 bytes; your guess: a <few> (enter a number to compare the two)"),
-        ("2 KiB", 3, "result: 3 bytes; your guess: 2 KiB (enter it in bytes to compare the two)"),
+        ("2 KiB", 3, "result: 3 bytes; your guess: 2 KiB (enter a number in bytes to compare the two)"),
     ],
 )
 def test_the_result_stands_beside_the_guess(
@@ -67,6 +67,7 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
     ("question", "entered", "result", "verdict"),
     [
         (PART, "Activations ", "activations", "Activations (right)"),
+        (PART, "activation", "activations", "activation (right)"),
         (PART, "optimizer", "optimizer state", "optimizer (right)"),
         (PART, "optimizer", "activations", "optimizer (wrong)"),
         (PART, "the <optimizer>", "activations", "the <optimizer> (wrong)"),

@@ -31,6 +31,10 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
     lora = scenario.state.lora
     assert lora is not None, "the caller asks only for adapters that there are"
     model.requires_grad_(requires_grad=False)
+    if scenario.layout.tensor_model_parallel_size > 1:
+        for linear in adapted_linears(scenario.architecture, scenario.num_layers, lora):
+            _give_divided_adapter(model.get_submodule(linear.name), lora)
+        return
     kind = AutomodelLinear if lora.fsdp2_library == "automodel" else PeftLinear
     for linear in adapted_linears(scenario.architecture, scenario.num_layers, lora):
         path, _, name = linear.name.rpartition(".")
@@ -43,6 +47,25 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
             mlp.forward = _FusedMlp(mlp)
     if lora.enable_input_require_grads:
         model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+class DividedLinear(torch.nn.Linear):
+    """A frozen linear of NeMo Automodel with its adapter, both divided over tensor parallel ranks.
+
+    Automodel's memory-efficient function takes no DTensor (``_should_use_memory_efficient_lora``), so each product is
+    one of torch's own, and what ranks have to add up is added once for both.
+    """
+
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]."""
+        output = functional.linear(inputs, self.weight, self.bias)
+        added: torch.Tensor = output + self.lora_B(self.lora_A(inputs) * self.scaling)
+        return added
+
+
+def _give_divided_adapter(linear: Any, lora: LoRA) -> None:
+    linear.lora_A, linear.lora_B = _two_linears(linear, lora, linear.weight.dtype)
+    linear.scaling, linear.__class__ = lora.alpha / lora.rank, DividedLinear
 
 
 def _mlps(model: Any) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.engines.fsdp2 import training_step as steps
+from memlab.engines.fsdp2.automodel_classes import CHECKPOINTED
 from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
@@ -134,16 +135,18 @@ class Fsdp2Engine:
         is_full, is_selective = settings.recompute_granularity == "full", settings.selective_ac
         of_block = settings.recompute_num_layers if settings.recompute_method == "block" else None
         contexts = self._selective_contexts if is_selective else self._contexts
+        parts = CHECKPOINTED if self.scenario.state.model_classes != "transformers" else ()
         function = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         for number, layer in enumerate(self.layers):
             is_one = is_full and (of_block is None or number < of_block)
             is_one = is_one and (number + 1) % (settings.checkpoint_every or 1) == 0
-            layer.gradient_checkpointing = is_one and not is_selective  # type: ignore[assignment]
+            layer.gradient_checkpointing = is_one and not (is_selective or parts)  # type: ignore[assignment]
             layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-            # NeMo Automodel checkpoints selectively inside of what FSDP2 does for the layer.
-            layer.__dict__.pop("forward", None)
-            if is_one and is_selective:
-                layer.forward = partial(function, layer.forward)
+            # NeMo Automodel checkpoints selectively, or parts, inside of what FSDP2 does for the layer.
+            for module in (layer, *(getattr(layer, name) for name in parts)):
+                module.__dict__.pop("forward", None)
+                if is_one and (module is layer) == is_selective:
+                    module.forward = partial(function, module.forward)
 
     def set_state(self, scenario: Scenario) -> None:
         self.scenario = scenario

@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.adapters import add_adapters
 from memlab.engines.fsdp2.attention import name_of
+from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.context_parallel import mesh_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import build_model
@@ -45,6 +46,7 @@ class ShardedModel:
         with on_host(), unobserved():
             with torch.device("meta" if place.is_prediction else "cpu"):
                 self.module = build_model(scenario, sharded, attention=self.attention)
+                change_classes(self.module, scenario)
                 if scenario.state.lora is not None:
                     add_adapters(self.module, scenario)
             self.context_parallel = mesh_of(scenario, mesh_device)
@@ -207,6 +209,11 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _policy(scenario: Scenario) -> MixedPrecisionPolicy:
-    """Returns what NeMo Automodel gives FSDP2: layers compute in ``dtype``, and gradients are reduced in fp32."""
+    """Returns what NeMo Automodel gives FSDP2: layers compute in ``dtype``, and gradients are reduced in fp32.
+
+    Its release leaves the inputs of layers as they are, which are cosines and sines in fp32 (``distributed/config.py``
+    of 0.7.0; 36044ad3 has torch's default there).
+    """
     reduced = torch.bfloat16 if scenario.state.grad_reduce_in_bf16 else torch.float32
-    return MixedPrecisionPolicy(param_dtype=DTYPES[scenario.dtype], reduce_dtype=reduced)
+    casts = scenario.state.model_classes != "automodel_0.7.0"
+    return MixedPrecisionPolicy(param_dtype=DTYPES[scenario.dtype], reduce_dtype=reduced, cast_forward_inputs=casts)

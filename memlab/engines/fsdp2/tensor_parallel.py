@@ -13,25 +13,31 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def divide(module: Any, mesh: Any, *, sequences: bool) -> None:
     """Divides the matrices of transformers' model over the ranks of a mesh, and between them the sequence if asked."""
+    trained = {name: each.requires_grad for name, each in module.named_parameters()}
+    parallelize_module(module, mesh, _plan(module, sequences=sequences))
+    for name, each in module.named_parameters():  # torch's styles make all parameters trainable
+        each.requires_grad_(trained[name])
+
+
+def _plan(module: Any, *, sequences: bool) -> dict[str, Any]:
     family = module.config.model_type
     if family == "phi3":
-        parallelize_module(module, mesh, _plan_of_phi3())
-        return
+        return _plan_of_phi3()
     layer = "model.layers.*"
     by_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     of_sequence: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False} if sequences else {}
     plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **of_sequence),
-        **{f"{layer}.{name}": ColwiseParallel() for name in by_columns},
-        **{f"{layer}.{name}": RowwiseParallel(**of_sequence) for name in ("self_attn.o_proj", "mlp.down_proj")},
-        "lm_head": ColwiseParallel(
+        "model.embed_tokens": _Rows(input_layouts=Replicate(), **of_sequence),
+        **{f"{layer}.{name}": _Columns() for name in by_columns},
+        **{f"{layer}.{name}": _Rows(**of_sequence) for name in ("self_attn.o_proj", "mlp.down_proj")},
+        "lm_head": _Columns(
             input_layouts=Shard(1) if sequences else None, output_layouts=Shard(-1), use_local_output=False
         ),
     }
@@ -39,7 +45,7 @@ def divide(module: Any, mesh: Any, *, sequences: bool) -> None:
         norm = _GatheringNorm(use_local_output=family.startswith("qwen"))
         plan |= {f"{layer}.{name}": norm for name in ("input_layernorm", "post_attention_layernorm")}
         plan["model.norm"] = SequenceParallel()
-    parallelize_module(module, mesh, plan)
+    return plan
 
 
 def _plan_of_phi3() -> dict[str, Any]:
@@ -47,13 +53,42 @@ def _plan_of_phi3() -> dict[str, Any]:
     whole: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Replicate()}
     layer, local = "model.layers.*", {"use_local_output": False}
     return {
-        "model.embed_tokens": RowwiseParallel(**whole),
-        f"{layer}.self_attn.qkv_proj": RowwiseParallel(**whole),
-        f"{layer}.self_attn.o_proj": ColwiseParallel(**whole),
-        f"{layer}.mlp.gate_up_proj": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), **local),
-        f"{layer}.mlp.down_proj": RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), **local),
+        "model.embed_tokens": _Rows(**whole),
+        f"{layer}.self_attn.qkv_proj": _Rows(**whole),
+        f"{layer}.self_attn.o_proj": _Columns(**whole),
+        f"{layer}.mlp.gate_up_proj": _Columns(input_layouts=Replicate(), output_layouts=Shard(-1), **local),
+        f"{layer}.mlp.down_proj": _Rows(input_layouts=Shard(-1), output_layouts=Replicate()),
+        "lm_head": _Columns(output_layouts=Shard(-1), **local),
     }
+
+
+class _Columns(ColwiseParallel):
+    """A linear divided by columns, with the matrices of its adapter if it has one: the first by rank of the adapter.
+
+    ``ColwiseParallelLora`` in ``components/distributed/parallel_styles.py``: what the first matrix makes is gathered.
+    """
+
+    def _partition_linear_fn(self, name: str, module: Any, device_mesh: Any) -> None:
+        _distribute(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
+        if hasattr(module, "lora_A"):
+            module.lora_A.register_forward_hook(_gathered)
+
+
+class _Rows(RowwiseParallel):
+    """A linear divided by rows, with both matrices of its adapter if it has one (``RowwiseParallelLora``)."""
+
+    def _partition_linear_fn(self, name: str, module: Any, device_mesh: Any) -> None:
+        _distribute(module, device_mesh, {"weight": Shard(1), "bias": Replicate()})
+
+
+def _distribute(module: Any, mesh: Any, placements: dict[str, Any]) -> None:
+    """Distributes the own parameters of a module; torch asks for each module inside of it too."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter, mesh, [placements[name]])))
+
+
+def _gathered(module: Any, inputs: Any, output: Any) -> Any:
+    return output.redistribute(device_mesh=output.device_mesh, placements=[Replicate()])
 
 
 class _GatheringNorm(SequenceParallel):

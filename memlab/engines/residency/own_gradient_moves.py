@@ -67,7 +67,13 @@ class OwnGradientMoves(Residency):
         before = self._num_bytes()
         for name in _LISTS:
             setattr(self._model, name, [mine for of, mine in self._buffers if of == name])
-        move(self._model)
+        try:
+            move(self._model)
+        except TypeError as error:
+            if "StandIn'" not in f"{error}":
+                raise
+            named = f"{error}".replace("_GradDataStandIn", "grad_data").replace("_StorageStandIn", "storage")
+            raise ValueError(f"your code does what needs a real tensor ({named}): {_ENOUGH}") from error
         if any(getattr(mine, "grad_data", None) is not mine.gradients for _, mine in self._buffers):
             raise ValueError(
                 "your code puts something in the place of grad_data, must leave it: that frees nothing, because the "
@@ -135,6 +141,8 @@ class _GradDataStandIn(_StandIn):
 
     def numel(self) -> int:
         return self._real.numel()
+
+    nelement = __len__ = numel  # the tensor has one dimension
 
     def element_size(self) -> int:
         return self._real.element_size()

@@ -106,7 +106,7 @@ class Transfers:
             ValueError: If there is no such fault, another one is active, or the model has nothing that it concerns.
         """
         faults = self._engine.residency_faults
-        if name is not None and name not in faults:
+        if name is not None and name not in tuple(faults):  # a list has no hash
             choices = ", ".join(faults)
             raise ValueError(f"residency fault is {name!r}, must be one of {choices}: choose one of them")
         self._replace(name, None if name is None else faults[name])

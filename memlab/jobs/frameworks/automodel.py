@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.scenario import Scenario
+from memlab.config.scenario import FAMILIES_OF_AUTOMODEL, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
@@ -53,11 +53,10 @@ _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForN
 _CAUSAL = "NeMoAutoModelForCausalLM"
 _POLICY = "distributed.mp_policy"
 _CHECKPOINTING = "distributed.activation_checkpointing"
-_OWN_CLASSES = ("llama", "qwen2", "qwen3")
-"""Dense families of which Automodel has classes of its own (``_transformers/registry.py``); of the others it takes
-those of transformers."""
+_NORM = "torch_fp32"
+"""The kind of norms that Automodel's own classes have by default: compiled, and computed in fp32."""
 _LONGEST = ("dataset.seq_length", "dataset.seq_len", "dataloader.collate_fn.max_length")
-_OF_CLASSES = ("model.backend.rms_norm", "model.backend.rope", "model.use_liger_kernel", "model.force_hf")
+_OF_CLASSES = ("model.backend.rms_norm", "model.backend.rope", "model.use_liger_kernel")
 _SECTIONS = {
     "teacher_model": ("teacher_", "offload_teacher_model", "separate_meshes", "kd_"),
     "recipe_args": ("recipe_args.",),
@@ -72,6 +71,15 @@ _OF_RANKS = {
     ),
 }
 """Fields that only ranks read which share a model otherwise than FSDP2 does, each with their number."""
+_OF_EXPERTS = (
+    "distributed.moe.",
+    "peft.moe_rank_scaling",
+    *(
+        f"model.backend.{name}"
+        for name in ("attn", "linear", "rms_norm", "experts", "dispatcher", "fake_", "gate_precision", "enable_fsdp")
+    ),
+)
+"""How the keys begin that decide what its own class of a model with experts computes and gathers."""
 _RELEASE = "0.7.0"
 _STAYS = "Automodel keeps it on the device between steps"
 _RANKS_OF_A_NODE = 8
@@ -125,6 +133,7 @@ KEYS = (
     Key("model.config.num_hidden_layers", "num_layers", WHOLE),
     Key("model.torch_dtype", "shards", _STORAGE, "auto"),
     Key("model.dtype", "shards", _STORAGE),
+    Key("model.force_hf", "is_of_transformers", SWITCH, False),
     Key("distributed.strategy", "strategy", TEXT, "fsdp2"),
     Key("distributed.dp_size", "data_ranks", _SIZE, None),
     Key("distributed.dp_replicate_size", "dp_replicate_size", _SIZE, None),
@@ -215,6 +224,13 @@ def complete(reading: Reading) -> None:
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
+    if (values["expert_model_parallel_size"] or 1) > 1 and not values["is_of_transformers"]:
+        noted = {one.key for one in reading.not_modelled}
+        for key in [key for key in reading.entries.by_key if key.startswith(_OF_EXPERTS) and key not in noted]:
+            reading.miss(key, "either", "it is of Automodel's own experts, which memlab does not have")
+    loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
+    if loss != "MaskedCrossEntropy":
+        reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
     del values["has_no_adapters"]
     values.pop("class_of_adapters", None)
     reading.taken = [one for one in reading.taken if one.field != "has_no_adapters"]
@@ -399,27 +415,44 @@ def _take_optimizer(reading: Reading) -> None:
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
-    family = architecture.family
+    family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
     check_family(reading, architecture)
-    if architecture.routes and not reading.get("model.force_hf", default=False):
+    if architecture.routes and not is_of_transformers:
         reading.lacks.append("Automodel's own experts")
         raise ValueError(
             f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "
             "transformers: set model.force_hf to true, or leave the recipe out"
         )
-    loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
-    if loss != "MaskedCrossEntropy":
-        reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
-    if family not in _OWN_CLASSES or reading.get("model.force_hf", default=False):
+    if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
-    reading.miss("model.backend.rms_norm", "less", "Automodel's norms keep no copies of their inputs in fp32")
-    reading.miss("model.backend.rope", "more", "Automodel keeps cosines and sines of all positions")
+    _take_own_classes(reading, family)
     if _trains_adapters(reading) and reading.values["world_size"] == 1:
         reading.miss("peft", "more", "Automodel fuses no MLP of its own classes with adapters: it begins on meta")
-    if reading.values.get("recompute_granularity") == "full":
-        reading.miss(_CHECKPOINTING, "either", "Automodel checkpoints the parts of a layer of its own classes, each")
+
+
+def _take_own_classes(reading: Reading, family: str) -> None:
+    """Takes Automodel's own class of a model, and notes what of it memlab does not have."""
+    norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"
+    if reading.get("model.backend.rope", default="torch") != "torch":
+        reading.miss("model.backend.rope", "less", "QuACK rotates queries and keys in place")
+    if has_own_norms and reading.values.get("sequence_parallel"):
+        reading.miss("model.backend.rms_norm", "less", "Automodel's norms keep no copies of their inputs in fp32")
+        if reading.values.get("recompute_granularity") == "full":
+            reading.miss(
+                _CHECKPOINTING, "either", "Automodel checkpoints the parts of a layer of its own classes, each"
+            )
+        return
+    reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
+    if has_own_norms and norm != _NORM:
+        reading.miss(
+            "model.backend.rms_norm", "either", f"memlab has Automodel's norms of the kind {_NORM}, not {norm}"
+        )
+
+
+def _has_own_class(architecture: Architecture) -> bool:
+    return architecture.family in FAMILIES_OF_AUTOMODEL or bool(architecture.routes)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -437,6 +470,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "checkpointing": "selective" if settings.selective_ac else settings.recompute_granularity,
             "reshard_after_forward": state.reshard_after_forward,
             "longest": scenario.seq_length,
+            "is_of_transformers": state.model_classes == "transformers" and _has_own_class(scenario.architecture),
             "sequence_parallel": shares_sequence,
             "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
         }
@@ -453,6 +487,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         for name in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
     }
     own["offload_gradients"] = (False, _STAYS)
+    if state.model_classes != "transformers":
+        own["model_classes"] = ("automodel", "Automodel's version decides it, not a key")
     return of_other_values(scenario, settings, own | checkpoints | own_automodel(scenario, "Automodel"))
 
 
@@ -489,6 +525,7 @@ AUTOMODEL = Framework(
     without_own_key=frozenset(
         (
             "dtype",
+            "model_classes",
             "lora_fsdp2_library",
             "lora_enable_input_require_grads",
             "fp32_sharded_params",

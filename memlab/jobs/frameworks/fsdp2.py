@@ -197,7 +197,11 @@ def take_automodel_adapters(reading: Reading, section: str, *, is_on: bool) -> N
     if kind != _CLASS_OF_AUTOMODEL:
         lacks.append(f"adapters of the class {kind}")
     if is_on and reading.get(f"{section}.use_triton"):
-        reading.miss(f"{section}.use_triton", "either", "Triton's kernels keep other tensors of the adapters' rank")
+        reading.miss(
+            f"{section}.use_triton",
+            "either",
+            "without Transformer Engine, Triton's kernels keep other tensors of the adapters' rank",
+        )
     values["lora_fsdp2_library"] = "automodel"
     take_adapters(reading, section, tuple(targets), tuple(excluded), lacks)
 

@@ -336,6 +336,11 @@ MISSING = (
 )
 """Of TransformerConfig; a framework reads them under its own prefix."""
 
+
+def _is_16_bits(value: Any) -> bool:
+    return str(value).rpartition(".")[2] in ("bf16", "fp16", "bfloat16", "float16")
+
+
 MISSING_DDP = (
     Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("use_custom_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
@@ -345,6 +350,13 @@ MISSING_DDP = (
     Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
     Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
     Missing("fsdp_double_buffer", "more", "Megatron-FSDP keeps buffers of two layers, between steps too"),
+    Missing("megatron_fsdp_main_grads_dtype", "less", "Megatron-FSDP keeps gradients in 16 bits", _is_16_bits),
+    Missing(
+        "megatron_fsdp_main_params_dtype",
+        "less",
+        "Megatron-FSDP keeps a rank's main parameters in 16 bits",
+        _is_16_bits,
+    ),
     Missing("num_buckets", "either", "it decides how large the buckets are", is_given),
     Missing("pad_buckets_for_high_nccl_busbw", "more", "buckets are padded to a multiple of 2**16 elements"),
     Missing("fp4_param_gather", "either", "parameters are FP4"),

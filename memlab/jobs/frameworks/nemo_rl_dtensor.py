@@ -316,6 +316,7 @@ NEMO_RL_DTENSOR = Framework(
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
+        "model_classes": "NeMo-RL builds transformers' classes of dense models",
         "loss_of_transformers": "a method's configuration decides it, and memlab writes GRPO's",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
     },

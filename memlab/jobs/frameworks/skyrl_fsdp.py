@@ -288,6 +288,7 @@ SKYRL_FSDP = Framework(
     packs=is_packed,
     cannot_write={"offload_optimizer_except_update": "SkyRL loads the optimizer state before the step"}
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    | {"model_classes": "SkyRL builds transformers' classes"}
     | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
     | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead"),
     cannot_write_of=cannot_write,

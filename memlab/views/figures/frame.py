@@ -38,6 +38,8 @@ LETTER_SHARE = 6.5 / 510
 510."""
 _USUAL_LETTER_SHARE = 5.5 / 700
 """The same in a notebook of usual width, where the mean letter has 5.5 pixels."""
+_PIXEL_SHARE = 1 / 700
+"""Of the plot's width, for a pixel in a notebook of usual width."""
 SHARE_AFTER_END = 0.01
 """Of the time axis, beyond the last event: what happens there would otherwise be covered by the figure's border."""
 _LETTERS_ACROSS = 96
@@ -199,6 +201,10 @@ def mark_peak(
     marker = {"symbol": "diamond", "size": 10, "color": colour, "line": {"color": "white", "width": 1.5}}
     hidden = {"cliponaxis": False, "showlegend": False, "hoverinfo": "skip"}
     drawing.traces.append({"x": [x], "y": [y], "mode": "markers", "marker": marker} | hidden)
+    below = _bytes_beside(points, end) / unit_bytes
+    if below < y:  # the mark's white border covers so narrow a peak
+        ends = {"x0": x, "x1": x, "y0": below, "y1": y}
+        drawing.shapes.append(ends | {"type": "line", "line": {"color": colour, "width": 1.2}})
     is_right = x < end / 2
     place = (LABEL_ON_THE_RIGHT if is_right else _LABEL_ON_THE_LEFT) | {"yanchor": "bottom", "yshift": shift}
     drawing.annotations.append({"x": x, "y": y, "text": text, "showarrow": False, "font": {"color": colour}} | place)
@@ -207,6 +213,15 @@ def mark_peak(
     low, high = drawing.layout["yaxis"]["range"]
     bottom, top = (y + pixels * (high - low) / plot_height for pixels in (shift, shift + len(lines) * LINE_HEIGHT))
     drawing.labels.append((x, x + width, bottom, top) if is_right else (x - width, x, bottom, top))
+
+
+def _bytes_beside(points: DrawnPoints, end: float) -> int:
+    """Returns the bytes of the curve right beside its peak; less than the peak's if that is narrower than a pixel."""
+    totals, peak = points.total_bytes, points.peak
+    x = points.position[peak]
+    before = int(np.searchsorted(points.position, x - _PIXEL_SHARE * end)) - 1
+    after = int(np.searchsorted(points.position, x + _PIXEL_SHARE * end, side="right")) - 1
+    return max(int(totals[max(before, 0)]), int(totals[after]))
 
 
 def interrupt_lines(drawing: Drawing) -> None:

@@ -105,7 +105,7 @@ def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, p
     floor = floor if floor * 4 > max(peaks) else 0
     settings = "no recompute, no offload" if str(job.settings) == "none" else str(job.settings)
     lines[0] += f"; axes from {in_unit(floor, unit_bytes)} {unit}" if floor else ""
-    lines.insert(1, f"{settings}; bars: light in forward, darker in backward, darkest in the optimizer")
+    lines.insert(1, f"{settings}; bars from light: forward, backward, optimizer; dashed: highest peak")
     x_title = "time since each rank's start (ms)" if axis == "time" else AXIS_TITLES[axis]
     drawing = frame(title, lines, "", "", plot_height=grid.height)
     end = axis_end([points for points in [*drawn, *others] if points])

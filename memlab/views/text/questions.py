@@ -42,14 +42,17 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
         return f"{shown}; your guess: {guessed.strip()}{_verdict(guessed, result, question)}"
     number = as_number(guessed, unit)
     if number is None:
-        action = f"enter it in {unit}" if unit and re.match(r"\W*\d", guessed) else "enter a number"
+        action = f"enter a number in {unit}" if unit and re.match(r"\W*\d", guessed) else "enter a number"
         return f"{shown}; your guess: {guessed.strip()} ({action} to compare the two)"
     return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result, unit)}"
 
 
 def _verdict(guessed: str, result: str, question: str) -> str:
-    in_order = [re.findall(r"\w+", text.casefold()) for text in (guessed, result, question)]
-    guess, right, asked = (set(words) - {"a", "an", "its", "the"} for words in in_order)
+    # A singular names the same answer as its plural.
+    in_order = [
+        [word.removesuffix("s") for word in re.findall(r"\w+", text.casefold())] for text in (guessed, result, question)
+    ]
+    guess, right, asked = (set(words) - {"a", "an", "it", "the"} for words in in_order)
     own, other = ("".join(words).replace("_", "") for words in in_order[:2])
     is_one_word = own == other  # handover, hand over and hand_over
     if guess and (is_one_word or guess <= right or (right <= guess and not (guess - right) & asked)):

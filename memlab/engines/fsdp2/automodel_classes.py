@@ -1,0 +1,196 @@
+"""What NeMo Automodel's own classes of Llama, Qwen2 and Qwen3 compute otherwise than those of transformers.
+
+``components/models/{llama,qwen2,qwen3}/model.py`` and ``llama/rope_utils.py`` of 36044ad3 and of the release 0.7.0.
+Cosines and sines of all positions stay from step to step. The norms of Llama and Qwen2 keep no copies of their
+inputs in fp32 (``Float32RMSNorm`` in ``models/common/utils.py``); those of Qwen3 are transformers'. The release rotates
+queries and keys in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.config.scenario import Scenario
+from memlab.meter.labels import keeping, one_kernel
+
+CHECKPOINTED = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+"""The parts of a layer that have a checkpoint each (``apply_submodule_checkpointing``), where the whole layer has one
+of a class of transformers (``_should_use_hf_native_gradient_checkpointing`` in ``distributed/parallelizer.py``)."""
+_NORMS_OF_LAYER = ("input_layernorm", "post_attention_layernorm")
+
+
+def change_classes(module: Any, scenario: Scenario) -> None:
+    """Gives transformers' model what the classes of `scenario` have of their own.
+
+    Args:
+        module: transformers' model for causal language modeling, before FSDP2 shards it.
+        scenario: Of a family of which Automodel has a class.
+    """
+    kind, model = scenario.state.model_classes, module.model
+    if kind == "transformers":
+        return
+    is_released = kind == "automodel_0.7.0"
+    dtype = torch.float32 if is_released else model.embed_tokens.weight.dtype
+    model.rotary_emb = _Rotations(model.rotary_emb, dtype, _positions_of(scenario))
+    for layer in model.layers:
+        if is_released:
+            attention = layer.self_attn
+            attention.__class__ = type(
+                type(attention).__name__, (_ReleasedAttention, type(attention)), {"__module__": attention.__module__}
+            )
+        if model.config.model_type != "qwen3":
+            for name in _NORMS_OF_LAYER:
+                setattr(layer, name, _Norm(getattr(layer, name), is_released=is_released))
+    if model.config.model_type != "qwen3":
+        model.norm = _Norm(model.norm, is_released=is_released)
+
+
+def _positions_of(scenario: Scenario) -> int:
+    """Returns how many positions a rank needs: those before the end of the last chunk that it has of a sequence."""
+    layout = scenario.layout
+    ranks = layout.context_parallel_size
+    rank = layout.rank // layout.tensor_model_parallel_size % ranks
+    return scenario.seq_length * (2 * ranks - rank) // (2 * ranks) if ranks > 1 else scenario.seq_length
+
+
+class _Rotations(torch.nn.Module):
+    """Cosines and sines of all positions, made by the first forward, of which each pass gathers its own.
+
+    Args:
+        of_transformers: transformers' module, which makes them in each pass.
+        dtype: Of the cosines and sines.
+        num_positions: Of a row.
+    """
+
+    def __init__(self, of_transformers: Any, dtype: torch.dtype, num_positions: int) -> None:
+        super().__init__()
+        self.dtype, self.num_positions, self.scaling = dtype, num_positions, of_transformers.attention_scaling
+        self.cosines: torch.Tensor | None
+        self.sines: torch.Tensor
+        self.inv_freq: torch.Tensor
+        for name, buffer in {"inv_freq": of_transformers.inv_freq, "cosines": None, "sines": None}.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, _: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cosines and sines [batch, tokens, channels] of positions [batch, tokens]."""
+        if self.cosines is None:
+            angles = torch.outer(
+                torch.arange(self.num_positions, device=position_ids.device).float(), self.inv_freq.float()
+            )
+            whole = torch.cat((angles, angles), dim=-1)
+            with keeping("workspace"):
+                self.cosines = (whole.cos() * self.scaling).to(self.dtype)
+                self.sines = (whole.sin() * self.scaling).to(self.dtype)
+        return self.cosines[position_ids], self.sines[position_ids]
+
+
+class _Norm(torch.nn.Module):
+    """RMSNorm whose backward is one kernel.
+
+    Args:
+        norm: transformers' own, whose weight it takes.
+        is_released: Whether it is that of the release.
+    """
+
+    def __init__(self, norm: Any, *, is_released: bool) -> None:
+        super().__init__()
+        self.weight, self.epsilon, self.is_released = norm.weight, norm.variance_epsilon, is_released
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Maps [..., channels] to the same shape and type."""
+        output: torch.Tensor = _Normalized.apply(inputs, self.weight, self.epsilon, self.is_released)
+        return output
+
+
+class _Normalized(torch.autograd.Function):
+    """``_float32_rms_norm_fwd``: compiled in August 2026, which keeps one number for each token beside the input.
+
+    The release keeps none, and its forward is eager, with tensors in fp32 (``_float32_rms_norm_impl``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float, is_released: bool
+    ) -> torch.Tensor:
+        ctx.epsilon = epsilon
+        if is_released:
+            ctx.save_for_backward(inputs, weight)
+            return _eagerly_normalized(inputs.float(), weight.float(), epsilon)[0].to(inputs.dtype)
+        output, scales = _normalized(inputs, weight, epsilon)
+        ctx.save_for_backward(inputs, weight, scales)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight, *_ = ctx.saved_tensors
+        of_inputs, of_weight = _gradients(grads[0], inputs, weight, ctx.epsilon)
+        return of_inputs, of_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+@one_kernel()
+def _eagerly_normalized(
+    inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = _scales(inputs, epsilon)
+    return inputs * scales * weight, scales
+
+
+@one_kernel()
+def _normalized(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = _scales(inputs.float(), epsilon)
+    return (weight * (inputs.float() * scales)).to(inputs.dtype), scales
+
+
+@one_kernel()
+def _gradients(
+    grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = _scales(inputs.float(), epsilon)
+    normalized, of_normalized = inputs.float() * scales, grad.float() * weight
+    mean = (of_normalized * normalized).mean(-1, keepdim=True)
+    of_inputs = ((of_normalized - normalized * mean) * scales).to(inputs.dtype)
+    of_weight = (grad.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+    return of_inputs, of_weight
+
+
+def _scales(inputs: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+class _ReleasedAttention:
+    """The attention of the release, which rotates queries and keys in fp32; a base beside transformers' own class."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Maps [batch, tokens, width] to the same shape."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (each(hidden_states).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        query, key = _rotated(query, key, *position_embeddings)
+        options.setdefault("sliding_window", getattr(self, "sliding_window", None))
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **options)
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtypes = query.dtype, key.dtype
+    query, key, cosines, sines = query.float(), key.float(), cosines.unsqueeze(1), sines.unsqueeze(1)
+    query = (query * cosines) + (_half_rotated(query) * sines)
+    key = (key * cosines) + (_half_rotated(key) * sines)
+    return query.to(dtypes[0]), key.to(dtypes[1])
+
+
+def _half_rotated(heads: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

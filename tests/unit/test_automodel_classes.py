@@ -1,0 +1,103 @@
+"""NeMo Automodel's own classes of Llama, Qwen2 and Qwen3 in the engine fsdp2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.backends.simulated import predicting
+from memlab.config.scenario import Scenario
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+from memlab.engines.fsdp2.automodel_classes import change_classes
+from memlab.engines.fsdp2.hugging_face import build_model
+
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def of(model: str, classes: Any, **more: Any) -> Scenario:
+    sizes: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
+    return Scenario.of(model, **sizes | more, state=TrainingState(model_classes=classes))
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "measured"),
+    [
+        ("llama-3-tiny", "automodel", 732_928),
+        ("llama-3-tiny", "automodel_0.7.0", 739_840),
+        ("qwen2.5-tiny", "automodel", 732_928),
+        ("qwen3-dense-tiny", "automodel", 981_760),
+        ("qwen3-dense-tiny", "automodel_0.7.0", 989_952),
+    ],
+)
+def test_they_save_as_much_as_the_classes_themselves_and_compute_what_transformers_does(
+    model: str, classes: str, measured: int
+) -> None:
+    """Bytes that Automodel's own classes saved for backward on a CPU (torch 2.13, transformers 5.24), two layers."""
+    scenario, tokens = of(model, classes), torch.arange(64).unsqueeze(0)
+    torch.manual_seed(0)
+    module = build_model(scenario, torch.bfloat16, attention="sdpa")
+    expected = module(input_ids=tokens).logits
+    change_classes(module, scenario)
+    saved: dict[int, int] = {}
+    held: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = module(input_ids=tokens).logits
+    for stays in (*module.parameters(), *module.buffers()):
+        saved.pop(stays.untyped_storage()._cdata, None)
+    assert sum(saved.values()) == measured
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    found.float().mean().backward()
+    assert all(one.grad is not None for one in module.parameters())
+
+
+@pytest.mark.parametrize("classes", ["automodel", "automodel_0.7.0"])
+def test_a_live_step_needs_what_is_predicted_and_checkpoints_change_in_place(classes: str) -> None:
+    scenario, records = of("llama-3-tiny", classes, seq_length=512), {}
+    for backend in ("cpu", predicting("cpu")):
+        with Lab(scenario, backend=backend) as lab:
+            records[backend] = [lab.step(settings) for settings in (MemorySettings(), FULL, MemorySettings())]
+    live, predicted = ([one.peak_by_category for one in steps] for steps in records.values())
+    assert predicted == live and live[0] == live[2] != live[1]
+    assert all(step.residual_bytes == 0 for steps in records.values() for step in steps)
+
+
+def test_checkpoints_of_parts_keep_four_inputs_of_a_layer() -> None:
+    peaks = []
+    for num_layers in (4, 5):
+        scenario = of("llama-3-tiny", "automodel", num_layers=num_layers, seq_length=512)
+        with Lab(scenario, backend=predicting("cpu")) as lab:
+            peaks.append(lab.step(FULL).activation_peak_bytes)
+    assert peaks[1] - peaks[0] == 4 * 2 * 512 * scenario.architecture.hidden_size
+
+
+def test_ranks_that_share_a_sequence_have_positions_up_to_their_last_chunk() -> None:
+    static = []
+    for rank in (0, 1):
+        scenario = of("llama-3-tiny", "automodel")
+        scenario = replace(scenario, layout=Layout(context_parallel_size=2, rank=rank))
+        with Lab(scenario, backend=predicting("cpu")) as lab:
+            static.append(lab.step().static_bytes)
+    assert static[0] - static[1] == 2 * 2 * 16 * scenario.architecture.kv_channels
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "words"),
+    [
+        ("phi-4-tiny", Layout(), "phi-4-tiny is of the family phi3, of which NeMo Automodel has no class"),
+        ("llama-3-tiny", Layout(tensor_model_parallel_size=2, sequence_parallel=True), "and sequence_parallel, which"),
+    ],
+)
+def test_what_they_cannot_be_is_named(model: str, layout: Layout, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(of(model, "transformers"), layout=layout, state=TrainingState(model_classes="automodel"))
