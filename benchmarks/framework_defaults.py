@@ -27,6 +27,9 @@ from typing import Any
 
 import yaml
 
+if not __package__:  # started by its path: python benchmarks/framework_defaults.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.framework_sources import Sources, Text
 from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework

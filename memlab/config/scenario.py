@@ -641,13 +641,14 @@ class Scenario:
 
     def _check_latent_attention(self) -> None:
         model = self.architecture
-        if self.state.attention_backend == "flash" and not model.has_kernel_of_flash_attn_2:
+        is_padded = self.packed_sequences is not None and self.state.pad_packed_values
+        if self.state.attention_backend == "flash" and not (model.has_kernel_of_flash_attn_2 or is_padded):
             raise RuleError(
                 f"attention_backend is 'flash', must be another one for {model.name}, whose heads of keys have "
                 f"{model.qk_head_dim + model.qk_pos_emb_head_dim} channels and those of values {model.v_head_dim}: "
-                "Transformer Engine refuses flash-attn 2 there, and memlab predicts neither flash-attn 3 nor the "
-                "padded values of packed rows in Megatron-Core 0.18: choose auto or fused",
-                "attention_backend",
+                "Transformer Engine refuses flash-attn 2 there, unless packed rows are padded, and memlab lacks "
+                "flash-attn 3: choose auto or fused, or pack rows with pad_packed_values",
+                *("attention_backend", "pad_packed_values"),
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":
             raise RuleError(
@@ -1163,6 +1164,11 @@ class Scenario:
             reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
         if self.state.tp_comm_overlap and self.layout.tensor_model_parallel_size == 1:
             reasons["tp_comm_overlap"] = "one tensor parallel rank exchanges nothing"
+        model = self.architecture
+        if self.state.pad_packed_values and (self.packed_sequences is None or model.has_kernel_of_flash_attn_2):
+            reasons["pad_packed_values"] = (
+                "only packed rows have it, of attention whose keys are larger than its values"
+            )
         shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
         if self.state.attention_dropout and shares_sequences:
             reasons["attention_dropout"] = (

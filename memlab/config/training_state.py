@@ -336,6 +336,15 @@ class TrainingState:
     attention_backend: AttentionBackend = option(
         "auto", "which attention Transformer Engine uses (default auto)", **_FORWARD
     )
+    # `TorchDotProductAttention` reads it.
+    pad_packed_values: bool = option(
+        False,
+        "in packed rows, pad the values of latent attention to the size of keys, as Megatron-Core does since 0.18",
+        group="",
+        rebuilds="model",
+    )
+    """mcore-bridge and verl do it with older releases too. Flash-attn 2 takes such rows. An installed Megatron-Core
+    of 0.18 or later pads in any case."""
     transformer_impl: TransformerImplementation = option(
         "transformer_engine",
         "whose layers a model has: Transformer Engine's, or Megatron's own (local; default transformer_engine)",

@@ -276,10 +276,15 @@ def _layer_graphs_bytes(scenario: Scenario) -> int:
     one layer and the last layer's gradients. Each pass in flight has its input and its mask outside the pool
     (``TECudaGraphHelper`` in megatron-core 0.16.1, ``make_graphed_callables`` in Transformer Engine 2.16.1), and cuBLAS
     has a workspace for each of two threads on two streams. Nothing of that was in use by an eager step at its peak.
+    Experts are in no graph unless their rows are padded (``cuda_graph_scope`` in transformer_config.py, 0.16.1): with
+    ``moe_preprocess`` it ends with the rows that a rank sends, and what experts keep of each row is not in it.
     """
     model, tokens, passes = scenario.architecture, scenario.tokens_of_rank, scenario.most_passes_in_flight
     attention = model.attention.kept_bytes(tokens, "none")
     kinds = {part: part.kept_bytes(tokens, "none") for part in model.feed_forwards}
+    if not scenario.state.moe_pad_expert_input_to_capacity:
+        in_experts = 6 * (model.moe_ffn_hidden_size or 0) * (model.moe_router_topk or 0) * tokens
+        kinds = {part: kept - in_experts * part.routes for part, kept in kinds.items()}
     layers = scenario.layers_of_rank
     kept = len(layers) * attention + sum(count * kinds[part] for part, count in model.kinds_of(layers).items())
     mask = scenario.micro_batch_size * scenario.seq_length**2 // scenario.layout.context_parallel_size

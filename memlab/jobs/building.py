@@ -357,6 +357,10 @@ def _note_latent_attention(reading: Reading, architecture: Architecture) -> None
     has_no_batch = values.pop("is_thd", False) or values.get("packed_sequences") is not None
     if architecture.has_kernel_of_flash_attn_2:
         return
+    if has_no_batch and values.get("micro_batch_size") in (None, 1):
+        # How many sequences share a row, the data decide; attention of one has no other bytes.
+        values |= {"pad_packed_values": True, "packed_sequences": values.get("packed_sequences") or 1}
+        return
     if has_no_batch:
         reading.miss(
             "multi_latent_attention",

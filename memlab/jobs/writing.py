@@ -30,6 +30,7 @@ class Written:
 
 GPU_DECIDES = {
     "non_tn_fp8_gemm": "the GPU that a job runs on decides it",
+    "pad_packed_values": "the version of Megatron-Core, or the framework's patch of it, decides it",
     "cuda_graph_modules": "megatron-core 0.18 has another key for it than versions before: give that of yours",
 }
 """Options that memlab writes no key for, each with the reason."""

@@ -77,6 +77,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     )
     # What memlab's own dispatcher and FP8 layers read, which get nothing but the config.
     config.memlab_non_tn_fp8_gemm = scenario.state.non_tn_fp8_gemm
+    config.memlab_pads_packed_values = scenario.state.pad_packed_values
     config.memlab_versions = scenario.versions
     config.memlab_routing = RoutingDraws(scenario.routing)
     return config

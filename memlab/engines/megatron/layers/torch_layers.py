@@ -268,6 +268,11 @@ class TorchAttention(torch.nn.Module):
         # A change of the training state changes the config.
         group, is_flash = self.context_parallel_group, self.config.attention_backend is AttnBackend.flash
         if packed_seq_params is not None:
+            own, size = value.shape[-1], query.shape[-1]
+            if own != size and self.config.memlab_pads_packed_values:
+                padded = torch.nn.functional.pad(value, (0, size - own))
+                output = self(query, key, padded, attention_mask, packed_seq_params)
+                return output.view(len(output), -1, size)[..., :own]
             ends = packed_seq_params.cu_seqlens_q if group is None else packed_seq_params.cu_seqlens_q_padded
             if is_flash:
                 return packed_flash_attention(query, key, value, self.softmax_scale, ends, group)
