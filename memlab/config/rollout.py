@@ -63,9 +63,9 @@ class TeacherPass:
     def on_rank(self, rank: int) -> Scenario:
         """Returns what one rank runs, with at most as many micro-batches as fill the pipeline twice.
 
-        The others add what they keep alone (`kept_bytes`).
+        The others add what they keep alone (`kept_bytes`). Under FSDP2 the second finds what the first left gathered.
         """
-        most = 2 * self.scenario.layout.pipeline_model_parallel_size + 2
+        most = 2 if self.scenario.engine == "fsdp2" else 2 * self.scenario.layout.pipeline_model_parallel_size + 2
         number = min(most, self.num_microbatches or self.scenario.num_microbatches)
         return replace(self.scenario.on_rank(rank), num_microbatches=number)
 

@@ -39,7 +39,9 @@ ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 SeparateEmbeddings = Literal["none", "input", "both"]
 ModelClasses = Literal["transformers", "automodel", "automodel_0.7.0"]
-LossOfTransformers = Literal["cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row"]
+LossOfTransformers = Literal[
+    "cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row", "topk_logits"
+]
 AdamImplementation = Literal["foreach", "fused", "for_loop", "te_fused"]
 ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -680,8 +682,9 @@ class TrainingState:
     loss_of_transformers: LossOfTransformers = option(
         "cross_entropy",
         "transformers' own loss (cross_entropy, the default); the same, with the model's output released before "
-        "backward (masked_cross_entropy, Automodel 0.7.0); or log-probabilities by flash-attn's kernel, or one token "
-        "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL)",
+        "backward (masked_cross_entropy, Automodel 0.7.0); log-probabilities by flash-attn's kernel, or one token "
+        "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL); or those of the logits that are the "
+        "teacher's largest, which a pass of the teacher finds with --forward-only (topk_logits, NeMo-RL)",
         rebuilds="nothing",
         **_LOOP_OF_FSDP2,
     )

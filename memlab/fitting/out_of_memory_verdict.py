@@ -162,7 +162,8 @@ def _spike(estimate: StepEstimate, suggestion: Suggestion | None) -> _Found:
         fitted = _micro_batch_tokens(longest)
         return "spike", (
             f"{tokens:,} tokens in a micro-batch, and {allocated} of activations so far; a step with {fitted:,} "
-            f"tokens fitted, and added {format_bytes(longest.activation_peak_bytes)}"
+            f"tokens fitted, and added {format_bytes(longest.activation_peak_bytes)}; this step started at "
+            f"{format_bytes(record.static_bytes)}, and the one that fitted at {format_bytes(longest.static_bytes)}"
         )
     if suggestion is None:
         return None

@@ -148,8 +148,9 @@ class Job:
             reading.values["world_size"] = world_size
         job = _as_in_file(_built(cls, framework, reading, architecture), framework.as_in_file)
         missing = {one.key for one in job.not_modelled}
-        for own_name, (of_framework, table) in OF_OTHER_MODELS.items():
-            if of_framework == framework.name and not missing.isdisjoint(table.decided_by):
+        for own_name, (_, table) in OF_OTHER_MODELS.items():
+            # A second model's table has the name of the first one's, and what the second one is.
+            if own_name.rpartition("-")[0] == framework.name and not missing.isdisjoint(table.decided_by):
                 again = [f"{key}={text}" for key, text in given.items()]
                 second = cls._read(path, own_name, again, version, None, world_size, arguments)
                 if table.is_teacher:

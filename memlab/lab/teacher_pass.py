@@ -17,6 +17,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.lab.search_steps import stepping
+from memlab.record.step_record import StepRecord
 
 _BYTES_OF_A_WEIGHT = 2
 _WEIGHTS_ALONE = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
@@ -56,6 +57,8 @@ class TeacherPeaks:
         scenario = teacher.on_rank(rank)
         with stepping(scenario, forward_only=True, replay=replay) as steps:
             record = steps(_WEIGHTS_ALONE)
+        if scenario.engine == "fsdp2":
+            return cls._of_shards(record)
         stepped = scenario.num_microbatches
         all_of_step = teacher.num_microbatches or stepped
         beyond = _ends_of_weights(scenario) - _workspace_of_backward(scenario)
@@ -75,6 +78,23 @@ class TeacherPeaks:
             left_bytes=record.static_bytes - _workspace_of_backward(scenario),
             outside_torch_bytes=outside_torch_of(scenario, trains=False).total_bytes,
             host_bytes=_pinned_bytes(scenario),
+        )
+
+    @classmethod
+    def _of_shards(cls, record: StepRecord) -> Self:
+        """Returns those of FSDP2, which sends each micro-batch's logits to the host, where the shards are not pinned.
+
+        Moving them frees what a pass leaves gathered (``FSDPModule._apply`` of torch 2.11; ``get_topk_logits`` and
+        ``offload_after_refit`` in nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py, NeMo-RL 7ea279ab).
+        """
+        of_backward = _workspace_of_backward(record.scenario)
+        return cls(
+            allocated_bytes=record.peak_allocated_bytes - of_backward,
+            active_bytes=(record.peak_active_bytes or 0) - of_backward,
+            reserved_bytes=(record.peak_reserved_bytes or 0) - of_backward,
+            left_bytes=record.peak_by_category.get("workspace", 0) - of_backward,
+            outside_torch_bytes=outside_torch_of(record.scenario).total_bytes,
+            host_bytes=record.offloaded_bytes_by_group.get("parameters", 0) or record.host_bytes,
         )
 
 

@@ -1,4 +1,4 @@
-"""What memlab replaces, calls or reads of torch, megatron-core and Transformer Engine beyond their public interfaces.
+"""What memlab replaces, calls or reads of other packages beyond their public interfaces.
 
 ``private_names.txt`` has one row per place upstream. `memlab.upstream.patching` replaces nothing that has no row there,
 and a test checks that every name exists in the installed versions. That test has passed with torch 2.11, 2.13, 2.14 and
@@ -44,7 +44,7 @@ class Internal:
 
     @property
     def package(self) -> str:
-        """``torch``, ``megatron`` or ``transformer_engine``."""
+        """``torch``, ``megatron``, ``transformer_engine`` or ``transformers``."""
         return self.owner.partition(".")[0]
 
 

@@ -687,6 +687,7 @@ EXERCISES = {
                 "mine = None",
                 "mine = (2, 2)",
                 layout(dp=4),
+                layout(dp=8),
                 layout(pp=4),
                 layout(tp=2),
                 layout(context_parallel_size=4),

@@ -154,7 +154,7 @@ def test_each_of_eight_ranks_keeps_an_eighth() -> None:
         record = lab.step()
     share, workspaces = scenario.architecture.with_layers(2).num_parameters / 8, 2 * 32 * 2**20
     assert record.static_bytes == pytest.approx(6 * share + workspaces, rel=0.01)
-    assert version_lines(record) == ["versions: torch 2.11"] and "transformer-engine" not in record.versions
+    assert version_lines(record)[0] == "versions: torch 2.11" and "transformer-engine" not in record.versions
     assert sum(parameters_of_rank(scenario)) == pytest.approx(share, abs=2)
     assert kept_bytes(scenario) == pytest.approx((2 * share, 2 * share, 4 * share), abs=8)
     in_fp32 = replace(scenario, state=TrainingState(fp32_sharded_params=True))

@@ -19,7 +19,7 @@ from memlab.engines.fsdp2.losses import loss_of_logprobs
 
 SIZES: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "dtype": "bf16", "engine": "fsdp2"}
 VERL = {"separate_embeddings": "both", "reshard_root_after_forward": True, "reshard_after_forward": "all"}
-LOSSES = ("cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row")
+LOSSES = ("cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row", "topk_logits")
 
 
 def of(state: dict[str, Any], ranks: int = 1, model: str = "llama-3-tiny") -> Scenario:
@@ -49,13 +49,29 @@ def test_a_live_step_needs_what_is_predicted(loss: str) -> None:
     assert predicted.peak_by_category == live.peak_by_category and live.residual_bytes == 0
 
 
+def test_a_teacher_s_pass_has_a_copy_of_the_logits_in_fp32_and_what_topk_makes_on_a_gpu() -> None:
+    """``TopkLogitsPostProcessor`` in nemo_rl/models/automodel/train.py (7ea279ab)."""
+    tiny = of({"loss_of_transformers": "topk_logits"})
+    rows = replace(tiny, seq_length=256, architecture=replace(tiny.architecture, vocab_size=2**13))
+    found = []
+    for backend in ("cpu", predicting("cpu")):
+        with Lab(rows, backend=backend) as lab:
+            found.append(lab.forward_only().peak_by_category)
+    live, predicted = (dict(each) for each in found)
+    logits = rows.seq_length * rows.architecture.vocab_size
+    of_topk = predicted.pop("temporary") - (of_loss := live.pop("temporary"))
+    assert predicted == live
+    assert 6 * logits < of_loss < 6.2 * logits
+    assert 0 < of_topk < 0.4 * logits
+
+
 def test_losses_hold_the_logits_and_copies_while_backward_begins() -> None:
     """Where the logits are most of a step: one more copy in bf16 where a loop holds the output, none in fp32."""
     tiny = of({})
     rows = replace(tiny, seq_length=256, architecture=replace(tiny.architecture, vocab_size=2**13))
     peaks = {}
     with Lab(rows, backend=predicting("cpu")) as lab:
-        for loss in LOSSES:
+        for loss in LOSSES[:4]:
             lab.set_state(replace(rows.state, loss_of_transformers=loss))
             peaks[loss] = lab.step().activation_peak_bytes
     logits = 2 * rows.seq_length * rows.architecture.vocab_size

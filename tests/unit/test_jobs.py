@@ -1125,7 +1125,7 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
         ("search --job none.sh --gpu-memory 80GiB", "does not exist"),
         ("search --job none.sh --gpus 8 --gpu-memory 80GiB", "--job cannot be combined with --gpus"),
         ("measure --job none.sh", "does not exist"),
-        ("job none.sh --format nobody", "verl-critic, slime-critic, nemo-rl-teacher: choose one of them"),
+        ("job none.sh --format nobody", "slime-critic, nemo-rl-teacher, nemo-rl-dtensor-teacher: choose one of them"),
         ("job . --format verl", "is a folder without"),
     ],
 )

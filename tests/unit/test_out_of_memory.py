@@ -22,7 +22,7 @@ from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab
 from memlab.record.out_of_memory import FailedAllocation, OutOfMemory, Suggestion
 from memlab.record.step_record import StepRecord
-from memlab.units import GIB, KIB
+from memlab.units import GIB, KIB, format_bytes
 from memlab.views.text.record import record_table
 from memlab.vocabulary import CATEGORIES
 from tests.unit.inside import inside
@@ -152,6 +152,8 @@ def test_a_longer_batch_than_the_one_that_fitted_is_a_spike() -> None:
     judged = verdict_of(refused({}), [shorter])
     assert judged.verdict == "spike"
     assert "4,096 tokens" in judged.evidence and "1,024 tokens fitted, and added 10.000 GiB" in judged.evidence
+    starts = refused({}).static_bytes, shorter.static_bytes
+    assert judged.evidence.endswith("started at {}, and the one that fitted at {}".format(*map(format_bytes, starts)))
     assert judged.suggestion is None and "limit the length of the longest batch" in judged.advice
     copies = {"layout": Layout(data_parallel_size=2), "num_microbatches": 3}
     of_copies = replace(shorter, scenario=scenario(seq_length=1024, **copies))

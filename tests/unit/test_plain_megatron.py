@@ -143,6 +143,24 @@ def test_a_predicted_step_has_the_teacher_of_the_measured_one(words: str) -> Non
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=3e-4)
 
 
+FROZEN_IN_FP8 = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_frozen_fp8.jsonl").read_text().splitlines()]
+"""Predicted before. Other processes had the same GPU, so that what they say of memory outside torch says nothing."""
+
+
+def test_all_jobs_with_a_frozen_model_in_fp8_were_measured() -> None:
+    wanted = (job for job in jobs() if {"fp8_format", "reference_model"} <= job.state.keys())
+    assert [row["name"] for row in FROZEN_IN_FP8] == [job.name for job in wanted]
+
+
+@pytest.mark.parametrize("number", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 1, 3, 4, 5))])
+def test_a_predicted_step_has_the_frozen_model_in_fp8_of_the_measured_one(number: int) -> None:
+    """Four of the six peaks are within 0.0002 %; GKD in blockwise is 0.007 % too high, a job with experts 0.008 %."""
+    row = FROZEN_IN_FP8[number]
+    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
 def test_gkd_on_one_rank_needs_no_group_for_the_loss() -> None:
     for row in TEACHERS.values():
         if row["state"]["loss"] == "jsd":

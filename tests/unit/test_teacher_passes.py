@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.megatron_teacher import CASES, predicted
 from memlab.backends.kernel_temporaries import bytes_of_topk, logsumexp
+from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES
 from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout, TeacherPass
 from memlab.config.scenario import Scenario
@@ -203,6 +204,61 @@ def test_nemo_rl_s_teacher_is_a_policy_of_its_own(packed: bool, row: tuple[int, 
     assert "teacher.model_name" not in {one.key for one in job.not_modelled}
     assert {one.key for one in job.taken} >= {"teacher.model_name", "teacher.logprob_batch_size"}
     assert not any("policy.logprob" in text for text in job.warnings)
+
+
+DTENSOR = """
+defaults: {}
+policy:
+  model_name: Qwen/Qwen3-1.7B
+  precision: bfloat16
+  train_global_batch_size: 8
+  train_micro_batch_size: 1
+  max_total_sequence_length: 1024
+  sequence_packing: {enabled: false}
+  dynamic_batching: {enabled: false}
+  dtensor_cfg: {enabled: true, _v2: true, tensor_parallel_size: 1}
+  generation: {backend: vllm, colocated: {enabled: true}}
+teacher:
+  model_name: Qwen/Qwen3-32B
+  precision: bfloat16
+  train_micro_batch_size: 1
+  logprob_batch_size: 2
+  sequence_packing: {enabled: false}
+  dynamic_batching: {enabled: false}
+  dtensor_cfg: {enabled: true, _v2: true, tensor_parallel_size: 4}
+distillation: {topk_logits_k: 32, num_prompts_per_step: 32}
+cluster: {gpus_per_node: 8}
+"""
+
+
+def test_a_teacher_with_dtensor_is_a_policy_of_its_own(tmp_path: Path) -> None:
+    """``get_topk_logits`` in nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py (7ea279ab)."""
+    (tmp_path / "config.yaml").write_text(DTENSOR)
+    job = Job.read(tmp_path / "config.yaml")
+    assert job.rollout is not None and job.rollout.teacher is not None
+    scenario = job.rollout.teacher.scenario
+    assert (scenario.engine, scenario.architecture.name) == ("fsdp2", "qwen3-32b")
+    assert (scenario.layout.tensor_model_parallel_size, scenario.layout.data_parallel_size) == (4, 2)
+    assert (scenario.seq_length, scenario.micro_batch_size) == (1024, 2)
+    assert scenario.state.loss_of_transformers == job.required()[0].state.loss_of_transformers == "topk_logits"
+    assert {one.key for one in job.not_modelled} <= {
+        *("policy.precision", "teacher.precision", "teacher.sequence_packing.enabled")
+    }
+    other = Job.read(tmp_path / "config.yaml", overrides=["teacher.dtensor_cfg.enabled=false"])
+    assert other.rollout is not None and other.rollout.teacher is None
+    assert "teacher.model_name" in {one.key for one in other.not_modelled}
+
+
+def test_a_teacher_s_shards_are_on_the_device_in_its_passes_alone() -> None:
+    state = TrainingState(fp32_sharded_params=True, loss_of_transformers="topk_logits")
+    scenario = Scenario.of("llama-3-tiny", engine="fsdp2", state=state, num_layers=2, seq_length=64, num_microbatches=5)
+    peaks = TeacherPeaks.of(TeacherPass(scenario=scenario, num_microbatches=None), 0, replay=True)
+    shards = 4 * scenario.architecture.with_layers(2).num_parameters
+    assert peaks.host_bytes == pytest.approx(shards, rel=0.01)
+    assert peaks.left_bytes == pytest.approx(
+        CUBLAS_WORKSPACE_BYTES, abs=4096
+    )  # of the thread that runs forward; nothing stays gathered
+    assert peaks.allocated_bytes > shards + peaks.left_bytes
 
 
 def test_what_leaves_the_device_for_nemo_rl_s_teacher(tmp_path: Path) -> None:

@@ -32,6 +32,42 @@ def loss_of_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, by_row: bool
     return -function.apply(logits.flatten(0, 1), tokens.flatten()).mean()
 
 
+_LARGEST = 64
+"""Of each token: NeMo-RL's example compares so many, which are small beside all."""
+
+
+def loss_of_largest(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the mean negative log-probability of as many logits as a teacher sends; without a graph, finds them.
+
+    Of ranks that share the vocabulary, each does so with its part (``get_distillation_topk_logprobs_from_logits`` in
+    nemo_rl/distributed/model_utils.py and ``TopkLogitsPostProcessor`` in nemo_rl/models/automodel/train.py, NeMo-RL
+    7ea279ab).
+
+    Args:
+        logits: [batch, sequence, vocabulary of the rank].
+    """
+    rows, k = logits.float(), min(_LARGEST, logits.shape[-1])
+    if not torch.is_grad_enabled():
+        return -torch.topk(rows, k, dim=-1).values.log_softmax(-1).mean()
+    places = torch.arange(k, device=logits.device).expand(*logits.shape[:-1], k)
+    chosen: torch.Tensor = _Chosen.apply(rows, places)
+    return -chosen.log_softmax(-1).mean()
+
+
+class _Chosen(torch.autograd.Function):
+    """torch's ``gather``, which keeps its input: its own backward makes one tensor more under a dispatch mode."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values, places)
+        return values.gather(-1, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        values, places = ctx.saved_tensors
+        return torch.zeros_like(values).scatter_add_(-1, places, grads[0]), None
+
+
 class _RowLogProbs(torch.autograd.Function):
     """``logprobs_from_logits_v2``: each token's log-probabilities in fp32, and then its gradient, are tensors alone."""
 

@@ -11,7 +11,7 @@ import torch
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.context_parallel import own_part, sharded_by_torch
-from memlab.engines.fsdp2.losses import loss_of_logprobs
+from memlab.engines.fsdp2.losses import loss_of_largest, loss_of_logprobs
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.fsdp2.ulysses import part_of_row
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
@@ -109,6 +109,8 @@ def _forward(live: ShardedModel, scenario: Scenario, own: dict[str, Any]) -> tup
     output = live.module(**inputs)
     if kind.startswith("logprobs"):
         return None, loss_of_logprobs(output.logits, tokens, by_row=kind == "logprobs_by_row")
+    if kind == "topk_logits":
+        return None, loss_of_largest(output.logits.to_local() if divided else output.logits)
     logits = output.logits.float().full_tensor() if divided else output.logits
     loss = live.module.loss_function(logits=logits, labels=tokens, vocab_size=live.inner.config.vocab_size)
     return None if kind == "masked_cross_entropy" else output, loss

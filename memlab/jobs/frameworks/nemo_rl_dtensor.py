@@ -110,10 +110,9 @@ FRAMEWORK_MISSING = (
     Missing(
         "teacher.model_name",
         "more",
-        "the teacher's passes run between the steps, and memlab predicts them of Megatron's policies only",
+        "the teacher's passes run between the steps, in processes of its own",
         is_given,
     ),
-    Missing("distillation.topk_logits_k", "more", "the loss compares with the logits of a teacher", is_given),
     Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
     *(
         Missing(f"{_DTENSOR}.automodel_kwargs.freeze_config.freeze_{part}", "less", FROZEN)
@@ -159,7 +158,10 @@ def complete(reading: Reading) -> None:
         if not is_version_2:
             key = f"{_DTENSOR}.activation_checkpointing"
             reading.miss(key, "either", "NeMo-RL checkpoints the parts of a layer, each")
-    reading.miss("loss_fn", "either", "the log-probabilities of NeMo-RL's loss are computed in fp32, in another order")
+    if "distillation" in sections:
+        values["loss_of_transformers"] = "topk_logits"
+    else:
+        reading.miss("loss_fn", "either", "NeMo-RL computes log-probabilities in fp32, in another order")
     longest, is_packed, is_dynamic = take_longest(reading), values["is_packed"], values["is_dynamic"]
     of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed, is_dynamic=is_dynamic)
     # ``unshard_fsdp2_model`` in dtensor_policy_worker.py, and ``use_reference_model`` in both versions.
@@ -180,9 +182,10 @@ def _take_groups(reading: Reading) -> None:
     if values["tensor_model_parallel_size"] in (None, 1):
         del values["sequence_parallel"]
         return
-    reading.miss(
-        f"{_DTENSOR}.tensor_parallel_size", "less", "NeMo-RL's loss does not gather the logits of the whole vocabulary"
-    )
+    if not any(key.startswith("distillation.") for key in reading.entries.by_key):
+        reading.miss(
+            f"{_DTENSOR}.tensor_parallel_size", "less", "NeMo-RL's loss does not gather logits of the whole vocabulary"
+        )
     if is_given(reading.get(f"{_DTENSOR}.custom_parallel_plan")):
         reading.miss(f"{_DTENSOR}.custom_parallel_plan", "either", OWN_PLAN)
 
@@ -314,7 +317,7 @@ NEMO_RL_DTENSOR = Framework(
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
         "model_classes": "NeMo-RL builds transformers' classes of dense models",
-        "loss_of_transformers": "memlab takes the loss cross_entropy for NeMo-RL's",
+        "loss_of_transformers": "a method's configuration decides it, and memlab writes GRPO's",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
     },
     cannot_write_of=cannot_write,

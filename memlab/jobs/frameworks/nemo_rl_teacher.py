@@ -13,6 +13,7 @@ from memlab.jobs.entries import Entries
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import COUNT, Key
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL
+from memlab.jobs.frameworks.nemo_rl_dtensor import NEMO_RL_DTENSOR, chooses_dtensor
 
 _OF_STUDENT = ("policy.generation", "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by")
 _OF_TRAINING = (
@@ -49,8 +50,16 @@ _AS_TRAINED = {
 }
 
 
-def complete(reading: Reading) -> None:
-    """Derives what the policy's keys mean where its rows are those of passes without gradients, of all sequences."""
+def complete_dtensor(reading: Reading) -> None:
+    """Derives the same of the keys of a DTensor policy, which sends each micro-batch's logits to the host at once."""
+    _take_rows(reading)
+    if not chooses_dtensor({key: entry.value for key, entry in reading.entries.by_key.items()}):
+        reading.questions.append("the teacher has Megatron's engine, and the student DTensor's")
+    NEMO_RL_DTENSOR.complete(reading)
+    reading.not_modelled = [one for one in reading.not_modelled if not one.key.startswith(_OF_TRAINING)]
+
+
+def _take_rows(reading: Reading) -> None:
     values = reading.values
     prompts, responses = values.pop("prompts_of_teacher"), values.pop("responses_of_teacher")
     if prompts is not None:
@@ -59,6 +68,12 @@ def complete(reading: Reading) -> None:
         given = values.get(own)
         if trained != "micro_batch_size" or given is not None:
             values[trained] = given
+
+
+def complete(reading: Reading) -> None:
+    """Derives what the policy's keys mean where its rows are those of passes without gradients, of all sequences."""
+    values = reading.values
+    _take_rows(reading)
     chunk = values["logprobs_chunk_size"]
     NEMO_RL.complete(reading)
     values["logprobs_chunk_size"] = chunk
@@ -76,6 +91,11 @@ def complete(reading: Reading) -> None:
     )
 
 
+_KEYS = (
+    Key("distillation.num_prompts_per_step", "prompts_of_teacher", COUNT, None),
+    Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
+)
+
 NEMO_RL_TEACHER = replace(
     NEMO_RL,
     name="nemo-rl-teacher",
@@ -83,12 +103,22 @@ NEMO_RL_TEACHER = replace(
     missing=tuple(row for row in NEMO_RL.missing if not row.name.startswith(_OF_TRAINING)),
     without_effect=NEMO_RL.without_effect | {row.name for row in NEMO_RL.missing if row.name.startswith(_OF_TRAINING)},
     decided_by=("teacher.model_name",),
-    keys=(
-        *NEMO_RL.keys,
-        Key("distillation.num_prompts_per_step", "prompts_of_teacher", COUNT, None),
-        Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
-    ),
+    keys=(*NEMO_RL.keys, *_KEYS),
     complete=complete,
+    is_teacher=True,
+    own_entries=of_section,
+    as_in_file=as_in_file,
+)
+NEMO_RL_DTENSOR_TEACHER = replace(
+    NEMO_RL_DTENSOR,
+    name="nemo-rl-dtensor-teacher",
+    title="the teacher of NeMo-RL's distillation with DTensor",
+    missing=tuple(row for row in NEMO_RL_DTENSOR.missing if not row.name.startswith(_OF_TRAINING)),
+    without_effect=NEMO_RL_DTENSOR.without_effect
+    | {row.name for row in NEMO_RL_DTENSOR.missing if row.name.startswith(_OF_TRAINING)},
+    decided_by=("teacher.model_name",),
+    keys=(*NEMO_RL_DTENSOR.keys, *_KEYS),
+    complete=complete_dtensor,
     is_teacher=True,
     own_entries=of_section,
     as_in_file=as_in_file,

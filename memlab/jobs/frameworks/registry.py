@@ -14,7 +14,7 @@ from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.megatron_lm import MEGATRON_LM
 from memlab.jobs.frameworks.ms_swift import MS_SWIFT
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL
-from memlab.jobs.frameworks.nemo_rl_teacher import NEMO_RL_TEACHER
+from memlab.jobs.frameworks.nemo_rl_teacher import NEMO_RL_DTENSOR_TEACHER, NEMO_RL_TEACHER
 from memlab.jobs.frameworks.skyrl import SKYRL
 from memlab.jobs.frameworks.skyrl_sft import SKYRL_SFT
 from memlab.jobs.frameworks.slime import SLIME
@@ -39,6 +39,7 @@ OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {
     VERL_CRITIC.name: (VERL.name, VERL_CRITIC),
     SLIME_CRITIC.name: (SLIME.name, SLIME_CRITIC),
     NEMO_RL_TEACHER.name: (NEMO_RL.name, NEMO_RL_TEACHER),
+    NEMO_RL_DTENSOR_TEACHER.name: (NEMO_RL.name, NEMO_RL_DTENSOR_TEACHER),
 }
 """Tables of a second model that a framework's jobs train, or that is a teacher, by the name that ``--format`` takes,
 each with the framework whose files have it."""
