@@ -135,6 +135,7 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and state, on top of what Megatron-LM's flags mean."""
     values = reading.values
+    values["pads_nothing"] = True
     complete_model(reading)
     complete_state(reading)
     complete_chunks(reading)
