@@ -605,7 +605,7 @@ def test_filters_print_what_the_programs_print(command: str, tmp_path: Path) -> 
     [
         "sed 's/a*/x/g'", "sed -E 's/(a|ab)/x/'", "sed -n p", "sed y/a/b/", "sed 's/b/\\U&/'", "sed 's/b/\\1/'",
         "sed 's/\\<a/x/'", "sed 's/a^b/x/'", "sed 's/a$b/x/'", "tr -c a b", "tr --delete a", "tr a '[b*]'",
-        "tr -d '[=a=]'",
+        "tr -d '[=a=]'", "sed -E 's/(a+)+$/x/'",
     ],
 )  # fmt: skip
 def test_what_a_filter_does_otherwise_is_unknown(command: str) -> None:

@@ -18,6 +18,7 @@ _OF_AN_EXPRESSION = re.compile(r"(\[\^?\]?(?:\[:\w+:\]|[^\]])*\])|\\(.)|(.)", re
 _OF_A_REPLACEMENT = re.compile(r"\\(\d)|\\(.)|(&)|([^\\&])", re.DOTALL)
 _NOT_READ = re.compile(r"\[=.=\]|\[.\*\d*\]", re.DOTALL)
 """Kinds of sets of ``tr`` that memlab does not read: characters of equal order, and one character repeated."""
+_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
 _SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
 
 
@@ -97,6 +98,8 @@ def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
             made += one
         else:
             made += f"\\{one}"
+    if _REPEATED_GROUP.search(made):  # Python may need hours for one, where sed needs none
+        return None
     try:
         pattern = re.compile(made)
     except re.error:
