@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends.simulated import predicting
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
+from memlab.config.training_state import ModelClasses
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from memlab.engines.fsdp2.automodel_classes import change_classes
@@ -79,6 +81,30 @@ def test_checkpoints_of_parts_keep_four_inputs_of_a_layer() -> None:
         with Lab(scenario, backend=predicting("cpu")) as lab:
             peaks.append(lab.step(FULL).activation_peak_bytes)
     assert peaks[1] - peaks[0] == 4 * 2 * 512 * scenario.architecture.hidden_size
+
+
+def test_longer_rows_have_the_positions_of_a_new_model() -> None:
+    scenario, backend = of("llama-3-tiny", "automodel"), predicting("cpu")
+    with Lab(scenario, backend=backend) as lab:
+        lab.step()
+        lab.set_workload(seq_length=256)
+        changed = [lab.step(), lab.forward_only(seq_length=512)]
+    with Lab(replace(scenario, seq_length=256), backend=backend) as lab:
+        new = [lab.step(), lab.forward_only(seq_length=512)]
+    assert [one.peak_by_category for one in changed] == [one.peak_by_category for one in new]
+    with Lab(scenario, backend="cpu") as lab:
+        lab.step()
+        lab.forward_only(seq_length=128)
+
+
+def test_an_mlp_with_adapters_is_one_function_in_them_too() -> None:
+    lora, kept = LoRA(rank=8, target_modules=("*_proj",), fsdp2_library="automodel"), {}
+    for classes in get_args(ModelClasses)[:2]:
+        scenario = replace(of("llama-3-tiny", classes), state=TrainingState(lora=lora, model_classes=classes))
+        with Lab(scenario, backend=predicting("cpu")) as lab:
+            kept[classes] = [lab.step(settings).activation_peak_bytes for settings in (MemorySettings(), FULL)]
+            assert lab.step(MemorySettings()).activation_peak_bytes == kept[classes][0]
+    assert kept["automodel"][0] < kept["transformers"][0], "their norms keep less"
 
 
 def test_ranks_that_share_a_sequence_have_positions_up_to_their_last_chunk() -> None:
