@@ -40,12 +40,12 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
         path, _, name = linear.name.rpartition(".")
         owner = model.get_submodule(path)
         setattr(owner, name, kind(getattr(owner, name), lora))
-    # On several ranks the model is on the meta device when Automodel looks for MLPs to fuse, and it fuses none
-    # (``_projs_are_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
-    if lora.fsdp2_library == "automodel" and not lora.dropout and scenario.layout.world_size == 1:
+    # On several ranks, and of its own classes on one too, the model is on the meta device when Automodel looks for MLPs
+    # to fuse, and it fuses none (``_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
+    on_meta = scenario.layout.world_size > 1 or scenario.state.model_classes != "transformers"
+    if lora.fsdp2_library == "automodel" and not lora.dropout and not on_meta:
         for mlp in _mlps(model):
-            own = type(mlp)
-            mlp.__class__ = type(own.__name__, (_FusedMlp, own), {"__module__": own.__module__})
+            mlp.forward = _FusedMlp(mlp)
     if lora.enable_input_require_grads:
         model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
@@ -176,14 +176,18 @@ class _Adapter(torch.autograd.Function):
 
 
 class _FusedMlp:
-    """An MLP with an adapter at each of its three linears, over which its forward is one function.
+    """Takes the place of an MLP's forward: one function over its three linears.
 
-    It is a base beside the MLP's own class: checkpoints set and remove the attribute ``forward`` of an instance.
+    Args:
+        mlp: With an adapter at each linear.
     """
 
-    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+    def __init__(self, mlp: Any) -> None:
+        self.mlp = mlp
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
-        linears = self.gate_proj, self.up_proj, self.down_proj
+        linears = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
         scales = tuple(linear.scaling for linear in linears)
         weights = [each.weight for one in linears for each in (one.base_layer, one.lora_A, one.lora_B)]
         return _Mlp.apply(inputs, scales, *weights)
