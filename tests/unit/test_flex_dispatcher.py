@@ -133,7 +133,12 @@ def test_the_range_outside_torch_has_the_buffers_and_says_that_they_are_read() -
             256,
             "'deepep' with 256 ranks .* must be one of 2, 4, 8, 16, 24, 32, 64, 128, 144, 160",
         ),
-        ("qwen3-moe-tiny", replace(DEEP_EP, moe_deepep_num_sms=21), 2, "is 21, must be even by a rule of DeepEP: .* 20"),
+        (
+            "qwen3-moe-tiny",
+            replace(DEEP_EP, moe_deepep_num_sms=21),
+            2,
+            "is 21, must be even by a rule of DeepEP: .* 20",
+        ),
     ],
 )
 def test_what_megatron_or_the_library_refuses(model: str, state: TrainingState, ranks: int, message: str) -> None:
