@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.package_info import MINOR
 
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.exchange_buffers import exchange_buffers
@@ -48,6 +49,8 @@ def test_what_a_layer_keeps_with_each_library_by_hand() -> None:
     by_deep_ep = handle + choices + multihot + row_id_map
     maps = 4 * TOKENS * RANKS + TOKENS + RANKS * TOKENS * own
     by_hybrid_ep = maps + 4 * (RANKS * 512) * own + 4 * TOKENS * EXPERTS + 4 * rows
+    if MINOR >= 19:  # a layer's manager drops what it has received, and HybridEP's has a flag
+        by_deep_ep, by_hybrid_ep = by_deep_ep - received * CHOSEN * (8 + 4), by_hybrid_ep + 1
     assert kept(DEEP_EP) - kept(HYBRID_EP) == by_deep_ep - by_hybrid_ep
 
 
