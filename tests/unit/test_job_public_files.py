@@ -385,11 +385,26 @@ def test_dpo_of_ms_swift_has_two_sequences_for_each_of_a_batch(flags: str, seque
     assert ("rlhf_type" in effects(job)) == ("packing" in flags)
 
 
-def test_stages_of_dpo_in_ms_swift_keep_the_reference_model_s_outputs_too(tmp_path: Path) -> None:
-    """``forward_step`` in swift/megatron/trainers/dpo_trainer.py joins them before they are sent."""
+def test_stages_of_dpo_in_ms_swift_have_the_reference_model_too(tmp_path: Path) -> None:
+    """``forward_step`` in swift/megatron/trainers/dpo_trainer.py joins the outputs before they are sent."""
     job = script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2")
+    assert job.required()[0].state.reference_model == "copy"
+    assert not {"rlhf_type", "ref_model"} & effects(job).keys()
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        "--num_layers_per_virtual_pipeline_stage 9",
+        "--num_virtual_stages_per_pipeline_rank 2",
+        "--pipeline_model_parallel_layout 'Et*9|(t*9|)*2t*9L'",
+    ],
+)
+def test_a_reference_model_beside_chunks_of_stages_is_bounded(chunks: str, tmp_path: Path) -> None:
+    job = script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2 {chunks}")
     row, scenario = effects(job)["rlhf_type"], job.required()[0]
     assert (row.effect, row.reason) == ("more", "pipeline stages send and keep the reference model's outputs too")
+    assert scenario.layout.virtual_pipeline_model_parallel_size == 2
     assert effects(job)["ref_model"].bound_bytes == pytest.approx(scenario.architecture.num_parameters, rel=0.2)
 
 

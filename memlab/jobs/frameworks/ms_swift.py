@@ -14,6 +14,7 @@ from typing import Any
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.from_json import parse_json
 from memlab.config.lora import LINEARS, LoRA
+from memlab.config.pipeline_layout import layers_of_pipeline_chunks
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
@@ -475,16 +476,12 @@ _ROWS_OF_RECIPES = {"blockwise": 128, "mxfp8": 32}
 def _complete_pairs(reading: Reading) -> None:
     """Takes two sequences, the chosen and the rejected, for each of a batch (``_rlhf_data_collator``).
 
-    Packing fills a row with pairs, up to its length (``create_packed_idx`` in swift/dataset/packing.py). Stages of a
-    pipeline send what the reference model computed too (``forward_step`` in swift/megatron/trainers/dpo_trainer.py).
+    Packing fills a row with pairs, up to its length (``create_packed_idx`` in swift/dataset/packing.py).
     """
-    values = reading.values
     if reading.get("packing"):
         reading.miss("rlhf_type", "more", "a pair of answers that is longer than a row makes a row of its own")
     else:
         _double_batch(reading, "rlhf_type")
-    if (values.get("pipeline_model_parallel_size") or 1) > 1:
-        reading.miss("rlhf_type", "more", "pipeline stages send and keep the reference model's outputs too")
 
 
 def _double_batch(reading: Reading, key: str) -> None:
@@ -525,17 +522,27 @@ def _has_more_than_a_frozen_model(reading: Reading) -> bool:
     """Whether a job has what memlab does not predict beside a frozen model in the step."""
     values = reading.values
     has_more = any(values.get(name) for name in ("fp8_param_gather", "mtp_num_layers", "offload_modules"))
-    return has_more or (values.get("virtual_pipeline_model_parallel_size") or 1) > 1
+    stages = values.get("pipeline_model_parallel_size") or 1
+    text, chunks = values.get("pipeline_model_parallel_layout"), values.get("virtual_pipeline_model_parallel_size") or 1
+    if text:
+        chunks = len(layers_of_pipeline_chunks(text)) / stages
+    return has_more or chunks > 1 or (stages > 1 and values.get("num_layers_per_virtual_pipeline_stage") is not None)
 
 
 def _take_reference_model(reading: Reading) -> None:
-    """Takes the reference model of a step, where memlab predicts it."""
+    """Takes the reference model of a step, where memlab predicts it.
+
+    Stages of a pipeline send what it computed too (``forward_step`` in swift/megatron/trainers/dpo_trainer.py).
+    """
     values = reading.values
     kind = "copy" if _tuner(reading) == "full" else "without_adapters" if values.get("lora_rank") else None
     has_own_adapters = any(is_given(reading.get(key)) for key in ("ref_adapters", "mcore_ref_adapter"))
     if kind and not (_has_more_than_a_frozen_model(reading) or has_own_adapters):
         reading.take("rlhf_type", "reference_model", kind)
-    elif has_own_adapters:
+        return
+    if (values.get("pipeline_model_parallel_size") or 1) > 1:
+        reading.miss("rlhf_type", "more", "pipeline stages send and keep the reference model's outputs too")
+    if has_own_adapters:
         reading.miss("rlhf_type", "more", "the reference model has adapters of its own")
     elif kind == "copy":
         reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
