@@ -420,15 +420,17 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, (TypeError, AttributeError)):
             self.refusal = f"{type(error).__name__}: {error}"
-            if place := _place_in_memlab(error):
+            option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
+            actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
+            if option and option[1] in {field.name for field in fields(MemorySettings)}:
+                actions = [f"write lab.step(MemorySettings({option[1]}=...))"]
+            if actions:
+                self.refusal += f": {actions[0]}"
+            elif place := _place_in_memlab(error):
                 self.refusal += (
                     f" (raised in {place}, by no rule: if what you gave is of the right type, this is a fault of "
                     "memlab, so please report it)"
                 )
-            option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
-            if option and option[1] in {field.name for field in fields(MemorySettings)}:
-                self.refusal += f": write lab.step(MemorySettings({option[1]}=...))"
-            self.refusal += next((f": {action}" for part, action in _TO_PYTHON.items() if part in self.refusal), "")
         elif isinstance(error, ValueError):
             self.refusal = f"{error}"
         return bool(self.refusal)

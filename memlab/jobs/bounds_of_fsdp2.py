@@ -63,10 +63,14 @@ def _parts_of_layers(scenario: Scenario, settings: MemorySettings) -> int:
 
 
 def _rotating(scenario: Scenario, _: MemorySettings) -> int:
-    """Returns queries and keys six times: their products, halves and sums while one layer rotates them."""
+    """Returns queries and keys six times, and in fp32 cosines and sines of all positions and of the rows.
+
+    The six are their products, halves and sums while one layer rotates them.
+    """
     model = scenario.architecture
     heads = model.num_attention_heads + model.num_query_groups
-    return 6 * 4 * scenario.tokens_of_rank * heads * model.kv_channels
+    angles = 2 * (1 + scenario.micro_batch_size) * scenario.seq_length
+    return 4 * model.kv_channels * (6 * scenario.tokens_of_rank * heads + angles)
 
 
 def _scores(scenario: Scenario, settings: MemorySettings) -> int:

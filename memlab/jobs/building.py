@@ -351,17 +351,18 @@ def _note_latent_attention(reading: Reading, architecture: Architecture) -> None
     """Names what frameworks do so that flash-attn 2 takes latent attention (`Architecture.has_kernel_of_flash_attn_2`).
 
     Packed rows are padded by Megatron-Core since 0.18, by mcore-bridge 1.6.5 for ms-swift, and by verl for the releases
-    before 0.16.2 (``apply_patch`` in verl/models/mcore/patch.py).
+    before 0.16.2 (``apply_patch`` in verl/models/mcore/patch.py). slime's Megatron (1dcf0daf, 0.16.0) pads nothing.
     """
     values = reading.values
+    pads_nothing = values.pop("pads_nothing", False)
     has_no_batch = values.pop("is_thd", False) or values.get("packed_sequences") is not None
     if architecture.has_kernel_of_flash_attn_2:
         return
-    if has_no_batch and values.get("micro_batch_size") in (None, 1):
+    if has_no_batch and not pads_nothing and values.get("micro_batch_size") in (None, 1):
         # How many sequences share a row, the data decide; attention of one has no other bytes.
         values |= {"pad_packed_values": True, "packed_sequences": values.get("packed_sequences") or 1}
         return
-    if has_no_batch:
+    if has_no_batch and not pads_nothing:
         reading.miss(
             "multi_latent_attention",
             "more",

@@ -17,6 +17,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
 from tests.unit.live import FULL
 
@@ -167,3 +168,12 @@ def test_a_script_says_which_library(lines: str, state: TrainingState, tmp_path:
     for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms"):
         assert getattr(found, name) == getattr(state, name)
     assert not [one.key for one in job.not_modelled if "dispatcher" in one.key or "deepep" in one.key]
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("flex", True), ("allgather", False)])
+def test_a_written_job_of_slime_says_the_dispatcher_that_slime_keeps(kind: str, is_said: bool) -> None:
+    layout = Layout(expert_model_parallel_size=8, data_parallel_size=8)
+    state = TrainingState.of_options({"moe_token_dispatcher_type": kind})
+    new = written("slime", Scenario.of("qwen3-30b-a3b", layout=layout, state=state), MemorySettings())
+    assert ("--moe-token-dispatcher-type flex" in new.lines) is is_said
+    assert ("moe_token_dispatcher_type" in new.unsaid) is not is_said

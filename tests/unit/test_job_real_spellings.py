@@ -883,3 +883,17 @@ def test_packed_rows_of_latent_attention_have_padded_values(tmp_path: Path) -> N
         job = Job.read(path)
         assert job.required()[0].state.pad_packed_values == is_padded
         assert not [one for one in job.not_modelled if "pad the values of packed rows" in one.reason]
+
+
+def test_slime_s_megatron_pads_no_values_of_packed_rows(tmp_path: Path) -> None:
+    """Megatron-Core 0.16.0 (1dcf0daf), for which flash-attn 2 does not take latent attention."""
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"{_SLIME} --hf-checkpoint moonshotai/Moonlight-16B-A3B --seq-length 4096 --attention-backend flash "
+        "--no-rope-fusion --use-dynamic-batch-size --max-tokens-per-gpu 4096 --global-batch-size 64"
+    )
+    job = Job.read(path)
+    state = job.required()[0].state
+    assert not state.pad_packed_values
+    assert state.attention_backend == "auto"
+    assert "attention_backend" in {one.key for one in job.not_modelled}

@@ -75,6 +75,10 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("bash -euo pipefail -c 'run --a'", ["--a"]),
         ("A=1\nbash <<EOF\nrun $A \\$B\nEOF", ["1", UNKNOWN]),
         ("B=2\nsbatch --nodes=2 <<'EOF'\n#SBATCH --time=1\nsrun bash -c \"run $B\"\nEOF", ["2"]),
+        ("docker run -e SHELL=/bin/bash image bash -c 'run --a'", ["--a"]),
+        ("cat <<EOF | docker exec -i c bash\nrun --a\nEOF", ["--a"]),
+        ("echo 'run no' | grep bash\nrun yes", ["yes"]),
+        ("while read A; do which bash; [ $A = 2 ] && run $A; done <<EOF\n1\n2\nEOF", ["2"]),
         ("sbatch job.sh <<EOF\nrun no\nEOF\nrun yes", ["yes"]),
         ("bash job.sh <<EOF\nrun no\nEOF\nrun yes", ["yes"]),
         ("A=$(echo '--a   1\n --b  2' | tr '\\n' ' ' | sed 's/  \\+/ /g')\nrun $A", ["--a", "1", "--b", "2"]),
@@ -584,7 +588,7 @@ LIST = "A=(" + "a " * 19_000 + ")\n"
         "tr '\\n' ' '", "tr '[:upper:]' '[:lower:]'", "tr A-Z a-z", "tr '/:@' '-'", "tr -cd '[:alnum:]_.-'", "tr -d ' '",
         "tr -s ' '", "tr a-c xy", "sed 's/  \\+/ /g'", "sed 's/^\\[//;s/\\]$//'", "sed -E 's/-?[0-9.]+[bBmM]//g'",
         "sed 's/[^a-z0-9._-]/-/g'", "sed 's/\\(a\\)/<\\1>/'", "sed 's/b/[&]/g'", "sed 's/ *$//'", "sed 's#/#_#g'",
-        "sed 's/+/p/'", "sed -E 's/\\./+/g'",
+        "sed 's/+/p/'", "sed -E 's/\\./+/g'", "sed 's/ /\\./g'", "sed 's/ /\\ \\&\\-\\\\/'", "sed 's/ *$/_/g'",
     ],
 )  # fmt: skip
 def test_filters_print_what_the_programs_print(command: str, tmp_path: Path) -> None:
@@ -596,7 +600,14 @@ def test_filters_print_what_the_programs_print(command: str, tmp_path: Path) -> 
     assert words_of(script)[1:] == printed.stdout.decode().split("|")[:-1]
 
 
-@pytest.mark.parametrize("command", ["sed 's/a*/x/g'", "sed -E 's/(a|ab)/x/'", "sed -n p", "sed y/a/b/", "tr -c a b"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sed 's/a*/x/g'", "sed -E 's/(a|ab)/x/'", "sed -n p", "sed y/a/b/", "sed 's/b/\\U&/'", "sed 's/b/\\1/'",
+        "sed 's/\\<a/x/'", "sed 's/a^b/x/'", "sed 's/a$b/x/'", "tr -c a b", "tr --delete a", "tr a '[b*]'",
+        "tr -d '[=a=]'",
+    ],
+)  # fmt: skip
 def test_what_a_filter_does_otherwise_is_unknown(command: str) -> None:
     assert words_of(f"A=$(echo aab | {command})\nrun $A")[1:] == [UNKNOWN]
 

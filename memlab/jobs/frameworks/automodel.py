@@ -435,15 +435,21 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
 def _take_own_classes(reading: Reading, family: str) -> None:
     """Takes Automodel's own class of a model, and notes what of it memlab does not have."""
     norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"
-    if reading.get("model.backend.rope", default="torch") != "torch":
-        reading.miss("model.backend.rope", "less", "QuACK rotates queries and keys in place")
+    rotates_in_place = reading.get("model.backend.rope", default="torch") != "torch"
     if has_own_norms and reading.values.get("sequence_parallel"):
+        reading.miss(
+            "model.backend.rope",
+            "either" if rotates_in_place else "more",
+            "Automodel keeps cosines and sines of all positions, and its release rotates in fp32",
+        )
         reading.miss("model.backend.rms_norm", "less", "Automodel's norms keep no copies of their inputs in fp32")
         if reading.values.get("recompute_granularity") == "full":
             reading.miss(
                 _CHECKPOINTING, "either", "Automodel checkpoints the parts of a layer of its own classes, each"
             )
         return
+    if rotates_in_place:
+        reading.miss("model.backend.rope", "less", "QuACK rotates queries and keys in place")
     reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
     if has_own_norms and norm != _NORM:
         reading.miss(

@@ -135,6 +135,7 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and state, on top of what Megatron-LM's flags mean."""
     values = reading.values
+    values["pads_nothing"] = True
     complete_model(reading)
     complete_state(reading)
     complete_chunks(reading)
@@ -368,6 +369,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["offload_parameters"] = "slime offloads parameters, gradients and optimizer together, or nothing"
     if scenario.state.loss not in ("softmax", "scaled_softmax"):
         reasons["loss"] = "slime computes the losses softmax and scaled_softmax"
+    if scenario.state.moe_token_dispatcher_type == "allgather":
+        reasons["moe_token_dispatcher_type"] = "slime takes alltoall in place of allgather"
     return reasons
 
 
@@ -407,7 +410,6 @@ SLIME = Framework(
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",
         "use_distributed_optimizer": "slime always uses the distributed optimizer",
-        "moe_token_dispatcher_type": "slime takes alltoall in place of allgather",
         "dtype": "slime trains in bf16",
         "fp32_output": "slime's logits are fp32",
     },

@@ -15,12 +15,17 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 _OF_A_SET = re.compile(r"\[:(\w+):\]|\\(.)|([^\\])-([^\\])|(.)", re.DOTALL)
 _SUBSTITUTION = re.compile(r"s([/|#,:@!])((?:\\.|(?!\1)[^\\\n])*)\1((?:\\.|(?!\1)[^\\\n])*)\1(g?)", re.DOTALL)
 _OF_AN_EXPRESSION = re.compile(r"(\[\^?\]?(?:\[:\w+:\]|[^\]])*\])|\\(.)|(.)", re.DOTALL)
+_OF_A_REPLACEMENT = re.compile(r"\\(\d)|\\(.)|(&)|([^\\&])", re.DOTALL)
+_NOT_READ = re.compile(r"\[=.=\]|\[.\*\d*\]", re.DOTALL)
+"""Kinds of sets of ``tr`` that memlab does not read: characters of equal order, and one character repeated."""
 _SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
 
 
 def _characters(text: str) -> str | None:
     """Returns the characters of a set of ``tr``, in its order; nothing if memlab does not read it."""
     found = ""
+    if _NOT_READ.search(text):
+        return None
     for name, escaped, first, last, plain in _OF_A_SET.findall(text):
         if (name and name not in _CLASSES) or (escaped and escaped not in _ESCAPES) or first > last:
             return None
@@ -33,7 +38,7 @@ def translated(arguments: list[str], text: str) -> str:
     """Returns what ``tr`` prints: characters of one set as those of another, ``-d`` without them, ``-s`` once."""
     options = "".join(one[1:] for one in arguments if re.fullmatch("-[dcCs]+", one)).replace("C", "c")
     sets = [_characters(one) for one in arguments if not re.fullmatch("-[dcCs]+", one)]
-    if not sets or None in sets or UNKNOWN in "".join(arguments):
+    if not sets or None in sets or UNKNOWN in "".join(arguments) or arguments[0].startswith("--"):
         return UNKNOWN
     first, second = sets[0] or "", (sets[1] if len(sets) > 1 else "") or ""
     if options in ("d", "cd", "dc") and len(sets) == 1:
@@ -57,26 +62,32 @@ def substituted(arguments: list[str], text: str) -> str:
         pattern = found and _expression(found[2].replace(f"\\{found[1]}", found[1]), is_extended=is_extended)
         if found is None or pattern is None or script[found.end() :][:1] not in ("", ";"):
             return UNKNOWN
-        new = _replacement(found[3].replace(f"\\{found[1]}", found[1]))
+        new = _replacement(found[3].replace(f"\\{found[1]}", found[1]), pattern.groups)
+        if new is None:
+            return UNKNOWN
+        count = 0 if found[4] and not pattern.match("") else 1  # what matches nothing is at one end of the line
         is_certain = _SPACES_ONLY.fullmatch(found[2]) is not None  # a part that is not known hides no end of a line
         for number, line in enumerate(lines):
             is_known = is_certain or UNKNOWN not in line
             if not line and number == len(lines) - 1:
                 continue  # what follows the last end of a line is no line
-            lines[number] = pattern.sub(new, line, count=0 if found[4] else 1) if is_known else UNKNOWN
+            lines[number] = pattern.sub(new, line, count=count) if is_known else UNKNOWN
         place = found.end() + 1
     return "\n".join(lines)
 
 
 def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
     """Returns an expression of ``sed`` as Python's; nothing for one that Python would match otherwise."""
-    special, made = "+?(){}|", ""
+    special, made, before = "+?(){}|", "", ""
     for bracket, escaped, plain in _OF_AN_EXPRESSION.findall(text):
         one = escaped or plain
+        is_inside = before == "$" or (plain == "^" and made not in ("", "("))
+        before = plain
         is_operator = one in special and bool(plain) is is_extended
         if (
             (is_operator and one == "|")
-            or (escaped and escaped.isalnum() and escaped not in "sSwWb")
+            or (escaped and (escaped.isalnum() or escaped in "<>`'") and escaped not in "sSwWb")
+            or (is_inside and not is_extended)  # a character there, and an end of the line in Python
             or "[:" in bracket
         ):
             return None
@@ -93,12 +104,14 @@ def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
     return None if pattern.match("") and not re.search(r"\A\^|\$\Z", made) else pattern
 
 
-def _replacement(text: str) -> str:
-    return re.sub(r"\\(\d)|\\(.)|(&)|([^\\&])", _replaced, text)
-
-
-def _replaced(match: re.Match[str]) -> str:
-    number, escaped, whole, plain = match.groups()
-    if number or whole:
-        return f"\\g<{number or 0}>"
-    return {"n": "\\n", "t": "\\t"}.get(escaped, re.escape(escaped)) if escaped else plain
+def _replacement(text: str, num_groups: int) -> str | None:
+    """Returns what ``sed`` puts in place as Python's template; nothing for changes of case, which Python's has not."""
+    made = ""
+    for number, escaped, whole, plain in _OF_A_REPLACEMENT.findall(text):
+        if int(number or 0) > num_groups or (escaped.isalnum() and escaped not in "nt"):
+            return None
+        if number or whole:
+            made += f"\\g<{number or 0}>"
+        else:
+            made += {"n": "\n", "t": "\t", "\\": "\\\\"}.get(escaped, escaped) or plain
+    return made

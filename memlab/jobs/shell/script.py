@@ -937,19 +937,29 @@ _INNER = {"IFS", "OPTIND"}
 _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 
+_PASSING_INPUT_ON = {
+    *("docker", "podman", "srun", "ssh", "singularity", "apptainer", "enroot", "kubectl", "oc", "sudo", "timeout"),
+    *("env", "nohup", "nice", "time"),
+}
+"""Programs that start another one with their own input, where ``grep bash`` or ``which bash`` reads no script."""
+
+
 def _text_of_shell(words: list[str], stdin: Input | None) -> list[str]:
     """Returns the text that a command gives to a shell, and the shell's arguments; nothing where it gives none.
 
     That is ``bash -x -c TEXT``, or what ``bash``, ``bash -s`` and ``sbatch`` without a file read: ``sbatch <<EOF``.
     """
     for place, word in enumerate(words):
-        if word.rpartition("/")[2] in ("bash", "sh"):
-            options = list(takewhile(lambda text: text[:1] in ("-", "+") or text == "pipefail", words[place + 1 :]))
-            for number, option in enumerate(options, place + 1):
-                if re.fullmatch("-[a-z]*c", option) and number + 1 < len(words):
-                    return words[number + 1 :]
-            is_read = place + 1 + len(options) == len(words) or "-s" in options
-            return [stdin.rest()] if stdin is not None and is_read else []
+        if word.rpartition("/")[2] not in ("bash", "sh") or "=" in word:
+            continue
+        options = list(takewhile(lambda text: text[:1] in ("-", "+") or text == "pipefail", words[place + 1 :]))
+        for number, option in enumerate(options, place + 1):
+            if re.fullmatch("-[a-z]*c", option) and number + 1 < len(words):
+                return words[number + 1 :]
+        is_started = place == 0 or words[0].rpartition("/")[2] in _PASSING_INPUT_ON
+        is_read = place + 1 + len(options) == len(words) or "-s" in options
+        if stdin is not None and is_started and is_read:
+            return [stdin.rest()]
     is_submitted = words[0].rpartition("/")[2] == "sbatch" and all(text.startswith("-") for text in words[1:])
     return [stdin.rest()] if stdin is not None and is_submitted else []
 
