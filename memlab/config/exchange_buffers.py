@@ -147,6 +147,12 @@ def check_exchange(job: Scenario) -> None:
             "hybridep, or alltoall",
             *("moe_flex_dispatcher_backend", "expert_model_parallel_size"),
         )
+    if state.moe_deepep_num_sms % 2:
+        raise RuleError(
+            f"moe_deepep_num_sms is {state.moe_deepep_num_sms}, must be even by a rule of DeepEP: choose "
+            f"{state.moe_deepep_num_sms - 1}",
+            "moe_deepep_num_sms",
+        )
     if state.moe_pad_expert_input_to_capacity:
         raise RuleError(
             "moe_flex_dispatcher_backend is 'deepep' with moe_pad_expert_input_to_capacity, which Megatron-Core "

@@ -510,6 +510,12 @@ class Scenario:
                 *("tensor_model_parallel_size", "loss_of_transformers"),
             )
         lora, divides = self.state.lora, self.layout.sequence_parallel
+        if lora is not None and lora.rank % size:
+            raise RuleError(
+                f"{given}, must divide lora_rank {lora.rank}, since memlab does not count adapters of unequal parts: "
+                "choose a divisor, or another rank",
+                *("tensor_model_parallel_size", "lora_rank"),
+            )
         # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
         # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
         options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}

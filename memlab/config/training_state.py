@@ -53,6 +53,8 @@ READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "soft
 """Losses that read `logprobs_chunk_size`; of `topk_logits`, the teacher's pass does, and not the student's step."""
 RING_EXCHANGES = ("proj_fprop", "fc2_fprop")
 """Outputs of row-parallel linears, by Transformer Engine's names of their user buffers."""
+LARGEST_OF_TRANSFORMERS = 64
+"""Logits of each token that `loss_of_transformers` topk_logits compares, as in NeMo-RL's example."""
 COMPARE_WITH_TEACHER = ("logits_kl", "jsd")
 """Losses that compare the logits with those of the frozen model that `reference_model` names."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -321,7 +321,7 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
         ("{model.pretrained_model_name_or_path: Qwen/Qwen2.5-7B, distributed.tp_size: 2, distributed.sequence_parallel: true}",
          {"model.backend.rms_norm": "less", "model.backend.rope": "more", "distributed.activation_checkpointing": "either"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, distributed.dp_size: 1, peft.dim: 8}",
-         {"distributed.dp_size": "less", "peft": "more"}),
+         {"distributed.dp_size": "less"}),
         ("{model.pretrained_model_name_or_path: Qwen/Qwen3-8B, model.force_hf: true}", {}),
         ("{distributed.activation_checkpointing: selective}", {}),
         ("{peft.use_dora: true}", {"peft": "less"}),

@@ -10,9 +10,11 @@ import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends.simulated import predicting
+from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+from memlab.engines.fsdp2.adapters import _FusedMlp, add_adapters
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
 
@@ -79,6 +81,31 @@ def test_checkpoints_of_parts_keep_four_inputs_of_a_layer() -> None:
         with Lab(scenario, backend=predicting("cpu")) as lab:
             peaks.append(lab.step(FULL).activation_peak_bytes)
     assert peaks[1] - peaks[0] == 4 * 2 * 512 * scenario.architecture.hidden_size
+
+
+def test_longer_rows_have_the_positions_of_a_new_model() -> None:
+    scenario, backend = of("llama-3-tiny", "automodel"), predicting("cpu")
+    with Lab(scenario, backend=backend) as lab:
+        lab.step()
+        lab.set_workload(seq_length=256)
+        changed = [lab.step(), lab.forward_only(seq_length=512)]
+    with Lab(replace(scenario, seq_length=256), backend=backend) as lab:
+        new = [lab.step(), lab.forward_only(seq_length=512)]
+    assert [one.peak_by_category for one in changed] == [one.peak_by_category for one in new]
+    with Lab(scenario, backend="cpu") as lab:
+        lab.step()
+        lab.forward_only(seq_length=128)
+
+
+@pytest.mark.parametrize(("classes", "is_fused"), [("transformers", True), ("automodel", False)])
+def test_mlps_with_adapters_are_fused_only_in_the_classes_of_transformers(classes: Any, is_fused: bool) -> None:
+    """Automodel builds its own classes on the meta device, on one rank too, where it fuses none."""
+    lora = LoRA(rank=8, target_modules=("*_proj",), fsdp2_library="automodel")
+    scenario = replace(of("llama-3-tiny", classes), state=TrainingState(lora=lora, model_classes=classes))
+    module = build_model(scenario, torch.bfloat16, attention="sdpa")
+    change_classes(module, scenario)
+    add_adapters(module, scenario)
+    assert {isinstance(layer.mlp.forward, _FusedMlp) for layer in module.model.layers} == {is_fused}
 
 
 def test_ranks_that_share_a_sequence_have_positions_up_to_their_last_chunk() -> None:

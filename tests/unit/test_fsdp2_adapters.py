@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,6 +120,7 @@ def test_tensor_parallel_ranks_divide_the_adapters_of_automodel_too() -> None:
         (LoRA(rank=8, target_modules=(), fsdp2_library="peft"), False, "and lora_rank"),
         (LoRA(rank=8, target_modules=(), fsdp2_library="automodel", dropout=0.1), False, "and lora_rank"),
         (OF_AUTOMODEL, True, "and sequence_parallel"),
+        (replace(OF_AUTOMODEL, rank=3), False, "must divide lora_rank 3"),
     ],
 )
 def test_other_adapters_beside_tensor_parallel_ranks_are_refused(

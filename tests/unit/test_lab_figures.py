@@ -189,6 +189,18 @@ def test_lab_06_quotes_the_bytes_after_each_line_of_a_release_on_an_h200() -> No
             assert cells[column : column + 2] == [f"{size / GIB:.2f}" for size in found[line]]
 
 
+def test_lab_06_explains_what_the_validation_pass_of_2634_left() -> None:
+    """FSDP2 leaves the last layer, the embedding and the output layer gathered, in bf16 (`tests/unit/test_engines.py`
+    shows it live)."""
+    quoted = re.search(
+        r"([\d.]+) GiB, exactly the ([\d.]+) - ([\d.]+) of the thread", text_of("06_phi4_activation_peak")
+    )
+    assert quoted is not None
+    gathered, after, before = map(float, quoted.groups())
+    assert gathered == pytest.approx(after - before)
+    assert gathered == round(2 * ARCHITECTURES["phi-4"].with_layers(1).num_parameters / GIB, 2)
+
+
 def test_lab_10_says_what_its_timers_show() -> None:
     rows = {row["timed"].partition(":")[0]: row for row in upstream_errors("timers")}
     shown = {name: 1e3 * statistics.median(row["without_waiting_seconds"]) for name, row in rows.items()}

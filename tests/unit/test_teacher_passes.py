@@ -244,6 +244,8 @@ def test_a_teacher_with_dtensor_is_a_policy_of_its_own(tmp_path: Path) -> None:
     assert {one.key for one in job.not_modelled} <= {
         *("policy.precision", "teacher.precision", "teacher.sequence_packing.enabled")
     }
+    more = Job.read(tmp_path / "config.yaml", overrides=["distillation.topk_logits_k=4096"]).not_modelled
+    assert [one.effect for one in more if one.key == "distillation.topk_logits_k"] == ["more"]
     other = Job.read(tmp_path / "config.yaml", overrides=["teacher.dtensor_cfg.enabled=false"])
     assert other.rollout is not None and other.rollout.teacher is None
     assert "teacher.model_name" in {one.key for one in other.not_modelled}

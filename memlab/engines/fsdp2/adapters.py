@@ -40,9 +40,10 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
         path, _, name = linear.name.rpartition(".")
         owner = model.get_submodule(path)
         setattr(owner, name, kind(getattr(owner, name), lora))
-    # On several ranks the model is on the meta device when Automodel looks for MLPs to fuse, and it fuses none
-    # (``_projs_are_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
-    if lora.fsdp2_library == "automodel" and not lora.dropout and scenario.layout.world_size == 1:
+    # On several ranks, and of its own classes on one too, the model is on the meta device when Automodel looks for MLPs
+    # to fuse, and it fuses none (``_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
+    on_meta = scenario.layout.world_size > 1 or scenario.state.model_classes != "transformers"
+    if lora.fsdp2_library == "automodel" and not lora.dropout and not on_meta:
         for mlp in _mlps(model):
             mlp.forward = _FusedMlp(mlp)
     if lora.enable_input_require_grads:

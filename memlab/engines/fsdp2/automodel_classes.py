@@ -8,6 +8,7 @@ queries and keys in fp32.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def change_classes(module: Any, scenario: Scenario) -> None:
         return
     is_released = kind == "automodel_0.7.0"
     dtype = torch.float32 if is_released else model.embed_tokens.weight.dtype
-    model.rotary_emb = _Rotations(model.rotary_emb, dtype, _positions_of(scenario))
+    model.rotary_emb = _Rotations(model.rotary_emb, dtype, _positions_of_a_token(scenario))
     for layer in model.layers:
         if is_released:
             attention = layer.self_attn
@@ -47,26 +48,28 @@ def change_classes(module: Any, scenario: Scenario) -> None:
         model.norm = _Norm(model.norm, is_released=is_released)
 
 
-def _positions_of(scenario: Scenario) -> int:
-    """Returns how many positions a rank needs: those before the end of the last chunk that it has of a sequence."""
+def _positions_of_a_token(scenario: Scenario) -> Fraction:
+    """Returns how many positions a rank needs for each of its tokens: up to the end of its last chunk of a sequence."""
     layout = scenario.layout
     ranks = layout.context_parallel_size
     rank = layout.rank // layout.tensor_model_parallel_size % ranks
-    return scenario.seq_length * (2 * ranks - rank) // (2 * ranks) if ranks > 1 else scenario.seq_length
+    return Fraction(2 * ranks - rank, 2) if ranks > 1 else Fraction(1)
 
 
 class _Rotations(torch.nn.Module):
-    """Cosines and sines of all positions, made by the first forward, of which each pass gathers its own.
+    """Cosines and sines of all positions, of which each pass gathers its own.
+
+    The first forward makes them, and one with longer rows makes more; they stay for shorter ones (``_ensure_cache``).
 
     Args:
         of_transformers: transformers' module, which makes them in each pass.
         dtype: Of the cosines and sines.
-        num_positions: Of a row.
+        of_a_token: How many positions are needed for each token of a row.
     """
 
-    def __init__(self, of_transformers: Any, dtype: torch.dtype, num_positions: int) -> None:
+    def __init__(self, of_transformers: Any, dtype: torch.dtype, of_a_token: Fraction) -> None:
         super().__init__()
-        self.dtype, self.num_positions, self.scaling = dtype, num_positions, of_transformers.attention_scaling
+        self.dtype, self.of_a_token, self.scaling = dtype, of_a_token, of_transformers.attention_scaling
         self.cosines: torch.Tensor | None
         self.sines: torch.Tensor
         self.inv_freq: torch.Tensor
@@ -76,10 +79,9 @@ class _Rotations(torch.nn.Module):
     @torch.no_grad()
     def forward(self, _: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cosines and sines [batch, tokens, channels] of positions [batch, tokens]."""
-        if self.cosines is None:
-            angles = torch.outer(
-                torch.arange(self.num_positions, device=position_ids.device).float(), self.inv_freq.float()
-            )
+        needed = int(position_ids.shape[-1] * self.of_a_token)
+        if self.cosines is None or len(self.cosines) < needed:
+            angles = torch.outer(torch.arange(needed, device=position_ids.device).float(), self.inv_freq.float())
             whole = torch.cat((angles, angles), dim=-1)
             with keeping("workspace"):
                 self.cosines = (whole.cos() * self.scaling).to(self.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from memlab.config.training_state import LARGEST_OF_TRANSFORMERS
 from memlab.meter.labels import one_kernel
 
 _unbind_copy: Any = torch.unbind_copy
@@ -32,10 +33,6 @@ def loss_of_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, by_row: bool
     return -function.apply(logits.flatten(0, 1), tokens.flatten()).mean()
 
 
-_LARGEST = 64
-"""Of each token: NeMo-RL's example compares so many, which are small beside all."""
-
-
 def loss_of_largest(logits: torch.Tensor) -> torch.Tensor:
     """Returns the mean negative log-probability of as many logits as a teacher sends; without a graph, finds them.
 
@@ -46,7 +43,7 @@ def loss_of_largest(logits: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [batch, sequence, vocabulary of the rank].
     """
-    rows, k = logits.float(), min(_LARGEST, logits.shape[-1])
+    rows, k = logits.float(), min(LARGEST_OF_TRANSFORMERS, logits.shape[-1])
     if not torch.is_grad_enabled():
         return -torch.topk(rows, k, dim=-1).values.log_softmax(-1).mean()
     places = torch.arange(k, device=logits.device).expand(*logits.shape[:-1], k)

@@ -428,8 +428,6 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
     _take_own_classes(reading, family)
-    if _trains_adapters(reading) and reading.values["world_size"] == 1:
-        reading.miss("peft", "more", "Automodel fuses no MLP of its own classes with adapters: it begins on meta")
 
 
 def _take_own_classes(reading: Reading, family: str) -> None:

@@ -14,6 +14,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import LARGEST_OF_TRANSFORMERS
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
@@ -160,6 +161,10 @@ def complete(reading: Reading) -> None:
             reading.miss(key, "either", "NeMo-RL checkpoints the parts of a layer, each")
     if "distillation" in sections:
         values["loss_of_transformers"] = "topk_logits"
+        number = reading.get("distillation.topk_logits_k")
+        if isinstance(number, int) and number > LARGEST_OF_TRANSFORMERS:
+            reason = f"memlab compares the {LARGEST_OF_TRANSFORMERS} largest logits of each token with this policy"
+            reading.miss("distillation.topk_logits_k", "more", reason)
     else:
         reading.miss("loss_fn", "either", "NeMo-RL computes log-probabilities in fp32, in another order")
     longest, is_packed, is_dynamic = take_longest(reading), values["is_packed"], values["is_dynamic"]
