@@ -19,6 +19,8 @@ _OF_A_REPLACEMENT = re.compile(r"\\(\d)|\\(.)|(&)|([^\\&])", re.DOTALL)
 _NOT_READ = re.compile(r"\[=.=\]|\[.\*\d*\]", re.DOTALL)
 """Kinds of sets of ``tr`` that memlab does not read: characters of equal order, and one character repeated."""
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_MOST_TRIALS = 10**7
+"""Of where the repetitions of an expression may end in a line: more than in any real script."""
 _SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
 
 
@@ -69,7 +71,8 @@ def substituted(arguments: list[str], text: str) -> str:
         count = 0 if found[4] and not pattern.match("") else 1  # what matches nothing is at one end of the line
         is_certain = _SPACES_ONLY.fullmatch(found[2]) is not None  # a part that is not known hides no end of a line
         for number, line in enumerate(lines):
-            is_known = is_certain or UNKNOWN not in line
+            is_quick = len(line) ** len(re.findall(r"[*+{]", pattern.pattern)) <= _MOST_TRIALS
+            is_known = is_certain or (is_quick and UNKNOWN not in line)
             if not line and number == len(lines) - 1:
                 continue  # what follows the last end of a line is no line
             lines[number] = pattern.sub(new, line, count=count) if is_known else UNKNOWN
