@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.package_info import MINOR
 
 from memlab.backends.cuda_on_cpu import is_on_host
 from memlab.backends.simulated import of_the_cpu_backend
@@ -209,6 +210,7 @@ def test_overlapped_shared_experts_have_rules(model: str, state: dict[str, Any],
         Scenario.of(model, layout=layout, state=TrainingState(moe_shared_expert_overlap=True, **state))
 
 
+@pytest.mark.skipif(MINOR >= 18, reason="megatron-core pads the values itself since 0.18")
 def test_padded_values_of_packed_rows_by_hand() -> None:
     """A layer keeps larger values, and attention's larger output beside its first part, as Megatron-Core 0.19.2 does.
 

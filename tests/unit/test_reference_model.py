@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,10 @@ def test_the_gradients_are_those_without_a_reference_model(open_lab: Callable[..
         ({"reference_model": "without_adapters"}, "'without_adapters' without lora_rank, must be 'copy' there"),
         ({"reference_model": "copy", "lora": LORA}, "'copy' with lora_rank, must be 'without_adapters' there"),
         ({"reference_model": "copy", "num_labels": 1}, "with num_labels 1, which memlab does not predict together"),
-        ({"reference_model": "copy", "fp8_format": "hybrid"}, "with fp8_format 'hybrid'"),
+        (
+            {"reference_model": "copy", "fp8_format": "hybrid", "fp8_param_gather": True},
+            "with fp8_param_gather True, which memlab does not predict together",
+        ),
     ],
 )
 def test_what_a_reference_model_does_not_go_with_is_refused(values: dict[str, Any], words: str) -> None:
@@ -133,9 +137,13 @@ def test_what_a_reference_model_does_not_go_with_is_refused(values: dict[str, An
         TrainingState(**values)
 
 
-def test_stages_and_activation_offload_are_refused_beside_it() -> None:
-    with pytest.raises(RuleError, match="pipeline_model_parallel_size 2, which memlab does not predict together"):
-        Scenario.of("phi-4-tiny", state=COPY, layout=Layout(pipeline_model_parallel_size=2))
+def test_interleaved_stages_and_activation_offload_are_refused_beside_it() -> None:
+    stages = Layout(pipeline_model_parallel_size=2)
+    assert Scenario.of("phi-4-tiny", state=COPY, layout=stages).layout == stages
+    interleaved = replace(stages, virtual_pipeline_model_parallel_size=2)
+    words = "virtual_pipeline_model_parallel_size 2, which memlab does not predict together"
+    with pytest.raises(RuleError, match=words):
+        Scenario.of("phi-4-tiny", state=COPY, layout=interleaved, num_microbatches=2)
     with pytest.raises(RuleError, match=r"offload_modules has .'core_attn'. with reference_model 'copy'"):
         check_on_model(offload("core_attn"), Scenario.of("phi-4-tiny", state=COPY))
 
@@ -149,8 +157,8 @@ _DPO = "megatron rlhf --rlhf_type {} --model Qwen/Qwen3-8B --max_length 512 --mi
         (_DPO.format("dpo"), "copy", set()),
         (f"{_DPO.format('dpo')} --tuner_type lora", "without_adapters", set()),
         (f"{_DPO.format('dpo')} --tuner_type lora --ref_adapters x", "none", {"rlhf_type"}),
-        (f"{_DPO.format('dpo')} --pipeline_model_parallel_size 2", "none", {"rlhf_type", "ref_model"}),
-        (f"{_DPO.format('dpo')} --fp8_format hybrid --fp8_recipe tensorwise", "none", {"ref_model"}),
+        (f"{_DPO.format('dpo')} --pipeline_model_parallel_size 2", "copy", set()),
+        (f"{_DPO.format('dpo')} --fp8_format hybrid --fp8_recipe tensorwise", "copy", set()),
         (
             f"{_DPO.format('dpo')} --tuner_type lora --fp8_format hybrid --fp8_recipe tensorwise",
             "none",
