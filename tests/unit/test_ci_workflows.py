@@ -34,7 +34,8 @@ def test_what_a_workflow_runs_is_there(path: Path) -> None:
             values = build_parser().parse_args(arguments)
             assert "suite" not in values or (ROOT / values.suite).is_file()
         elif program == "make":
-            wanted = ["/usr/bin/env", "make", "--dry-run", arguments[-1]]
+            # Not the variables of a make that runs these tests, such as the folder of its virtual environment.
+            wanted = ["/usr/bin/env", "-u", "MAKEFLAGS", "-u", "MAKEOVERRIDES", "make", "--dry-run", arguments[-1]]
             subprocess.run(wanted, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
