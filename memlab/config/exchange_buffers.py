@@ -48,7 +48,8 @@ class ExchangeBuffers(NamedTuple):
 
     least_bytes: int
     most_bytes: int
-    """More where NVSHMEM needs another page, or where more ranks, or fewer, reach one another by NVLink."""
+    """More where NVSHMEM needs another page, or where all ranks reach one another by NVLink, not eight of them alone.
+    Nodes of fewer than eight GPUs are not in it."""
 
 
 def exchange_buffers(job: Scenario) -> ExchangeBuffers:

@@ -7,10 +7,11 @@ and optimizer, on the ranks that train. The student decides how long sequences a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from memlab.jobs.entries import Entries
-from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import COUNT, Key
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 from memlab.jobs.frameworks.nemo_rl_dtensor import NEMO_RL_DTENSOR, chooses_dtensor
@@ -51,7 +52,7 @@ _AS_TRAINED = {
 
 
 def complete_dtensor(reading: Reading) -> None:
-    """Derives the same of the keys of a DTensor policy, which sends each micro-batch's logits to the host at once."""
+    """Derives what a DTensor policy's keys mean in such passes: each micro-batch's logits go to the host at once."""
     _take_rows(reading)
     if not chooses_dtensor({key: entry.value for key, entry in reading.entries.by_key.items()}):
         reading.questions.append("the teacher has Megatron's engine, and the student DTensor's")
@@ -96,30 +97,26 @@ _KEYS = (
     Key("distillation.num_generations_per_prompt", "responses_of_teacher", COUNT, None),
 )
 
-NEMO_RL_TEACHER = replace(
-    NEMO_RL,
-    name="nemo-rl-teacher",
-    title="the teacher of NeMo-RL's distillation",
-    missing=tuple(row for row in NEMO_RL.missing if not row.name.startswith(_OF_TRAINING)),
-    without_effect=NEMO_RL.without_effect | {row.name for row in NEMO_RL.missing if row.name.startswith(_OF_TRAINING)},
-    decided_by=("teacher.model_name",),
-    keys=(*NEMO_RL.keys, *_KEYS),
-    complete=complete,
-    is_teacher=True,
-    own_entries=of_section,
-    as_in_file=as_in_file,
-)
-NEMO_RL_DTENSOR_TEACHER = replace(
-    NEMO_RL_DTENSOR,
-    name="nemo-rl-dtensor-teacher",
-    title="the teacher of NeMo-RL's distillation with DTensor",
-    missing=tuple(row for row in NEMO_RL_DTENSOR.missing if not row.name.startswith(_OF_TRAINING)),
-    without_effect=NEMO_RL_DTENSOR.without_effect
-    | {row.name for row in NEMO_RL_DTENSOR.missing if row.name.startswith(_OF_TRAINING)},
-    decided_by=("teacher.model_name",),
-    keys=(*NEMO_RL_DTENSOR.keys, *_KEYS),
-    complete=complete_dtensor,
-    is_teacher=True,
-    own_entries=of_section,
-    as_in_file=as_in_file,
+
+def _of_teacher(policy: Framework, name: str, title: str, complete: Callable[[Reading], None]) -> Framework:
+    """Returns the format of the teacher beside a policy's: what only training reads has no effect on it."""
+    of_training = {row.name for row in policy.missing if row.name.startswith(_OF_TRAINING)}
+    return replace(
+        policy,
+        name=name,
+        title=title,
+        missing=tuple(row for row in policy.missing if row.name not in of_training),
+        without_effect=policy.without_effect | of_training,
+        decided_by=("teacher.model_name",),
+        keys=(*policy.keys, *_KEYS),
+        complete=complete,
+        is_teacher=True,
+        own_entries=of_section,
+        as_in_file=as_in_file,
+    )
+
+
+NEMO_RL_TEACHER = _of_teacher(NEMO_RL, "nemo-rl-teacher", "the teacher of NeMo-RL's distillation", complete)
+NEMO_RL_DTENSOR_TEACHER = _of_teacher(
+    NEMO_RL_DTENSOR, "nemo-rl-dtensor-teacher", "the teacher of NeMo-RL's distillation with DTensor", complete_dtensor
 )
