@@ -319,7 +319,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * (1 + scenario.state.entropy_loss) * _logits(scenario),
-    "sft_alpha": lambda scenario: 8 * _logits(scenario),  # a softmax that is kept, and its gradient
     "zero_outside_topk": _whole_softmax_bytes,
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
