@@ -814,7 +814,6 @@ def small_switches(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of one rank of models and with switches that no other job has."""
     alone, beside = "one rank", {"lm_loss_beside": True}
     yield from of(LLAMA_3B, 4, alone, state=DROPS)
-    yield from of(LLAMA_3B, 4, alone, FULL, num_microbatches=3, state=FUSED_GRADIENTS | FUSED_LOSS)
     yield from of(MISTRAL, 4, alone, recompute("layernorm", "mlp"), seq_length=8192,
                   state=LOW_PRECISION | UNFUSED_ACTIVATION)  # fmt: skip
     yield from of(MISTRAL, 4, alone, ATTENTION, micro_batch_size=3, seq_length=2048, state=FUSED_GRADIENTS)
@@ -839,6 +838,7 @@ def small_switches(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(LLAMA, 4, alone, state=KL | beside | {"logit_kl_topk": 512})
     yield from of(LLAMA_1B, 4, alone, micro_batch_size=2, state=KL)
     yield from of(LLAMA_1B, 4, alone, micro_batch_size=2, num_microbatches=2, state=KL | beside)
+    yield from of(LLAMA_3B, 4, alone, FULL, num_microbatches=3, state=FUSED_GRADIENTS | FUSED_LOSS)
 
 
 FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
