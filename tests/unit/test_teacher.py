@@ -245,7 +245,8 @@ def test_a_step_is_the_cpu_s_to_the_byte(model: str, state: TrainingState) -> No
 
 def test_what_a_replay_leaves_out_changes_no_byte_of_a_step_with_a_teacher() -> None:
     options: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 4, "backend": "simulated"}
-    for state in (KL, GKD, TrainingState(**GKD.changed(), gkd_logits_topk=16)):
+    beside = TrainingState(**GKD.changed(), lm_loss_beside=True)
+    for state in (KL, GKD, beside, TrainingState(**GKD.changed(), gkd_logits_topk=16)):
         peaks = set()
         for replay in (True, False):
             with Lab("llama-3-tiny", state=state, replay=replay, **options) as lab:
@@ -329,6 +330,7 @@ def test_the_teacher_s_parameters_are_counted_with_all_its_layers() -> None:
         ({"reference_model": "copy", "teacher_model": "phi-4"}, "but loss is 'cross_entropy', and only logits_kl"),
         ({**KL.changed(), "lora": LoRA(rank=4)}, "must be 'without_adapters' there"),
         ({**KL.changed(), "logprobs_chunk_size": 8}, "only the losses logprobs"),
+        ({"lm_loss_beside": True}, "only the losses logits_kl and jsd are computed beside"),
     ],
 )
 def test_what_a_teacher_does_not_go_with_is_refused(values: dict[str, Any], words: str) -> None:
