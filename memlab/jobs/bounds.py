@@ -47,20 +47,34 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
 def _whole_softmax_bytes(scenario: Scenario) -> int:
     """Returns what log-probabilities and an entropy over the whole vocabulary take beside the chosen logits.
 
-    That is a second gradient of the logits in fp32, and six tensors of a chunk of 1,024 tokens
-    (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in nemo_rl/distributed/model_utils.py,
-    NeMo-RL 7ea279ab).
+    That is a second gradient of the logits in fp32, unless ``kl_type`` is ``forward``, and three tensors of a chunk of
+    1,024 tokens (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in
+    nemo_rl/distributed/model_utils.py, NeMo-RL 7ea279ab).
     """
-    return 4 * _logits(scenario) + 6 * 4 * 1024 * scenario.outputs_of_a_token
+    return 4 * _logits(scenario) + 3 * 4 * 1024 * scenario.outputs_of_a_token
 
 
 def _entropy_bytes(scenario: Scenario) -> int:
     """Returns what the entropy of the logits takes at most: four tensors like them, in fp32.
 
     These are a copy of the logits, their probabilities, and in backward the gradients of both and their sum
-    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026, and SkyRL's).
+    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026).
     """
     return 4 * 4 * _logits(scenario)
+
+
+def _entropy_of_skyrl_bytes(scenario: Scenario) -> int:
+    """Returns what SkyRL's entropy takes at most beside the log-probabilities.
+
+    With Megatron its chunks keep their probabilities, and each of their gradients is spread over all logits before it
+    is added to the others': two tensors like the logits in fp32 at the peak of backward. Where log-probabilities are
+    computed whole, they need no logits in backward, but the entropy keeps them: a third one
+    (``_VocabParallelEntropy`` and ``vocab_parallel_entropy_weighted_sum`` in
+    skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, a9564572).
+    """
+    if scenario.engine != "megatron":
+        return _entropy_bytes(scenario)
+    return (2 + (scenario.state.logprobs_chunk_size is None)) * 4 * _logits(scenario)
 
 
 def _padded_logits_bytes(scenario: Scenario) -> int:
@@ -338,9 +352,8 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
         ),
         _mask_bytes,
     ),
-    **dict.fromkeys(
-        ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
-    ),
+    **dict.fromkeys(("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared"), _entropy_bytes),
+    "use_entropy_loss": _entropy_of_skyrl_bytes,
     **dict.fromkeys(
         ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay"), _replayed_routing_bytes
     ),
