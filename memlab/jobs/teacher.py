@@ -53,8 +53,4 @@ def _why_not(job: Job, teacher: Job) -> str | None:
         return "Megatron's own engine generates, after which nothing of the student leaves the device for them"
     if teacher.scenario is None or teacher.rollout is None:
         return teacher.cannot_start or teacher.not_supported or "memlab predicts no passes of its model"
-    if (impl := teacher.scenario.state.cuda_graph_impl) != "none":
-        # A graph has the addresses of the weights, and a teacher's weights leave the device after its passes.
-        key = next((one.key for one in teacher.taken if one.field == "cuda_graph_impl"), "cuda_graph_impl")
-        return f"{key} is {impl!r}, and memlab predicts a teacher without CUDA graphs alone: give --set {key}=none"
     return None

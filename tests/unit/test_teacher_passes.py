@@ -296,10 +296,6 @@ def test_what_leaves_the_device_for_nemo_rl_s_teacher(tmp_path: Path) -> None:
         ("teacher.model_name=somebody/unknown", "somebody/unknown"),
         ("teacher.megatron_cfg.enabled=false", "give --format nemo-rl-dtensor-teacher to predict the teacher alone"),
         (
-            "teacher.megatron_cfg.cuda_graph_impl=transformer_engine",
-            "without CUDA graphs alone: give --set teacher.megatron_cfg.cuda_graph_impl=none",
-        ),
-        (
             "teacher.megatron_cfg.defer_fp32_logits=false",
             "teacher.logprob_chunk_size is 256 without teacher.megatron_cfg",
         ),
@@ -311,6 +307,14 @@ def test_a_teacher_that_is_not_predicted_is_named_with_the_reason(override: str,
     (one,) = (one for one in job.not_modelled if one.key == "teacher.model_name")
     assert why in one.reason
     assert one.effect == "more"
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_graphs_of_a_teacher_whose_weights_leave_the_device_are_named(colocated: bool, tmp_path: Path) -> None:
+    job = nemo(tmp_path, "teacher.megatron_cfg.cuda_graph_impl=transformer_engine", colocated=colocated)
+    assert job.rollout is not None and job.rollout.teacher is not None
+    assert job.rollout.teacher.scenario.state.cuda_graph_impl == "none"
+    assert "teacher.megatron_cfg.cuda_graph_impl" in {one.key for one in job.not_modelled}
 
 
 def test_a_value_that_a_teacher_cannot_have_is_refused_by_its_own_key(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def complete(reading: Reading) -> None:
     chunk = values["logprobs_chunk_size"]
     NEMO_RL.complete(reading)
     values["logprobs_chunk_size"] = chunk
+    # The weights leave the device after the passes, wherever the job generates (``distillation_train``).
+    values["offload_parameters"] = True
     passes = reading.most_micro_batches
     if reading.rollout is None or passes == 0:
         return
