@@ -65,8 +65,8 @@ class TeacherPass:
         impl = self.scenario.state.cuda_graph_impl
         if impl != "none":  # a graph has the addresses of the weights
             raise RuleError(
-                f"cuda_graph_impl is {impl!r}, must be 'none' in the passes of a teacher, whose weights leave the device "
-                "after them: choose 'none'",
+                f"cuda_graph_impl is {impl!r}, must be 'none' in the passes of a teacher, whose weights leave the "
+                "device after them: choose 'none'",
                 "cuda_graph_impl",
             )
 
