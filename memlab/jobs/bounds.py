@@ -47,11 +47,12 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
 def _whole_softmax_bytes(scenario: Scenario) -> int:
     """Returns what log-probabilities and an entropy over the whole vocabulary take beside the chosen logits.
 
-    That is a second gradient of the logits in fp32, unless ``kl_type`` is ``forward``, and three tensors of a chunk of
-    1,024 tokens (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in
+    That is a second gradient of the logits in fp32, unless ``kl_type`` is ``forward``, three tensors of a chunk of
+    1,024 tokens, and two of the chosen logits (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in
     nemo_rl/distributed/model_utils.py, NeMo-RL 7ea279ab).
     """
-    return 4 * _logits(scenario) + 3 * 4 * 1024 * scenario.outputs_of_a_token
+    chosen = _logits(scenario) // scenario.outputs_of_a_token * scenario.state.topk_logits_k
+    return 4 * _logits(scenario) + 3 * 4 * 1024 * scenario.outputs_of_a_token + 2 * 4 * chosen
 
 
 def _entropy_bytes(scenario: Scenario) -> int:

@@ -137,8 +137,8 @@ def test_a_loss_beside_the_cross_entropy_needs_what_both_functions_do(
 ) -> None:
     """As above: ``LogitsKLLoss`` or ``gkd_loss`` beside ``vocab_parallel_cross_entropy`` of megatron-core 0.16.1."""
     lab = open_lab("phi-4-tiny", num_layers=1, seq_length=96)  # makes Megatron's groups
-    shape, model = (1, 1024, 8000), inside(lab).model.engine.live.chunk
-    labels, teacher = torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape, dtype=torch.bfloat16)
+    shape, model = (1024, 1, 8000) if state is KL else (1, 1024, 8000), inside(lab).model.engine.live.chunk
+    labels, teacher = torch.zeros(1, 1024, dtype=torch.int64), torch.zeros(shape, dtype=torch.bfloat16)
     beside = TrainingState(**state.changed(), lm_loss_beside=True)
 
     def compute(logits: torch.Tensor) -> torch.Tensor:
