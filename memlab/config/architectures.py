@@ -716,8 +716,13 @@ def published_architecture(name: str) -> Architecture | None:
     Args:
         name: Its name, ``OWNER/NAME`` on Hugging Face, or the path of a folder of such a name, in a cache too.
     """
-    plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
+    plain = plain_name(name)
     return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
+
+
+def plain_name(name: str) -> str:
+    """Returns the last part of a model's name in small letters, without the words for variants of the same shapes."""
+    return _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
 
 
 def find_architecture(name: str | Path) -> Architecture:
