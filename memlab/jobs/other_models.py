@@ -47,6 +47,8 @@ class OtherModel:
     """The architecture of memlab that its language model is, where nothing but towers is missing."""
     provider: dict[str, Any]
     """Fields of the training state and layers that the provider of Megatron-Bridge sets."""
+    text_provider: dict[str, Any] | None = None
+    """The same of the provider of its language model alone; None where that sets what `provider` does."""
     fuses_no_rope: bool = False
     """Whether Megatron-Bridge switches the fused rotary embedding off, whatever the job says
     (``validate_rope_fusion_compatibility`` in utils/fusions.py, 067f987d)."""
@@ -67,12 +69,19 @@ class OtherModel:
             replace(second, default_seq_length=2048, **(rest | known)),
         )
 
-    def provider_of(self, architecture: Architecture) -> dict[str, Any]:
-        """Returns what the provider sets of the layers that a model in its place has."""
+    def provider_of(self, architecture: Architecture, *, is_text_alone: bool = False) -> dict[str, Any]:
+        """Returns what the provider sets of the layers that a model in its place has.
+
+        Args:
+            architecture: In its place.
+            is_text_alone: Whether the job builds the language model without its towers.
+        """
+        text = self.text_provider if is_text_alone else None
+        provider = self.provider if text is None else text
         absent = () if architecture.routes else ("moe_",)
         if not architecture.moe_shared_expert_intermediate_size:
             absent = (*absent, "moe_shared_expert_")
-        return {name: value for name, value in self.provider.items() if not name.startswith(absent)}
+        return {name: value for name, value in provider.items() if not name.startswith(absent)}
 
     def predicted(self) -> Architecture | None:
         """Returns its language model under the model's name; None where memlab lacks more than towers."""
@@ -190,7 +199,7 @@ def _data() -> dict[str, Any]:
 
 @cache
 def _models() -> dict[str, OtherModel]:
-    data, found = _data(), {}
+    data, found = _data(), dict[str, OtherModel]()
     for name, row in data["models"].items():
         family = data["families"][row["family"]]
         model = OtherModel(
@@ -203,6 +212,7 @@ def _models() -> dict[str, OtherModel]:
             provider=family["provider"],
             frozen_by_bridge=family.get("frozen_by_bridge", False),
             fuses_no_rope=family.get("fuses_no_rope", False),
+            text_provider=family.get("text_provider"),
         )
         found |= dict.fromkeys((name, *row.get("also", ())), model)
     return found

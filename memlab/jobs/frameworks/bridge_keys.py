@@ -45,9 +45,11 @@ def complete_provider(reading: Reading, architecture: Architecture) -> None:
     """Takes what the provider of a family sets otherwise than Megatron-Core, where no key says it."""
     said = {one.field for one in reading.taken if one.place != "default" or one.memlab_value != _CORE.get(one.field)}
     other = other_model(architecture.name)
-    set_by_provider = (
-        _SET_BY_PROVIDER.get(architecture.family, {}) if other is None else other.provider_of(architecture)
-    )
+    if other is None:
+        set_by_provider = _SET_BY_PROVIDER.get(architecture.family, {})
+    else:
+        is_text_alone = bool(reading.entries.get("trainer.policy.language_model_only"))  # of SkyRL
+        set_by_provider = other.provider_of(architecture, is_text_alone=is_text_alone)
     reading.values.update({name: value for name, value in set_by_provider.items() if name not in said})
     drop_fused_rope(reading, architecture)
 
