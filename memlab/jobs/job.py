@@ -152,7 +152,8 @@ class Job:
         try:
             framework.read(reading)
         except ValueError as error:
-            raise ValueError(framework.as_in_file(f"{error}")) from error
+            first = "".join(f"{cause}; " for cause in entries.causes[:1])
+            raise ValueError(framework.as_in_file(f"{first}{error}")) from error
         if world_size is not None:
             reading.values["world_size"] = world_size
         job = _as_in_file(_built(cls, framework, reading, architecture, fields_only), framework.as_in_file)
