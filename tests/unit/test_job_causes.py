@@ -93,7 +93,7 @@ def test_a_cause_stands_before_a_value_that_it_spoils(tmp_path: Path) -> None:
     (path := tmp_path / "run.sh").write_text(
         "megatron sft --model Qwen/Qwen3-8B \\ \n  --tensor_model_parallel_size 4\n"
     )
-    with pytest.raises(ValueError, match="^line 2: .* correct line 1; line 1: model is "):
+    with pytest.raises(ValueError, match=r"^line 2: .* correct line 1; line 1: model is "):
         Job.read(path)
 
 
