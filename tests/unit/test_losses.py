@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from memlab.backends.fused_cross_entropy import te_parallel_cross_entropy
+from memlab.backends.simulated_version import imitating
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER, READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.versions import Versions
 from memlab.engines.megatron import losses
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
@@ -131,7 +133,7 @@ def test_the_entropy_keeps_and_makes_what_the_frameworks_keep_and_make() -> None
             assert beside.peak_phase == phase
 
 
-@pytest.mark.parametrize("how", ["te", "log-probabilities", "chunks", "one-hot chunks", "softmax", "log_softmax"])
+@pytest.mark.parametrize("how", ["te 2.17", "te 2.18", "te 2.19", "log-probabilities", "chunks", "one-hot chunks", "softmax", "log_softmax"])
 def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, generator=generator)
@@ -146,7 +148,7 @@ def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
 
     def job(rank: int, group: Any) -> None:
         part = logits[:, :, 20 * rank : 20 * (rank + 1)].clone().requires_grad_()
-        if how == "te":
+        if how.startswith("te "):
             together = -te_parallel_cross_entropy(part * 1, labels, group)
         elif how in losses.LOSSES:
             together = -losses.LOSSES[how](part * 1, labels, group, None)
@@ -156,7 +158,8 @@ def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
         entropy = losses.entropy(part, group, 3 if how == "chunks" else None)
         of_ranks[rank] = together.detach(), entropy, *torch.autograd.grad(together, part, weights)
 
-    on_ranks(2, job)
+    with imitating(Versions(transformer_engine=how.removeprefix("te ")) if how.startswith("te ") else Versions()):
+        on_ranks(2, job)
     for rank, (of_labels, entropy, gradient) in of_ranks.items():
         torch.testing.assert_close(of_labels, expected.detach())
         torch.testing.assert_close(entropy, distribution.entropy().detach())
