@@ -113,7 +113,7 @@ class _CrossEntropyWithGradient(torch.autograd.Function):
 
 
 class _CrossEntropyOfCopy(torch.autograd.Function):
-    """``CrossEntropyFunction`` since 2.19.0: forward copies the logits, and backward writes the gradient over the copy."""
+    """``CrossEntropyFunction`` since 2.19.0: forward copies the logits, backward writes the gradient over the copy."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:

@@ -37,7 +37,7 @@ _FIRST_THAT_FREES_GATHERS = (2, 14)
 _LAST_WITH_CROSS_ENTROPY_IN_PLACE, _FIRST_THAT_COPIES_LOGITS = (2, 17), (2, 19)
 _FIRST_THAT_FREES_QUANTIZED_GRADIENTS, _LAST_THAT_OVERWRITES_GRADIENTS_OF_SCORES = (2, 18), (2, 18)
 _LAST_THAT_PREPARES_EVERY_CHECKPOINT = (2, 19)
-_LAST_WITH_A_BUFFER_FOR_EACH_RANK = (2, 19)
+_LAST_WITH_A_BUFFER_FOR_EACH_RANK, _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS = (2, 19), (2, 19)
 _RANKS_WITH_TWO_BUFFERS = 2
 _DIFFERENCES_OF_CORES = {
     frozenset({"0.16", "0.19"}): "49 steps with 0.19.2 peaked within 0.04 % of those with 0.16.1",
@@ -128,11 +128,11 @@ class Versions:
 
     @property
     def cross_entropy(self) -> CrossEntropy:
-        """What Transformer Engine's cross entropy keeps for backward, in ``transformer_engine/pytorch/cross_entropy.py``.
+        """What Transformer Engine's cross entropy keeps for backward (``transformer_engine/pytorch/cross_entropy.py``).
 
-        Up to 2.17 the gradient, written over the logits. In 2.18 the gradient in fp32, beside the logits. Since 2.19 a
-        copy of the logits, which backward overwrites, and two fp32 values of each token; ``overwrite_input`` would spare
-        the copy, and Megatron up to 0.19 does not set it.
+        Up to 2.17 it is the gradient, written over the logits. In 2.18 it is the gradient in fp32, beside the logits.
+        Since 2.19 it is a copy of the logits, which backward overwrites, and two fp32 values of each token;
+        ``overwrite_input`` would spare the copy, and Megatron up to 0.19 does not set it.
         """
         engine = _numbers(self.transformer_engine)
         if engine <= _LAST_WITH_CROSS_ENTROPY_IN_PLACE:
@@ -157,7 +157,7 @@ class Versions:
 
     @property
     def prepares_every_checkpoint(self) -> bool:
-        """Whether linears in a checkpoint's first pass prepare for a second one, even if none of its tensors is trained.
+        """Whether linears prepare for a second pass of any checkpoint, also of one that autograd does not see.
 
         Since 2.20.0 only if autograd runs and a tensor among the checkpoint's arguments needs a gradient
         (``_CheckpointFunction`` in ``transformer_engine/pytorch/distributed.py``).
@@ -187,6 +187,24 @@ class Versions:
                 "the version of Transformer Engine decides what the update needs: Adam of 2.13 and later updates two "
                 f"bf16 moments in place, Adam of 2.12 {copies}"
             )
+        if state.cross_entropy_loss_fusion and state.cross_entropy_fusion_impl == "te":
+            lines.append(
+                "the version of Transformer Engine decides what its cross entropy keeps: 2.17 and earlier overwrite "
+                "the logits with their gradient, 2.18 keeps a gradient in fp32 beside them, 2.19 and later a copy of "
+                "them"
+            )
+        if state.attention_backend == "unfused":
+            lines.append(
+                "the version of Transformer Engine decides what unfused attention needs in backward: 2.19 and later "
+                "make the scores' gradient beside that of the probabilities"
+            )
+        copies_gradients = _numbers(self.transformer_engine) >= _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS
+        if state.cuda_graph_impl == "transformer_engine" and copies_gradients:
+            lines.append(
+                "the graphs of layers are predicted as Transformer Engine up to 2.18 replays them: "
+                f"{self.transformer_engine} returns copies of the gradients that a graph has for its parameters, and "
+                "needs up to those of one graph more"
+            )
         if state.reuse_grad_buf_for_mxfp8_param_ag:
             lines.append(
                 "the version of megatron-core decides what is kept beside MXFP8 parameters: 0.16 keeps all others "
@@ -195,8 +213,9 @@ class Versions:
         has_long_ring = context_parallel_size > _RANKS_WITH_TWO_BUFFERS and state.cp_comm_type == "p2p"
         if has_long_ring and _numbers(self.transformer_engine) > _LAST_WITH_A_BUFFER_FOR_EACH_RANK:
             lines.append(
-                "the ring of context parallelism is predicted as Transformer Engine up to 2.19 has it, with a buffer of "
-                f"keys and values for each rank: {self.transformer_engine} keeps two, and was measured on two ranks only"
+                "the ring of context parallelism is predicted as Transformer Engine up to 2.19 has it, with a buffer "
+                f"of keys and values for each rank: {self.transformer_engine} keeps two, and was measured on two ranks "
+                "only"
             )
         for name, title in TITLES.items():
             if getattr(self, name) in READ[name] and name != "torch":
