@@ -284,8 +284,10 @@ class Architecture:
         """Whether Transformer Engine gives its attention to flash-attn 2, whose keys and values have equal sizes.
 
         ``get_attention_backend`` in ``attention/dot_product_attention/utils.py`` (2.12.0 and 2.16.1) calls other sizes
-        MLA and disables flash-attn 2 for them. Megatron-Core 0.18.2 and 0.19.2 pad the values of packed rows, so that
-        the sizes are equal there (``multi_latent_attention.py``, ``pad_packed_values``); 0.16.1 and 0.17.1 do not.
+        MLA and disables flash-attn 2 for them; 2.17.1 and later pad keys or values (``_pad_qkv_head_dim`` in
+        ``dot_product_attention.py``), which memlab does not predict. Megatron-Core 0.18.2 and 0.19.2 pad the values of
+        packed rows, so that the sizes are equal there (``multi_latent_attention.py``, ``pad_packed_values``); 0.16.1
+        and 0.17.1 do not.
         """
         return not self.multi_latent_attention or self.qk_head_dim + self.qk_pos_emb_head_dim == self.v_head_dim
 
