@@ -222,8 +222,10 @@ def _forward_step(
         return _with_own_loss(live, model, *given, **named)
     if compares:
         # Model Optimizer runs it in each micro-batch (``_forward`` in modelopt/torch/distill/plugins/megatron.py).
-        with _as_the_output_layer_makes_them(_frozen(live), own_labels, state) as labels:
-            teacher = teachers.popleft() if teachers else _of_reference_here(live, model, *given, **labels, **packed)
+        with _as_the_output_layer_makes_them(_frozen(live), own_labels, state) as given_labels:
+            teacher = (
+                teachers.popleft() if teachers else _of_reference_here(live, model, *given, **given_labels, **packed)
+            )
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         compute = partial(live.loss, logits, own_labels, state, lengths_of_rank, teacher)
@@ -234,8 +236,8 @@ def _forward_step(
         return logits.new_zeros(()), found
 
     # Without labels the model returns the logits.
-    with _as_the_output_layer_makes_them(model.module, own_labels, state) as labels:
-        logits = model(*given, **labels, **packed)
+    with _as_the_output_layer_makes_them(model.module, own_labels, state) as given_labels:
+        logits = model(*given, **given_labels, **packed)
     is_teacher = state.loss == "topk_logits" and not torch.is_grad_enabled()
     if teacher is not None and not model.module.post_process:
         assert isinstance(teacher, torch.Tensor), "hidden states"
