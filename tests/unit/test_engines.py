@@ -271,6 +271,7 @@ def test_a_changed_lab_differs_from_a_new_one_only_in_the_blocks_of_adam_s_momen
     for settings in ((MemorySettings(), FULL), (FULL,)):
         with Lab("qwen3-8b", engine="fsdp2", backend="simulated", **job) as lab:
             timeline = [lab.step(each) for each in settings][-1].timeline
+        assert timeline is not None
         end = len(timeline) - 1
         requested.append(timeline.breakdown(end, with_rounding=False))
         allocated.append(timeline.breakdown(end))
