@@ -332,7 +332,8 @@ class Check(Goals):
             texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
             return self.goal(True, f"{what} is {texts[0]}, below {texts[1]}")
-        return self.goal(False, f"{what} is {texts[0]}, must be below {texts[1]}", hint)
+        limit = "as much as the limit, must be below it" if now == goal else f"must be below {texts[1]}"
+        return self.goal(False, f"{what} is {texts[0]}, {limit}", hint)
 
     @property
     def _leaving(self) -> list[str]:
