@@ -332,7 +332,7 @@ class Check(Goals):
             texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
             return self.goal(True, f"{what} is {texts[0]}, below {texts[1]}")
-        limit = "as much as the limit, must be below it" if now == goal else f"must be below {texts[1]}"
+        limit = f"must be below {texts[1]}" + ": it is as much" * (now == goal)
         return self.goal(False, f"{what} is {texts[0]}, {limit}", hint)
 
     @property

@@ -126,7 +126,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, recomputed_bytes=2),
             ("recomputes_less_than", 2),
-            "what backward recomputes is 2 B, as much as the limit, must be below it",
+            "what backward recomputes is 2 B, must be below 2 B: it is as much",
         ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
