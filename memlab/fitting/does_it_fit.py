@@ -312,8 +312,9 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     peak = peak or PeakRange.of(record)
     least_bytes = limit_with_margin(limit_bytes, record.scenario) if peak.is_predicted else limit_bytes
     least_bytes -= peak.more_bytes
-    reserved_bytes = record.peak_reserved_bytes or 0
-    is_certain = not (peak.is_predicted and needs_whole_reserve(record.scenario)) or reserved_bytes <= least_bytes
+    reserved_bytes = (record.peak_reserved_bytes or 0) + record.late_free_bytes
+    is_doubtful = peak.is_predicted and (needs_whole_reserve(record.scenario) or record.late_free_bytes > 0)
+    is_certain = not is_doubtful or reserved_bytes <= least_bytes
     if not peak.may_be_higher and is_certain and fits(record, steps, least_bytes):
         return "fits"
     if peak.may_be_lower:
@@ -334,7 +335,8 @@ def judge_phases(phases: JobPhases, peak: PeakRange) -> Verdict:
     least_left = min((num_bytes for num_bytes in left if num_bytes is not None), default=0)
     if least_left < 0:
         return "may fit" if peak.may_be_lower or least_left + peak.less_bytes >= 0 else "does not fit"
-    is_certain = phases.fits is True and not peak.may_be_higher and least_left >= peak.more_bytes
+    most = peak.more_bytes + phases.late_free_bytes
+    is_certain = phases.fits is True and not peak.may_be_higher and least_left >= most
     return "fits" if is_certain else "may fit"
 
 

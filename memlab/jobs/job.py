@@ -61,6 +61,8 @@ class Job:
     """Why memlab cannot predict the job, in one line."""
     lacks: tuple[str, ...] = ()
     """What memlab does not have, where it refuses the job for that: its model, a kind of layer, or an engine."""
+    as_read: dict[str, Any] = None  # type: ignore[assignment]  # always given by `read`
+    """Values by memlab's fields of a job that memlab cannot predict, as far as they were derived."""
     at_least: dict[str, int] = None  # type: ignore[assignment]  # always given by `read`
     """Bytes by category that the rank that keeps the most has at least while the optimizer updates it, where memlab
     refuses a job of FSDP2 and knows its model; empty where it has a prediction, or knows of none."""
@@ -170,6 +172,7 @@ class Job:
             "rollout": None if self.rollout is None else self.rollout.to_dict(),
             "cannot_start": self.cannot_start,
             "not_supported": self.not_supported,
+            "as_read": {name: _plain(value) for name, value in self.as_read.items()},
             "at_least": self.at_least,
             "taken": [
                 {
@@ -245,6 +248,7 @@ def _built(
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
     refused_fields: tuple[str, ...] = ()
+    as_read: dict[str, Any] = {}
     try:
         found = with_layer_pattern(reading, _architecture(reading, architecture))
         _drop_experts(reading, found)
@@ -272,6 +276,8 @@ def _built(
             cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:
         not_supported, scenario = str(error), None
+        framework.complete_refused(reading)
+        as_read = dict(reading.values)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     refuses = cannot_start is None and not_supported is not None and not reading.questions
@@ -305,6 +311,7 @@ def _built(
         refused_fields=refused_fields,
         not_supported=not_supported,
         lacks=tuple(dict.fromkeys(reading.lacks)),
+        as_read=as_read,
         at_least=_least_kept(reading, architecture) if refuses else {},
         guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
         questions=tuple(dict.fromkeys(reading.questions)),

@@ -17,6 +17,7 @@ from memlab.lab.one_process import OneProcess
 from memlab.lab.request import StepRequest
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.caching_memory import CachingMemory
+from memlab.meter.stream_order import StreamOrder
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -94,6 +95,19 @@ def test_a_flat_gradient_is_of_the_stream_that_gathers() -> None:
     first, others = streams[:2], streams[2:]
     assert first == [0, 0], "the memory that FSDP1 tries for each unit before the first step"
     assert len(others) == 2 * 2 * (2 + 1) and len({*others}) == 1 and 0 not in others
+
+
+def test_blocks_that_wait_for_other_streams_may_reserve_more() -> None:
+    """None of them is allocated; where nothing waits, both allocators are one."""
+    scenario = of({}, num_layers=4, layout=Layout(data_parallel_size=2))
+    with Lab(scenario, backend="simulated") as lab:
+        behind = lab.step()
+    with patch.object(StreamOrder, "has_ended", return_value=True), Lab(scenario, backend="simulated") as lab:
+        ahead = lab.step()
+    assert behind.late_free_bytes > 0 == ahead.late_free_bytes
+    assert replace(behind, late_free_bytes=0, step_seconds=0) == replace(ahead, step_seconds=0)
+    with Lab(of({"fsdp_version": 2}, layout=Layout(data_parallel_size=2)), backend="simulated") as lab:
+        assert lab.step().late_free_bytes == 0
 
 
 def test_what_changes_in_place_is_that_of_a_new_lab() -> None:
