@@ -135,3 +135,50 @@ def test_ranks_that_share_rows_exchange_heads(tmp_path: Path) -> None:
     scenario, _ = read(tmp_path, f"{POLICY}.sequence_parallel_size=2").required()
     assert (scenario.layout.context_parallel_size, scenario.state.cp_comm_type) == (2, "a2a")
     assert scenario.ranks_of_shards == 8
+
+
+SFT = "python -m skyrl.train.main_sft strategy=fsdp model.path=Qwen/Qwen2.5-7B-Instruct max_length=512 batch_size=64 "
+
+
+def read_sft(folder: Path, keys: str = "") -> Job:
+    (folder / "run.sh").write_text(SFT + "placement.num_gpus_per_node=8 " + keys)
+    return Job.read(folder / "run.sh")
+
+
+def test_supervised_fine_tuning_is_read_with_its_own_defaults(tmp_path: Path) -> None:
+    """A micro-batch of two sequences is one row, and nothing leaves the device, as no engine needs it."""
+    job = read_sft(tmp_path)
+    assert job.required() == (
+        Scenario.of(
+            "qwen2.5-7b",
+            seq_length=1024,
+            packed_sequences=2,
+            num_microbatches=4,
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=8),
+            state=TrainingState(**STATE),  # type: ignore[arg-type]
+            allocator=AllocatorSettings(expandable_segments=True),
+        ),
+        MemorySettings(**WHOLE_LAYERS),  # type: ignore[arg-type]
+    )
+    assert job.framework == "skyrl-sft-fsdp" and not job.not_modelled and job.rollout is None
+    other = read_sft(tmp_path, "fsdp_config.cpu_offload=true model.lora.rank=16 micro_train_batch_size_per_gpu=1")
+    scenario = other.required()[0]
+    assert scenario.state.fsdp_cpu_offload and scenario.state.lora == LoRA(
+        rank=16, alpha=16, target_modules=(), exclude_modules=("lm_head",), enable_input_require_grads=True
+    )
+    assert (scenario.seq_length, scenario.packed_sequences, scenario.num_microbatches) == (512, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("use_sequence_packing=true", "use_sequence_packing is true, must be false unless strategy is megatron"),
+        ("max_length=null", "give --set max_length=TOKENS"),
+        ("megatron_config.tensor_model_parallel_size=2", ""),
+    ],
+)
+def test_what_supervised_fine_tuning_cannot_be_is_named(keys: str, words: str, tmp_path: Path) -> None:
+    job = read_sft(tmp_path, keys)
+    assert words in str(job.cannot_start or job.not_supported)
+    assert words or (job.scenario is not None and keys.partition("=")[0] in job.without_effect)
