@@ -123,11 +123,7 @@ def phases_of(
     phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
     host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
     host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category.get("parameters", 0)
-    most: dict[str, int] = {}
-    if rollout.keeps_cache:
-        own = {} if passed is None else {"log-probabilities": _most_reserved(passed, at_least)}
-        own |= {} if frozen.peaks[2] is None else {"reference model": frozen.peaks[2]}
-        most = _with_cached(own | {"training step": _most_reserved(trained)}, generating + left)
+    most = _most_with_cached(rollout, trained, passed, frozen, generating + left) if rollout.keeps_cache else {}
     return JobPhases(
         rank=scenario.layout.rank,
         is_colocated=rollout.is_colocated,
@@ -186,21 +182,32 @@ def _peaks(record: StepRecord, at_least: int = 0) -> tuple[int | None, int | Non
     return tuple(None if peak is None else max(peak, at_least) for peak in peaks)  # type: ignore[return-value]
 
 
-def _most_reserved(record: StepRecord, at_least: int = 0) -> int:
-    """Returns what torch reserves at most for a pass alone: what is not in its steps is taken beside all that is."""
-    beside = max(0, at_least - record.peak_allocated_bytes)
-    return (record.peak_reserved_bytes or record.peak_allocated_bytes) + beside + record.late_free_bytes
+def _most_with_cached(
+    rollout: Rollout, trained: StepRecord, passed: StepRecord | None, frozen: ReferencePeaks, start: int
+) -> dict[str, int]:
+    """Returns what torch holds at most in each pass, by name, if nothing that is cached serves a later one.
 
-
-def _with_cached(own: dict[str, int], start: int) -> dict[str, int]:
-    """Returns what torch holds at most in each pass, if nothing that it caches serves a later one.
+    What is not in memlab's pass, such as an entropy, finds no block there either.
 
     Args:
-        own: By pass, in order, what torch reserves for it alone.
-        start: What is allocated before the first and after each.
+        rollout: Of the job.
+        trained: A training step.
+        passed: The policy's pass, if there is one.
+        frozen: The pass of a reference model.
+        start: What is allocated before the first pass and after each.
     """
+    own = {}
+    if passed is not None:
+        own["log-probabilities"] = _most_reserved(passed) + _beside_a_pass(passed.scenario, rollout)
+    if frozen.peaks[2] is not None:
+        own["reference model"] = frozen.peaks[2]
+    own["training step"] = _most_reserved(trained)
     held = accumulate((max(0, reserved - start) for reserved in own.values()), initial=start)
     return dict(zip(own, islice(held, 1, None), strict=True))
+
+
+def _most_reserved(record: StepRecord) -> int:
+    return (record.peak_reserved_bytes or record.peak_allocated_bytes) + record.late_free_bytes
 
 
 def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:

@@ -420,7 +420,7 @@ def _take_optimizer(reading: Reading) -> None:
 
 def complete_refused(reading: Reading) -> None:
     """Names what decides how Automodel's class of a model computes, of a recipe whose class memlab does not have."""
-    noted = {one.key for one in (*reading.not_modelled, *reading.taken)}
+    noted = {one.key for one in reading.not_modelled} | {one.key for one in reading.taken}
     for key, entry in reading.entries.by_key.items():
         is_of_class = key.startswith(_OF_OWN_CLASSES) and not key.endswith(_NOT_OF_CLASSES)
         is_on = entry.value if key in _SWITCHES_OF_CLASSES else is_of_class and entry.value not in (None, {})

@@ -84,7 +84,7 @@ def check(reading: Reading) -> None:
 
 def packs(scenario: Scenario) -> bool:
     """Whether a micro-batch of sequences of one length makes the scenario's row."""
-    return scenario.packed_sequences is None or len({*(scenario.sequence_lengths or ())}) == 1
+    return scenario.packed_sequences != 1 and len({*(scenario.sequence_lengths or (1,))}) == 1
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
