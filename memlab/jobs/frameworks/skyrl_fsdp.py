@@ -134,7 +134,7 @@ def complete(reading: Reading) -> None:
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     per_node = values.pop("ranks_per_node")
     del values["nodes"]
-    complete_engine(reading, f"{_POLICY}.", "trainer.algorithm.policy_loss_type")
+    complete_engine(reading, f"{_POLICY}.", "trainer.algorithm.policy_loss_type", "trainer.logprobs_chunk_size")
     is_colocated = values.pop("is_colocated")
     moves = is_colocated and not values["fsdp_cpu_offload"]
     values["offload_parameters"] = values["offload_gradients"] = moves
@@ -147,13 +147,14 @@ def complete(reading: Reading) -> None:
     _take_rows(reading)
 
 
-def complete_engine(reading: Reading, policy: str, loss: str) -> None:
+def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:
     """Derives types, shards, adapters, attention and what log-probabilities need, from the keys of `engine_keys`.
 
     Args:
         reading: Of the job.
         policy: How the keys begin.
         loss: By which key a difference of the loss is named.
+        chunk: The key of how many tokens an entropy has at a time, by which it is named.
     """
     values, kwargs = reading.values, f"{policy}model_config_kwargs"
     note_replaced_values(reading, kwargs)
@@ -167,6 +168,8 @@ def complete_engine(reading: Reading, policy: str, loss: str) -> None:
     take_ulysses(reading)
     take_attention(reading, f"{kwargs}.attn_implementation")
     take_logprobs(reading, loss, "cross_entropy")  # of whole rows of the batch
+    # ``_forward_backward_micro`` in workers/worker.py, whatever the loss is.
+    reading.miss(chunk, "more", "the entropy of each micro-batch is computed too, a chunk of tokens at a time")
     take_units(reading, "input")
 
 

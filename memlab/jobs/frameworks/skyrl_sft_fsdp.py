@@ -57,7 +57,7 @@ def complete(reading: Reading) -> None:
     del values["strategy"]
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    complete_engine(reading, "", "loss_fn")
+    complete_engine(reading, "", "loss_fn", "logprobs_chunk_size")
     take_checkpointed_layers(reading)
     values["expandable_segments"] = True
     note_segments(reading, "use_expandable_segments")
