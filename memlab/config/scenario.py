@@ -56,6 +56,11 @@ _KINDS: dict[str, type] = {
     "allocator": AllocatorSettings,
     "versions": Versions,
 }
+_BY_NAME: dict[type, str] = {
+    Layout: ", or write Layout.from_text('TP4')",
+    **dict.fromkeys((Architecture, Routing), ", or use Scenario.of, which takes a name or a path"),
+}
+"""How else to give what has to be of one of these types."""
 _NOT_BESIDE_OWN_LAYERS = (
     *("attention_backend", "fp8_format", "mtp_num_layers", "create_attention_mask"),
     *("reference_model", "num_labels"),
@@ -133,9 +138,7 @@ class Scenario:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             if not isinstance(value := getattr(self, name), kind):
-                by_name = (
-                    ", or use Scenario.of, which takes a name or a path" if kind in (Architecture, Routing) else ""
-                )
+                by_name = _BY_NAME.get(kind, "")
                 raise ValueError(
                     f"{name} is {shortened(value)}, must be {kind.__name__}(...): name its fields{by_name}"
                 )

@@ -13,6 +13,7 @@ from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import shortened
 from memlab.config.versions import Versions
 from memlab.exercises.audits import ResidencyCheck
 from memlab.exercises.goals import Goals, listed
@@ -57,7 +58,10 @@ class Check(Goals):
         """
         now = self._record.peak_allocated_bytes
         hint = self._no_effect() or hint or self._largest()
-        return self._below("the peak of the step", now, num_bytes, hint)
+        what = "the peak of the step"
+        if isinstance(self._record, JobRecord):
+            what = f"the highest peak, that of rank {self._record.worst_rank},"
+        return self._below(what, now, num_bytes, hint)
 
     def activation_peak_below(self, num_bytes: int, hint: str = "") -> Self:
         """Requires `activation_peak_bytes` below a number of bytes.
@@ -422,12 +426,16 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, (TypeError, AttributeError)):
             self.refusal = f"{type(error).__name__}: {error}"
+            if isinstance(error, AttributeError) and error.name == "data_parallel_size":  # a text is no layout
+                self.refusal = f"layout is {shortened(error.obj)}, must be Layout(...)"
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
-            if unknown := re.search(r"MemorySettings\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal):
-                names = [field.name for field in fields(MemorySettings)]
-                near = [name for name in names if unknown[1] in name] or get_close_matches(unknown[1], names, n=1)
-                actions = [f"write {' or '.join(f'{name}=...' for name in near[:3])}"] if near else [_TO_SETTINGS]
+            for options, otherwise in ((MemorySettings, _TO_SETTINGS), (TrainingState, _TO_STATE)):
+                name = re.search(rf"{options.__name__}\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal)
+                if name:
+                    names = [field.name for field in fields(options)]
+                    near = [each for each in names if name[1] in each] or get_close_matches(name[1], names, n=1)
+                    actions = [f"write {' or '.join(f'{each}=...' for each in near[:3])}"] if near else [otherwise]
             if option and option[1] in {field.name for field in fields(MemorySettings)}:
                 actions = [f"write lab.step(MemorySettings({option[1]}=...))"]
             if actions:
@@ -444,13 +452,14 @@ class Attempt:
 
 _TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=4, or write Layout.from_text('TP4')"
 _TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
+_TO_STATE = "name its fields, such as grad_reduce_in_bf16=True"
 _TO_PYTHON = {
     "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
     "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
-    "'str' object has no attribute 'data_parallel_size'": _TO_LAYOUT,
+    "must be Layout(...)": _TO_LAYOUT,
 }
 """What to do about an error of Python's, by a part of its text."""
 

@@ -591,7 +591,8 @@ EXERCISES = {
     ],
     "08_training_state": [
         Exercise(
-            solution=state('**aware, exp_avg_dtype="bf16"'),
+            solution=state('**aware, exp_avg_dtype="fp8"'),
+            also_right=(state('**aware, exp_avg_sq_dtype="fp16"'), state('**aware, exp_avg_dtype="bf16"')),
             wrong=(
                 *(answer for answer in NO_RECORDS if "MemorySettings" not in answer),
                 "mine = TrainingState(**aware)",

@@ -512,7 +512,9 @@ GIVEN = {"manual_gc": True}
         (lambda: MemorySettings("full"), "name its fields, such as"),  # type: ignore[call-arg]
         (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
         (lambda: Layout(pp=4), "write Layout.from_text('TP4')"),  # type: ignore[call-arg]
-        (lambda: "TP4".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
+        (lambda: "TP2".data_parallel_size, "refused: layout is 'TP2', must be Layout(...): "),  # type: ignore[attr-defined]
+        (lambda: "TP2".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
+        (lambda: TrainingState(grad_in_bf16=True), "write grad_reduce_in_bf16=..."),  # type: ignore[call-arg]
     ],
 )
 def test_an_error_of_python_s_is_told_the_way_out(
@@ -547,11 +549,13 @@ def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.Captur
     assert check(job).ranks_differ_by_less_than(job.spread_bytes + 1)
     assert not check(job).ranks_differ_by_less_than(job.spread_bytes)
     assert not check(PLAIN).ranks_differ_by_less_than(1)
-    reached, missed, none = capsys.readouterr().out.splitlines()
+    assert not check(job).peak_below(1)
+    reached, missed, none, peak = capsys.readouterr().out.splitlines()
     assert reached.startswith("reached: the spread of the ranks' peaks is ")
     assert missed.startswith("not yet: the spread of the ranks' peaks is ")
     assert missed.endswith("Hint: compare rank(0).peak_by_category and rank(1).peak_by_category of the record.")
     assert none.startswith("not yet: the record is that of one rank, must be that of a job")
+    assert peak.startswith(f"not yet: the highest peak, that of rank {job.worst_rank}, is ")
 
 
 def test_a_setting_without_effect_is_named_before_any_other_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_a_record_survives_its_lab_and_the_disk(open_lab: Callable[..., Any], tm
         ({"dtype": "fp8"}, "dtype is 'fp8'.*bf16, fp32"),
         ({"backend": "tpu"}, "backend is 'tpu'.*auto, cpu"),
         ({"architecture": 5}, "architecture is 5, must be a name, a path or an Architecture: choose from .*phi-4"),
-        ({"layout": 5}, r"layout is 5, must be Layout\(\.\.\.\): name its fields"),
+        ({"layout": "PP4"}, r"layout is 'PP4', must be Layout\(\.\.\.\): name its fields, or write Layout.from_text\("),
         ({"routing": 5}, r"routing is 5, must be Routing\(\.\.\.\): .* takes a name or a path"),
         ({"state": "fp8"}, r"state is 'fp8', must be TrainingState\(\.\.\.\)"),
         ({"allocator": 5}, r"allocator is 5, must be AllocatorSettings\(\.\.\.\)"),
