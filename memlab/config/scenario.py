@@ -17,6 +17,7 @@ from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.lora import (
     EXTRA_LAYER,
+    EXTRA_LAYERS,
     LINEARS,
     NAMES_OF_TRANSFORMERS,
     OF_LATENT_ATTENTION,
@@ -1098,7 +1099,9 @@ class Scenario:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
                     yield from lora.adapted(number, part.weights())
+        joining = joining_weights(self.architecture.hidden_size, self.architecture.normalization)
         for number in range(self.extra_layers_of_rank):
+            yield from lora.adapted(number, joining, EXTRA_LAYERS)
             for part in self.architecture.parts_of(self.num_layers - 1):
                 yield from lora.adapted(number, part.weights(), EXTRA_LAYER)
         if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:
