@@ -31,7 +31,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import has_experts, multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.user_buffers import uses_user_buffers
-from memlab.engines.megatron.layers import fake_fp8, fp8_parameters, torch_functions
+from memlab.engines.megatron.layers import attention_workspace, fake_fp8, fp8_parameters, torch_functions
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.norm_workspace import with_workspace
 from memlab.engines.megatron.layers.own_layers import OwnProvider
@@ -120,6 +120,7 @@ def on_fake_tensors() -> Iterator[None]:
 
 
 _norm_backward = with_workspace(torch_functions.norm_backward)
+_attention_backward = staticmethod(attention_workspace.with_workspace(torch_functions.CausalAttention.backward))
 
 
 @contextmanager
@@ -133,7 +134,11 @@ def on_fake_gpu() -> Iterator[None]:
             BiasSwiGLUFunction.backward
         ),
     }
-    with on_fake_tensors(), patched(allocating), swapped([(torch_functions, "norm_backward", _norm_backward)]):
+    kernels = [
+        (torch_functions, "norm_backward", _norm_backward),
+        (torch_functions.CausalAttention, "backward", _attention_backward),
+    ]
+    with on_fake_tensors(), patched(allocating), swapped(kernels):
         yield
 
 

@@ -752,6 +752,13 @@ class Scenario:
                     f"{model.moe_router_topk}, the experts of a token, by a rule of Megatron-Bridge: choose another",
                     *("lora_rank", "lora_normalize_moe_lora"),
                 )
+            if linear.num_experts and of_bridge and not lora.share_expert_adapters and self.state.fp8_format:
+                raise RuleError(
+                    f"fp8_format is {self.state.fp8_format!r} with lora_share_expert_adapters False, which memlab does "
+                    "not predict together, since Megatron-Bridge's adapters of each expert compute in FP8: leave one of "
+                    "the two out",
+                    *("fp8_format", "lora_share_expert_adapters"),
+                )
             if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:
                 raise RuleError(
                     f"expert_tensor_parallel_size is {layout.expert_tensor_size}, must be 1 with "

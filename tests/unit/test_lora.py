@@ -90,7 +90,11 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
             "lora_exclude_modules",
             "must be a list of names",
         ),
-        ({"lora_rank": 8, "fp8_format": "e4m3", "fp8_param_gather": True}, "lora_rank", "and fp8_param_gather"),
+        (
+            {"lora_rank": 8, "fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, **REUSE},
+            "lora_rank",
+            "with fp8_param_gather and fp8_recipe 'mxfp8'",
+        ),
     ],
 )
 def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: str) -> None:

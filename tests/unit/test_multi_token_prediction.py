@@ -70,7 +70,6 @@ def test_a_layer_has_two_norms_a_matrix_and_the_model_s_last_layer_by_hand() -> 
     ("values", "words"),
     [
         ({"loss": "logprobs"}, "with loss 'logprobs', must have 'cross_entropy'"),
-        ({"lora": LoRA(rank=8, library="mcore_bridge")}, "with lora_library .mcore_bridge. and lora_target_modules"),
         ({"mtp_num_layers": 0}, "mtp_num_layers is 0, must be a whole number of at least 1"),
     ],
 )

@@ -98,6 +98,8 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
         reasons.append("adapters of latent attention across ranks")
     if values.get("fp8_param_gather") and values.get("fp8_recipe") == "mxfp8":
         reasons.append("adapters beside MXFP8 parameters")
+    if values.get("fp8_format") and values.get("lora_share_expert_adapters") is False:
+        reasons.append("adapters of each expert in FP8")
     if reasons:
         reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} here)")
         values["lora_rank"] = None
