@@ -755,8 +755,8 @@ class Scenario:
             if linear.num_experts and of_bridge and not lora.share_expert_adapters and self.state.fp8_format:
                 raise RuleError(
                     f"fp8_format is {self.state.fp8_format!r} with lora_share_expert_adapters False, which memlab does "
-                    "not predict together, since Megatron-Bridge's adapters of each expert compute in FP8: leave one of "
-                    "the two out",
+                    "not predict together, since Megatron-Bridge's adapters of each expert compute in FP8: leave one "
+                    "of the two out",
                     *("fp8_format", "lora_share_expert_adapters"),
                 )
             if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from memlab.config.layout import Layout
-from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import parameters_of_rank
 from memlab.config.scenario import Scenario
@@ -122,6 +121,7 @@ train:
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE} --fp8-recipe blockwise", 1, {}),
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE}", None, {"mtp_num_layers": "more"}),
         (f"{SWIFT} --mtp_num_layers 1 --tuner_type full", 1, {}),
+        (f"{SWIFT} --mtp_num_layers 1 --tuner_type lora", 1, {}),
         (f"{VERL} {VERL_OPTION}", None, {VERL_OPTION[1:-2]: "more"}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 1"), 1, {}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 0"), None, {}),

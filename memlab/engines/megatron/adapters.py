@@ -44,20 +44,8 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
     assert lora is not None, "the caller asks only for adapters that there are"
     for parameter in model.parameters():
         parameter.requires_grad = False
-    for number, layer in enumerate(scenario.chunks_of_rank[chunk]):
-        for part in scenario.architecture.parts_of(layer):
-            for weight, name in lora.adapted(number, part.weights()):
-                _wrap(model, weight, name, scenario, provider())
-    for number, layer in enumerate(model.mtp.layers if model.mtp_process else ()):
-        inner = name_of_inner_layer(layer)
-        joining = joining_weights(scenario.architecture.hidden_size, scenario.architecture.normalization)
-        for weight, name in lora.adapted(number, joining, EXTRA_LAYERS):
-            _wrap(model, weight, name, scenario, provider())
-        for part in scenario.architecture.parts_of(scenario.num_layers - 1):
-            for weight, name in lora.adapted(number, part.weights(), EXTRA_LAYER):
-                _wrap(model, weight, name.replace("transformer_layer", inner), scenario, provider())
-    if model.post_process and lora.adapts(OUTPUT_LAYER):
-        _wrap(model, scenario.architecture.output_weight, OUTPUT_LAYER, scenario, provider())
+    for weight, name in [*_adapted(model, scenario, chunk)]:
+        _wrap(model, weight, name, scenario, provider())
     if model.post_process and scenario.state.num_labels is not None:
         # verl makes a critic's head after the adapters (utils/megatron_utils.py, 1dda039b), and ms-swift has PEFT train
         # a copy (``get_modules_to_save`` in swift/megatron/utils/utils.py, 3602360).
@@ -66,6 +54,24 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
         # ``enable_input_require_grads`` of transformers, which ms-swift calls: also for multi-token prediction.
         model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
     model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config), with_kwargs=True)
+
+
+def _adapted(model: GPTModel, scenario: Scenario, chunk: int) -> Iterator[tuple[Weight, str]]:
+    """Yields the weights of a chunk's linears that have adapters, with the linears' names, those of layers in order."""
+    architecture, lora = scenario.architecture, scenario.state.lora
+    assert lora is not None, "the caller asks only for adapters that there are"
+    for number, layer in enumerate(scenario.chunks_of_rank[chunk]):
+        for part in architecture.parts_of(layer):
+            yield from lora.adapted(number, part.weights())
+    joining = joining_weights(architecture.hidden_size, architecture.normalization)
+    for number, layer in enumerate(model.mtp.layers if model.mtp_process else ()):
+        inner = name_of_inner_layer(layer)
+        yield from lora.adapted(number, joining, EXTRA_LAYERS)
+        for part in architecture.parts_of(scenario.num_layers - 1):
+            for weight, name in lora.adapted(number, part.weights(), EXTRA_LAYER):
+                yield weight, name.replace("transformer_layer", inner)
+    if model.post_process and lora.adapts(OUTPUT_LAYER):
+        yield architecture.output_weight, OUTPUT_LAYER
 
 
 def _wrap(model: GPTModel, weight: Weight, name: str, scenario: Scenario, provider: Any) -> None:

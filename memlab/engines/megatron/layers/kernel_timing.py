@@ -17,7 +17,7 @@ import torch
 from memlab.meter.labels import timed_at_first_call
 
 _BYTES = 2**28
-"""``get_empty_cache_for_benchmark`` in ``triton/backends/nvidia/driver.py``, 3.6; an H200 allocated it in torch 2.11."""
+"""``get_empty_cache_for_benchmark`` in ``triton/backends/nvidia/driver.py``, 3.6; seen on an H200 with torch 2.11."""
 
 
 def time_kernel(name: str, rows: torch.Tensor, probabilities: torch.Tensor | None) -> None:
