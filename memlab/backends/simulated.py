@@ -39,6 +39,8 @@ from memlab.engines.megatron.retention.transformer_engine_caches import (
     hold_fake_workspaces,
 )
 from memlab.engines.process_group import join_alone
+from memlab.meter.labels import Labels
+from memlab.meter.protocol import Meter
 from memlab.meter.storage_meter import plain_meter, simulated_meter
 from memlab.upstream.patching import patched, swapped
 
@@ -75,10 +77,17 @@ def of_the_cpu_backend() -> Backend:
 def of_labs_before_0_4() -> Backend:
     """Returns the simulated backend with the bytes of the live labs that memlab measured before its version 0.4.
 
-    Such a lab gave cuBLAS's workspaces to every pipeline stage, and emptied the allocator's cache before its first
-    step. A job does neither.
+    Such a lab gave cuBLAS's workspaces to every pipeline stage, emptied the allocator's cache before its first step,
+    and nearly always followed others in its process, which had had kernels timed. A job does none of it.
     """
-    return replace(backend("predicts a lab of memlab 0.3"), fill_workspaces=_fill_workspaces_as_before_0_4)
+    simulated = backend("predicts a lab of memlab 0.3")
+
+    def meter(labels: Labels) -> Meter:
+        made = simulated.meter(labels)
+        labels.on_timing = None
+        return made
+
+    return replace(simulated, meter=meter, fill_workspaces=_fill_workspaces_as_before_0_4)
 
 
 def predicting(backend_name: str) -> Backend:
