@@ -474,7 +474,7 @@ def _given_architecture(given: str | Path | Architecture) -> Architecture:
 def _other_model(reading: Reading) -> OtherModel | None:
     """Returns what is known of the job's model, where memlab lacks it or a part of it."""
     name, values = reading.values.get("architecture"), reading.values
-    if not missing_sizes(values):
+    if not missing_sizes(values) or (name is None and values.get("num_layers") and values.get("hidden_size")):
         return of_sizes(values, reading.path.stem)
     if name is None or published_architecture(str(name)) is not None:
         return None

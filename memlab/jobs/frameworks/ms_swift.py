@@ -330,7 +330,9 @@ def _take_teacher(reading: Reading, student: Architecture) -> None:
     if get("beta", 0.5) in (0, 1):
         reading.miss("beta", "less", "the loss compares with one distribution in place of a mixture of both")
     if get("sft_alpha"):
-        reading.miss("sft_alpha", "more", "the cross entropy is computed beside it, and keeps a softmax in fp32")
+        # Not of answers that the student has generated (``loss_func``).
+        of_student = get("lmbda", 0.5) == 1 and get("use_vllm", default=True) is not False
+        reading.take("sft_alpha", "lm_loss_beside", value=not of_student)
     if (get("steps_per_generation") or 1) > 1 or is_given(get("generation_batch_size")):
         reading.miss("steps_per_generation", "more", "the teacher's logits of several steps are there together")
 

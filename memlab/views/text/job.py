@@ -99,7 +99,7 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
     lines = _own_model(common.model) if common.model.get("fields") else []
     if common.model and common.models == (common.model["name"],):
         lines.append("of the job (read with models of its model's sizes; memlab predicts nothing of it)")
-    elif len(common.models) == 1:
+    elif common.is_own:
         lines.append("of the job (memlab predicts nothing of it)")
     else:
         lines.append(f"of any model (the same with {', '.join(common.models)} in place of the job's own)")
