@@ -421,13 +421,15 @@ def test_jobs_of_ms_swift_compare_with_the_largest_logits(text: str, reference: 
     assert {one.key: one.effect for one in job.not_modelled} == {"rlhf_type": "less"}
 
 
-def test_a_written_job_of_ms_swift_has_its_teacher(tmp_path: Path) -> None:
-    state = TrainingState(**GKD.changed(), teacher_model="Qwen/Qwen3-32B")
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_written_job_of_ms_swift_has_its_teacher(beside: bool, tmp_path: Path) -> None:
+    state = TrainingState(**GKD.changed(), teacher_model="Qwen/Qwen3-32B", lm_loss_beside=beside)
     scenario = Scenario.of("Qwen/Qwen3-8B", seq_length=1024, num_microbatches=2, state=state)
     new = written("ms-swift", scenario, MemorySettings())
     assert not {"loss", "reference_model", "teacher_model"} & new.unsaid.keys()
+    assert ("add --sft_alpha NUMBER" in new.unsaid.get("lm_loss_beside", "")) == beside
     path = tmp_path / "run.sh"
-    path.write_text(f"megatron rlhf {' '.join(new.lines)}")
+    path.write_text(f"megatron rlhf {' '.join(new.lines)}{' --sft_alpha 0.1' * beside}")
     again = Job.read(path).required()[0]
     assert again.state == state
     assert (again.seq_length, again.num_microbatches) == (1024, 2)

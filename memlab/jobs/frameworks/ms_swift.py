@@ -838,6 +838,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["seq_length"] = f"ms-swift pads rows to a multiple of {multiple} tokens"
     if (scenario.state.loss, scenario.state.fp32_output) not in _LOSSES:
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax and jsd of logits in fp32"
+    if scenario.state.lm_loss_beside:
+        reasons["lm_loss_beside"] = "the cross entropy beside GKD's loss has a factor: add --sft_alpha NUMBER"
     if scenario.state.loss == "jsd" and scenario.state.reference_model == "none":
         reasons["loss"] = "a teacher that is a server has an address: add --teacher_model_server ADDRESS"
     return reasons
@@ -920,7 +922,8 @@ MS_SWIFT = Framework(
         "pin_cpu_params": "ms-swift has no such key",
     },
     without_own_key=frozenset(("lora_library", "lora_enable_input_require_grads", "lora_dropout_position"))
-    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output", "reference_model")),
+    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output", "reference_model"))
+    | frozenset(("lm_loss_beside",)),
     cannot_write_of=cannot_write,
     packs=_packs,
     check=lambda reading: check_backend(reading, "flash"),
