@@ -149,6 +149,12 @@ def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None
             "(transformer_config.py): choose selective recompute, or 'full_iteration'",
             *("recompute_granularity", "cuda_graph_impl"),
         )
+    if "moe_router" in (state.cuda_graph_modules or ()) and "moe" in (settings.recompute_modules or ()):
+        raise RuleError(
+            "recompute_modules has 'moe' with 'moe_router' among cuda_graph_modules, which Megatron refuses "
+            "(transformer_config.py): leave one of the two out",
+            *("recompute_modules", "cuda_graph_modules"),
+        )
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
         if state.cuda_graph_impl != "none" and getattr(settings, name):
             # A graph has the addresses of what it was captured with.

@@ -1,4 +1,4 @@
-"""CUDA graphs of a job: a graph of a whole iteration and graphs of dense layers are predicted, and others are named."""
+"""CUDA graphs of a job: a graph of a whole iteration and graphs of layers are predicted, and others are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             *("recompute_granularity", _IMPL),
         )
     is_tied = architecture.share_embeddings_and_output_weights
-    if reading.values.get(_IMPL) == _WHOLE and (is_tied or _has_other_layers(reading, architecture)):
+    if reading.values.get(_IMPL) == _WHOLE and (is_tied or architecture.routes or _has_other_layers(reading)):
         (given,) = [each for each in reading.taken if each.field == _IMPL]
         reading.taken.remove(given)
         reading.values[_IMPL] = "none"
@@ -59,20 +59,32 @@ def _take(reading: Reading, one: NotModelled, impl: str) -> None:
 
 
 def _is_predicted(reading: Reading, architecture: Architecture, modules: list[str]) -> bool:
-    """Whether memlab predicts graphs of these modules, or of whole layers without any."""
+    """Whether memlab predicts graphs of these modules, or of whole layers without any.
+
+    What is before experts is predicted, but not experts, and not what decides later how many rows they get.
+    """
     values, packs = reading.values, reading.values.get("packed_sequences") is not None
-    if not {*modules} <= {"attn", "mlp"} or (packs and modules != ["mlp"]):
+    predicted = {"attn", "mlp"}
+    if architecture.routes:
+        predicted |= {"moe_router", "moe_preprocess"}
+        names = ("moe_expert_capacity_factor", "moe_shared_expert_overlap")
+        if (
+            not modules
+            or values.get("moe_token_dispatcher_type", "alltoall") != "alltoall"
+            or any(map(values.get, names))
+        ):
+            return False
+    if not {*modules} <= predicted or (packs and "attn" in (modules or ["attn"])):
         return False
     beside = values.get("fp8_format"), values.get("mtp_num_layers")
-    return not any(beside) and not _has_other_layers(reading, architecture)
+    return not any(beside) and not _has_other_layers(reading)
 
 
-def _has_other_layers(reading: Reading, architecture: Architecture) -> bool:
-    """Whether a job has what memlab predicts in no graph: experts, another model, torch's products, or offload."""
+def _has_other_layers(reading: Reading) -> bool:
+    """Whether a job has what memlab predicts in no graph: another model, torch's products, or offload."""
     values = reading.values
     return (
-        architecture.routes
-        or values.get("reference_model", "none") != "none"
+        values.get("reference_model", "none") != "none"
         or values.get("lora_rank") is not None
         or values.get("dtype") == "fp32"
         or values.get("attention_backend") in ("unfused", "local")
