@@ -156,13 +156,22 @@ def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None
             *("recompute_modules", "cuda_graph_modules"),
         )
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-        if state.cuda_graph_impl != "none" and getattr(settings, name):
-            # A graph has the addresses of what it was captured with.
-            raise RuleError(
-                f"{name} is True with cuda_graph_impl {state.cuda_graph_impl!r}, which memlab does not predict "
-                "together: leave one of the two out",
-                *(name, "cuda_graph_impl"),
-            )
+        if getattr(settings, name):
+            check_beside_addresses(f"{name} is True", state, name)
+
+
+def check_beside_addresses(what: str, state: TrainingState, *fields: str) -> None:
+    """Checks that nothing leaves the device between steps of a job with a CUDA graph, which has its addresses.
+
+    Raises:
+        RuleError: If the job has one; `what` leaves the device.
+    """
+    if state.cuda_graph_impl != "none":
+        raise RuleError(
+            f"{what} with cuda_graph_impl {state.cuda_graph_impl!r}, which memlab does not predict together: leave one "
+            "of the two out",
+            *(*fields, "cuda_graph_impl"),
+        )
 
 
 def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:

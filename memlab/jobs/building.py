@@ -20,7 +20,7 @@ from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import CONVERSIONS, Effect, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing, refusal
 from memlab.jobs.frameworks.user_buffers import complete_user_buffers
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
@@ -325,8 +325,23 @@ def _complete_exchange(reading: Reading, layout: Layout) -> None:
 
     Megatron-Bridge takes alltoall where a job names no library (``_fallback_to_alltoall`` in
     training/flex_dispatcher_backend.py, 067f987d).
+
+    Raises:
+        CannotStartError: If ``moe_enable_deepep`` is beside another dispatcher or library (transformer_config.py).
     """
     values, option = reading.values, "moe_token_dispatcher_type"
+    asks = any(
+        SWITCH.read(entry.value)
+        for key, entry in reading.entries.by_key.items()
+        if key.rpartition(".")[2] == "moe_enable_deepep" and not entry.is_unknown
+    )
+    for name, default, needed in ((option, "alltoall", "flex"), ("moe_flex_dispatcher_backend", "deepep", "deepep")):
+        if asks and values.get(name, default) != needed:
+            raise CannotStartError(
+                f"moe_enable_deepep is true with {name} {values.get(name, default)}, must have {needed} by a rule of "
+                f"Megatron-Core: choose {needed}, or leave moe_enable_deepep out",
+                name,
+            )
     if values.get(option) != "flex" or values.get("moe_flex_dispatcher_backend") == "hybridep":
         for one in [one for one in reading.not_modelled if one.key.endswith("moe_flex_dispatcher_num_sms")]:
             reading.not_modelled.remove(one)

@@ -252,9 +252,10 @@ def test_a_job_with_experts_has_graphs_of_what_is_before_them(lines: str, is_pre
     assert job.scenario.state.cuda_graph_impl == ("transformer_engine" if is_predicted else "none")
 
 
-def test_a_job_that_megatron_refuses_to_recompute_in_graphs_cannot_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_a_job_that_megatron_refuses_to_recompute_in_graphs_cannot_start(impl: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    graphs = "cuda_graph_impl: transformer_engine\n  cuda_graph_scope: [mlp]\n  recompute_num_layers: 1"
+    graphs = f"cuda_graph_impl: {impl}\n  cuda_graph_scope: [mlp]\n  recompute_num_layers: 1"
     file.write_text(
         f"model:\n  hf_model_id: meta-llama/Llama-3.1-8B\n  {graphs}\n  recompute_granularity: full\n"
         "  recompute_method: uniform\nddp: {}\ntrain:\n  train_iters: 1\n"
@@ -327,3 +328,10 @@ def test_nothing_leaves_the_device_between_steps_with_graphs_which_have_its_addr
     scenario = Scenario.of("phi-4-tiny", state=TrainingState.of_options({"cuda_graph_impl": impl}))
     with pytest.raises(ValueError, match="is True with cuda_graph_impl"):  # gradients leave with the optimizer
         check_on_model(MemorySettings(**{f"offload_{group}": True}), scenario)
+
+
+def test_a_lab_refuses_to_offload_beside_a_graph() -> None:
+    with Lab("phi-4-tiny", state=GRAPH, backend="simulated") as lab:
+        with pytest.raises(ValueError, match="offload is asked for parameters with cuda_graph_impl 'full_iteration'"):
+            lab.offload("parameters")
+        assert lab.step().status == "ok"

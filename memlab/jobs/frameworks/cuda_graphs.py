@@ -21,10 +21,10 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
         CannotStartError: If layers are in graphs that Megatron-Core refuses to recompute as a whole.
     """
     for one in reading.not_modelled.copy():
-        section, dot, name = one.key.rpartition(".")
-        impl = one.value if name == _IMPL else _OLD.get(name)
-        if impl not in ("local", _OF_ENGINE):
+        impl = _impl_of(one)
+        if impl is None:
             continue
+        section, dot, _ = one.key.rpartition(".")
         keys = [f"{section}{dot}cuda_graph_{each}" for each in ("scope", "modules")]
         named = {key: modules for key in keys if (modules := _names(reading.get(key)))}
         modules = [module for each in named.values() for module in each]
@@ -34,9 +34,10 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             _take(reading, one, _OF_ENGINE)
             for key in named:
                 reading.take(key, "cuda_graph_modules", tuple(modules))
-    if reading.values.get(_IMPL) == _OF_ENGINE and reading.values.get("recompute_granularity") == "full":
+    of_layers = reading.values.get(_IMPL) == _OF_ENGINE or any(_impl_of(one) for one in reading.not_modelled)
+    if of_layers and reading.values.get("recompute_granularity") == "full":
         raise CannotStartError(
-            "recompute_granularity is 'full' with graphs of layers by Transformer Engine, which Megatron-Core refuses "
+            "recompute_granularity is 'full' with CUDA graphs of layers, which Megatron-Core refuses "
             "(transformer_config.py, 0.16.1): choose selective recompute, or a graph of the whole iteration",
             *("recompute_granularity", _IMPL),
         )
@@ -50,6 +51,13 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             "steps memlab predicts no graph of a whole iteration"
         )
         reading.miss(given.key, "more", reason)
+
+
+def _impl_of(one: NotModelled) -> str | None:
+    """Returns which graphs a key asks for, those of Megatron (``local``) or of Transformer Engine; None if none."""
+    name = one.key.rpartition(".")[2]
+    impl = one.value if name == _IMPL else _OLD.get(name)
+    return impl if impl in ("local", _OF_ENGINE) else None
 
 
 def _take(reading: Reading, one: NotModelled, impl: str) -> None:
