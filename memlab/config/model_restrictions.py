@@ -67,7 +67,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     _check_beside_graphs(settings, scenario.state)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
-    _check_megatron(settings)
+    _check_megatron(settings, scenario.state)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
@@ -292,13 +292,17 @@ def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
             return
 
 
-def _check_megatron(settings: MemorySettings) -> None:
-    for name, one in options_of(MemorySettings).items():
-        value = getattr(settings, name)
-        if value != one.default and (reason := not_in_megatron(one)):
-            raise RuleError(
-                f"{name} is {value}, but {reason}: leave it out, or install megatron-core {one.since_words}", name
-            )
+def _check_megatron(*of_job: MemorySettings | TrainingState) -> None:
+    for own in of_job:
+        options: dict[str, Option] = options_of(type(own))  # type: ignore[arg-type]  # a class is hashable
+        for name, one in options.items():
+            reason = not_in_megatron(one)
+            if reason and getattr(own, name) != one.default:
+                raise RuleError(
+                    f"{name} is {getattr(own, name)}, but {reason}: leave it out, or install megatron-core "
+                    f"{one.since_words}",
+                    name,
+                )
 
 
 def not_in_megatron(option: Option) -> str:

@@ -547,6 +547,17 @@ class TrainingState:
     )
     """They are on the last pipeline stage, which then has embeddings too, and each is a layer like the model's last
     one, behind two norms and a matrix that joins hidden states and the embeddings of the following tokens."""
+    mtp_detach_heads: bool = option(
+        False,
+        "let the losses of multi-token prediction train its own layers alone",
+        group="",
+        rebuilds="model",
+        megatron="model",
+        needs="mtp_num_layers",
+        since=(0, 19),
+    )
+    """No gradient reaches the model's layers, its embeddings and its output layer from them
+    (``transformer/multi_token_prediction.py``, 0.19.2)."""
     # NeMo-RL and SkyRL do it before DDP's buffers are made.
     freeze_moe_router: bool = option(
         False, "do not train the weight of the router of experts", group="", rebuilds="model"

@@ -10,6 +10,7 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import not_in_megatron
 from memlab.config.option import options_of, unread
 from memlab.config.pipeline_layout import without_extra_layers
 from memlab.config.scenario import Scenario
@@ -296,8 +297,14 @@ def _drop_extra_layers(reading: Reading) -> None:
         values["pipeline_model_parallel_layout"] = without_extra_layers(text)
     if values.get("mtp_num_layers"):
         for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _OF_EXTRA_LAYERS]:
-            if reading.get(key) not in (None, False, ""):
-                reading.miss(key, *_OF_EXTRA_LAYERS[key.rpartition(".")[2]])
+            name = key.rpartition(".")[2]
+            if reading.get(key) in (None, False, ""):
+                continue
+            option = options_of(TrainingState).get(name)
+            if option is None or not_in_megatron(option):
+                reading.miss(key, *_OF_EXTRA_LAYERS[name])
+            else:
+                reading.take(key, name, SWITCH.read(reading.get(key)))
 
 
 def _drop_beside_biases(reading: Reading) -> None:

@@ -130,8 +130,23 @@ def test_a_graph_of_an_iteration_with_tied_embeddings_is_not_predicted(row: dict
         predicting(row, cuda_graph_impl="full_iteration")
 
 
-QUICK = "te-moe-1", "te-moe-3-short"
-"""Of one and of several micro-batches."""
+EAGER = [row for row in MEASURED if row["graphs"]["cuda_graph_impl"] == "none"]
+QUICK = "te-moe-1", "te-moe-3-short", "eager-side-short", "eager-own-2"
+"""Of one and of several micro-batches, and with DDP on a stream of its own and without."""
+
+
+@MEASURED_WITH_OLD_CORE
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row["name"] not in QUICK), id=row["name"]) for row in EAGER],
+)
+def test_ddp_on_a_stream_of_its_own_costs_an_eager_step_nothing(row: dict[str, Any]) -> None:
+    """Megatron-LM's ``get_model`` builds DDP so, and autograd adds gradients on that stream then."""
+    with predicting(row) as lab:
+        step = lab.step(settings_of(row))
+    last = row["phases"][-1]
+    assert step.peak_allocated_bytes == pytest.approx(last["peak"], rel=1e-5)
+    assert step.peak_reserved_bytes == pytest.approx(last["reserved_peak"], rel=1e-3)
 
 
 @MEASURED_WITH_OLD_CORE
