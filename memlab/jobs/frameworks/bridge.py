@@ -179,7 +179,7 @@ _OF_TEXT = ("gpt_step", "llm_step", "dsv4_step")
 """Names of steps that train on text (``scripts/training/recipe_runner.py``, main of August 2026)."""
 _OF_THE_COMMAND = (
     Missing("step_func", "more", "it is a step of models of images, video or sound, which memlab does not have",
-            lambda value: value not in (None, *_OF_TEXT), blocks=True),
+            lambda value: value not in (None, *_OF_TEXT), blocks=True, of="towers"),
     Missing("deterministic", "either", "deterministic kernels have other temporaries, and the loss is not fused"),
     Missing("packed_sequence", "either", "rows are packed sequences of a length that the recipe decides"),
 )  # fmt: skip
@@ -533,7 +533,7 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
     plain = name.replace("-", "_")
     place = reading.entries.by_key["mixed_precision"].place
     if plain.startswith("fp16_"):
-        reading.refused.append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
+        reading.blocked["precision"].append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
     elif plain not in _RECIPES:
         reading.warnings.append(
             f"{place}: memlab does not know the mixed_precision {shortened(name)} and takes what the other keys say: "

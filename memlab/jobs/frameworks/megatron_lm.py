@@ -564,18 +564,18 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
     values = reading.values
     positions, normalization = values["position_embedding_type"], values["normalization"]
     if positions not in ("rope", "learned_absolute"):
-        reading.blocked.append(
+        reading.blocked["model"].append(
             f"positions {positions}: memlab has rope and learned_absolute (--position-embedding-type)"
         )
     if normalization not in ("RMSNorm", "LayerNorm"):
-        reading.blocked.append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
+        reading.blocked["model"].append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
     for flag in ("squared_relu", "openai_gelu"):
         if reading.get(flag):
-            reading.blocked.append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
+            reading.blocked["model"].append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
     if values.get("num_moe_experts") and not is_gated:
-        reading.blocked.append("no --swiglu: memlab's experts have a gate (--swiglu or --quick-geglu)")
+        reading.blocked["model"].append("no --swiglu: memlab's experts have a gate (--swiglu or --quick-geglu)")
     if values["quick_geglu"] and not values.get("num_moe_experts"):
-        reading.blocked.append("--quick-geglu: memlab's dense MLPs have SwiGLU or GELU")
+        reading.blocked["model"].append("--quick-geglu: memlab's dense MLPs have SwiGLU or GELU")
 
 
 def take_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:

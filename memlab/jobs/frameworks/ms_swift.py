@@ -215,7 +215,7 @@ FRAMEWORK_MISSING = (
     ),
     *frozen_parts(""),
     Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
-    Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
+    Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True, of="towers"),
     Missing("colocate_groups", "more", "the teacher's inference engine has the training's GPUs", is_given),
     Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
     Missing(

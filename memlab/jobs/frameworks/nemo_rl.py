@@ -9,11 +9,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import Architecture
 from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
-from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
+from memlab.jobs.frameworks.bridge_keys import REPLACED, drop_fused_rope, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -190,7 +191,7 @@ _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either",
             "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, blocks=True,
-            is_of_model=False),
+            of="job"),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
@@ -217,7 +218,7 @@ FRAMEWORK_MISSING = (
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing(f"{_GENERATION}.top_k", "either", _FILTERED_LOGITS, lambda value: value not in (None, -1, 0)),
     Missing(f"{_GENERATION}.top_p", "either", _FILTERED_LOGITS, lambda value: value not in (None, 1)),
-    Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
+    Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True, of="towers"),
     # `memlab.jobs.frameworks.nemo_rl_teacher` predicts them where it can.
     Missing("teacher.model_name", "more", "the teacher's passes run between the steps, in processes of its own",
             is_given),
@@ -225,6 +226,11 @@ FRAMEWORK_MISSING = (
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
 )  # fmt: skip
+
+
+def _complete_model(reading: Reading, architecture: Architecture) -> None:
+    drop_frozen_parts(reading, architecture)
+    drop_fused_rope(reading, architecture)
 
 
 def complete(reading: Reading) -> None:
@@ -684,7 +690,7 @@ NEMO_RL = Framework(
     | model_without_effect(_OVERRIDES)
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
-    complete_of_model=drop_frozen_parts,
+    complete_of_model=_complete_model,
     check=check,
     compose=compose,
     configurations=("grpo_math_1B",),
