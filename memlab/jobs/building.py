@@ -261,7 +261,7 @@ def _together(error: RuleError) -> str:
 
 
 _OF_EXTRA_LAYERS: dict[str, tuple[Effect, str]] = {
-    "mtp_detach_heads": ("less", "the heads' gradients end at the model's layers"),
+    "mtp_detach_heads": ("either", "the heads' gradients end at the model's layers, and the last one stays"),
     "mtp_decoder_input_detach": ("less", "the heads' gradients end at the embeddings"),
     "mtp_use_repeated_layer": ("less", "all further tokens are predicted by one layer"),
     "mtp_shared_weights": ("less", "all further tokens are predicted by one layer"),
