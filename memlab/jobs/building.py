@@ -217,7 +217,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     if is_megatron:
         _note_latent_attention(reading, architecture)
     if architecture.add_bias_linear and is_megatron:
-        _drop_beside_biases(reading)
+        _drop_beside_biases(reading, architecture)
     if is_megatron and architecture.only_in_transformers:
         raise ValueError(
             f"the job's model is {architecture.name}, whose {architecture.only_in_transformers} memlab does not have "
@@ -307,12 +307,15 @@ def _drop_extra_layers(reading: Reading) -> None:
                 reading.take(key, name, SWITCH.read(reading.get(key)))
 
 
-def _drop_beside_biases(reading: Reading) -> None:
-    """Names ms-swift's adapters and FP8 of a model whose matrices have biases, and predicts the model without them."""
+def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:
+    """Names ms-swift's adapters and FP8 of a model whose matrices have biases, and predicts the model without them.
+
+    FP8 of experts with biases is predicted, but not beside adapters.
+    """
     values = reading.values
-    what: dict[str, tuple[Effect, str]] = {
-        "fp8_format": ("either", "memlab does not predict matrices with biases in FP8, and takes bf16"),
-    }
+    what: dict[str, tuple[Effect, str]] = {}
+    if not architecture.routes or values.get("lora_rank") is not None:
+        what["fp8_format"] = ("either", "memlab does not predict these matrices with biases in FP8, and takes bf16")
     if values.get("lora_library") == "mcore_bridge":
         what["lora_rank"] = ("less", f"{LORA} (memlab has none of ms-swift's beside biases)")
         if values.get("reference_model") == "without_adapters" and values.get("lora_rank") is not None:
