@@ -75,10 +75,26 @@ def _asked(cell: nbformat.NotebookNode, values: Mapping[str, object]) -> list[nb
 
 
 def _text(node: ast.expr, values: Mapping[str, object]) -> str:
-    """Returns a text of a cell, with the values of the names in it."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
-    return "".join(f"{each.value if isinstance(each, ast.Constant) else values[ast.unparse(each)]}" for each in names)
+    """Returns a text of a cell, with the values of the names in it.
+
+    Raises:
+        ValueError: The text has a name whose value only a run of the lab would tell.
+    """
+    try:
+        return str(eval(compile(ast.Expression(node), "<lab>", "eval"), {}, dict(values)))  # noqa: S307  # a lab's text
+    except NameError as error:
+        raise ValueError(
+            f"{ast.unparse(node)}: the slides cannot ask this, because {error}: use the lab's parameters and names that"
+            " the cell itself sets to constants"
+        ) from error
+
+
+def _announced(paragraphs: list[str], table: str) -> str:
+    """Returns a table below the sentence that announces it, which ends with a colon, if there is one."""
+    before = paragraphs[max(paragraphs.index(table) - 1, 0)]
+    if before is table or not before.endswith(":"):
+        return table
+    return f"{re.split(r'(?<=[.?!]) (?=[A-Z])', before)[-1]}\n\n{table}"
 
 
 def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbformat.NotebookNode]:
@@ -98,7 +114,8 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbfor
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith(_LOOK)]
         texts = ["\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading])] if shown else []
-        for number, shown_text in enumerate(texts + tables):
+        announced = [_announced(every, table) for table in tables]
+        for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)
             kind = "slide" if is_heading and number == 0 else "subslide"
             slide.metadata["slideshow"] = {"slide_type": kind}

@@ -36,6 +36,8 @@ class OfAnyModel:
     """The models that memlab read the job with, in place of its own."""
     model: dict[str, Any]
     """What is known of the job's own model: its name, what memlab lacks of it, its fields and their source."""
+    is_own: bool
+    """Whether memlab read the job with its own model, and only lacks the type in which it computes."""
     values: dict[str, dict[str, Any]]
     """Fields of the layout, the workload, the training state, the allocator, the settings and the rollout."""
     depends_on_model: tuple[str, ...]
@@ -80,16 +82,17 @@ def of_any_model(job: Job, read: Callable[[Architecture | None], Job]) -> OfAnyM
         return None
     given = {one.field: one.memlab_value for one in job.taken}
     jobs = [read(None)] if job.precision else []
-    if not [one for one in jobs if one.scenario is not None]:
+    is_own = any(one.scenario is not None for one in jobs)
+    if not is_own:
         jobs = [read(model) for model in _stand_ins(job.model, given)]
     if not [one for one in jobs if one.scenario is not None]:
         spreads_experts = (given.get("expert_model_parallel_size") or 1) > 1
         models = [_in_place(ARCHITECTURES[name], layers, given) for name, layers in _KINDS.items()]
         jobs = [read(model) for model in models if model.routes or not spreads_experts]
-    return _compared(job, jobs, TrainingState().options() | given)
+    return _compared(job, jobs, TrainingState().options() | given, is_own=is_own)
 
 
-def _compared(job: Job, jobs: list[Job], said: dict[str, Any]) -> OfAnyModel | None:
+def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) -> OfAnyModel | None:
     started = [one for one in jobs if one.scenario is not None]
     tables = [_values(one) for one in started]
     names = list(dict.fromkeys((part, name) for table in tables for part, fields in table.items() for name in fields))
@@ -123,13 +126,19 @@ def _compared(job: Job, jobs: list[Job], said: dict[str, Any]) -> OfAnyModel | N
     return OfAnyModel(
         models=tuple(dict.fromkeys(one.scenario.architecture.name for one in started if one.scenario is not None)),
         model=_fields_of(job),
+        is_own=is_own,
         values=values,
         depends_on_model=tuple(dict.fromkeys(depends)),
         cannot_start=cannot_start,
         questions=tuple(questions),
         not_modelled=tuple(_common(missing)),
-        warnings=(*doubts, *_common(one.warnings for one in compared)),
+        warnings=(*doubts, *filter(_is_of_job, _common(one.warnings for one in compared))),
     )
+
+
+def _is_of_job(warning: str) -> bool:
+    """Whether a warning says more than that another model took the place of the job's own."""
+    return not warning.startswith("--architecture ")
 
 
 def _fields_of(job: Job) -> dict[str, Any]:

@@ -47,20 +47,44 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
 def _whole_softmax_bytes(scenario: Scenario) -> int:
     """Returns what log-probabilities and an entropy over the whole vocabulary take beside the chosen logits.
 
-    That is a second gradient of the logits in fp32, and six tensors of a chunk of 1,024 tokens
-    (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in nemo_rl/distributed/model_utils.py,
-    NeMo-RL 7ea279ab).
+    That is a second gradient of the logits in fp32, unless ``kl_type`` is ``forward``, three tensors of a chunk of
+    1,024 tokens, and two of the chosen logits (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in
+    nemo_rl/distributed/model_utils.py, NeMo-RL 7ea279ab).
     """
-    return 4 * _logits(scenario) + 6 * 4 * 1024 * scenario.outputs_of_a_token
+    chosen = _logits(scenario) // scenario.outputs_of_a_token * scenario.state.topk_logits_k
+    return 4 * _logits(scenario) + 3 * 4 * 1024 * scenario.outputs_of_a_token + 2 * 4 * chosen
 
 
 def _entropy_bytes(scenario: Scenario) -> int:
     """Returns what the entropy of the logits takes at most: four tensors like them, in fp32.
 
     These are a copy of the logits, their probabilities, and in backward the gradients of both and their sum
-    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026, and SkyRL's).
+    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026).
     """
     return 4 * 4 * _logits(scenario)
+
+
+def _entropy_of_chunk_bytes(scenario: Scenario, chunk: int = 1024) -> int:
+    """Returns what SkyRL's entropy without a gradient takes, a chunk of tokens at a time.
+
+    Log-probabilities, probabilities and their product, in fp32 (``chunked_entropy_from_logits`` in
+    skyrl/backends/skyrl_train/utils/torch_utils.py, a9564572).
+    """
+    return 3 * 4 * min(chunk * scenario.outputs_of_a_token, _logits(scenario))
+
+
+def _entropy_of_skyrl_bytes(scenario: Scenario) -> int:
+    """Returns what SkyRL's entropy takes at most beside the log-probabilities.
+
+    With Megatron its chunks keep their probabilities, and each of their gradients is spread over all logits before it
+    is added to the others': two tensors like the logits in fp32 at the peak of backward. Where log-probabilities are
+    computed whole, they need no logits in backward, but the entropy keeps them: a third one
+    (``_VocabParallelEntropy`` and ``vocab_parallel_entropy_weighted_sum`` in
+    skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, a9564572).
+    """
+    if scenario.engine != "megatron":
+        return _entropy_bytes(scenario)
+    return (2 + (scenario.state.logprobs_chunk_size is None)) * 4 * _logits(scenario)
 
 
 def _padded_logits_bytes(scenario: Scenario) -> int:
@@ -319,7 +343,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * (1 + scenario.state.entropy_loss) * _logits(scenario),
-    "sft_alpha": lambda scenario: 8 * _logits(scenario),  # a softmax that is kept, and its gradient
     "zero_outside_topk": _whole_softmax_bytes,
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
@@ -339,15 +362,15 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
         ),
         _mask_bytes,
     ),
-    **dict.fromkeys(
-        ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
-    ),
+    **dict.fromkeys(("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared"), _entropy_bytes),
+    "use_entropy_loss": _entropy_of_skyrl_bytes,
     **dict.fromkeys(
         ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay"), _replayed_routing_bytes
     ),
     "enable_rollout_routing_replay": _bytes_of_a_row_s_experts,
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay"), _taken_routing_bytes),
     "entropy_coef": _entropy_of_slime_bytes,
+    "logprobs_chunk_size": _entropy_of_chunk_bytes,
     **dict.fromkeys(("remove_microbatch_padding", "use_sample_packing"), _padded_logits_bytes),
     "sequence_packing.enabled": _causal_mask_bytes,
     "freeze_moe_router": _router_bytes,
@@ -478,6 +501,8 @@ def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) 
     bound = _of_end(BOUNDS, one.key)
     if bound is _layer_graphs_bytes and one.value in ("local", "full_iteration"):
         return None  # Megatron's own graphs of layers, and graphs of experts
+    if bound is _entropy_of_chunk_bytes:
+        return _entropy_of_chunk_bytes(scenario, one.value or 1024)
     if bound is _replayed_routing_bytes:
         if one.most_micro_batches is None:
             return None

@@ -19,10 +19,13 @@ from memlab.config.hugging_face import model_name
 from memlab.config.validation import is_whole_number, shortened
 
 _FILE = Path(__file__).with_name("other_models.json")
-_OF_ARCHITECTURE = frozenset(field.name for field in fields(Architecture)) - {"gated_linear_unit", "moe_layer_freq"}
+_OF_ARCHITECTURE = [
+    field.name for field in fields(Architecture) if field.name not in ("gated_linear_unit", "moe_layer_freq")
+]
 """Fields of a model that a stand-in may have; memlab's experts have gates."""
 _ONLY_LISTED = frozenset(("normalization", "position_embedding_type"))
 """Fields whose value may be one that memlab's layers do not have: no other field depends on them."""
+_STANDING = frozenset(_OF_ARCHITECTURE) - _ONLY_LISTED
 _IN_PLACE = {
     "dense": ("llama-3.1-8b", "qwen2.5-14b"),
     "experts": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
@@ -57,7 +60,7 @@ class OtherModel:
 
     def stand_ins(self) -> tuple[Architecture, Architecture]:
         """Returns two models that have its known sizes, and others for what is not known; they predict nothing."""
-        known = {name: value for name, value in self.fields.items() if name in _OF_ARCHITECTURE - _ONLY_LISTED}
+        known = {name: value for name, value in self.fields.items() if name in _STANDING}
         routes = "num_moe_experts" in known or ("hidden_size" not in known and "moe_router_dtype" in self.provider)
         kind = "latent attention" if known.get("multi_latent_attention") else "experts" if routes else "dense"
         if known.get("moe_shared_expert_gate") or (routes and "moe_shared_expert_overlap" in self.provider):
@@ -160,7 +163,8 @@ def of_sizes(values: dict[str, Any], name: str) -> OtherModel:
         name: What the model is called.
     """
     sizes = {key: values[key] for key in _OF_ARCHITECTURE if values.get(key) is not None}
-    sizes.setdefault("num_query_groups", sizes["num_attention_heads"])
+    if "num_attention_heads" in sizes:
+        sizes.setdefault("num_query_groups", sizes["num_attention_heads"])
     return OtherModel(
         name=name,
         family="",

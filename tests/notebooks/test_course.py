@@ -121,11 +121,32 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
 
 
 def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
-    text = "## Results\n\nLook at these columns.\n\n| peak | start |\n| --- | --- |\n| high | low |"
+    text = "## Results\n\nLook at these columns. One is of your job (simulated):\n\n| peak | start |\n| --- | --- |\n| high | low |"
     text += "\n\n<details><summary>more</summary>\n\n| folded | |\n| --- | --- |\n\n</details>"
     cells = [nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]}), nbformat.v4.new_markdown_cell(text)]
     page = slides_of(nbformat.v4.new_notebook(cells=cells))
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
+    *_, of_table = page.partition("<table")[0].split("<section")
+    assert "One is of your job (simulated):" in of_table and "Look at" not in of_table
+
+
+@every_lab
+def test_every_lab_has_slides_with_the_questions_that_it_asks(path: Path) -> None:
+    lab = read_notebook(path)
+    shown = html.unescape(slides_of(lab))
+    asked = [text for cell in lab.cells for text in re.findall(r'\b(?:guess|quiz)\(\s*f?"([^"{]+)', cell.source)]
+    assert [text for text in asked if re.sub("[`*]", "", text) not in re.sub("<[^>]*>", "", shown)] == []
+
+
+def test_a_question_on_a_slide_has_the_values_of_what_it_names() -> None:
+    cells = [
+        nbformat.v4.new_code_cell("num_ranks: int = 2  # ranks", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell('micro = 4\nguess(f"With {micro * num_ranks} micro-batches?", "MiB")'),
+    ]
+    assert "With 8 micro-batches? (MiB)" in slides_of(nbformat.v4.new_notebook(cells=cells))
+    cells[1].source = 'micro = len(record)\nguess(f"With {micro} micro-batches?", "MiB")'
+    with pytest.raises(ValueError, match="the slides cannot ask this, because name 'micro' is not defined"):
+        slides_of(nbformat.v4.new_notebook(cells=cells))
 
 
 def test_slides_without_figures_ask_the_questions_and_point_at_nothing_that_is_not_there() -> None:

@@ -684,6 +684,7 @@ ONLY_OF_MS_SWIFT = {
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
     "teacher_model": "of the training jobs that memlab reads, only ms-swift's name a teacher that is in the step",
     "gkd_logits_topk": "only ms-swift's GKD compares with the largest logits of a teacher that is in the step",
+    "lm_loss_beside": "of the training jobs that memlab reads, only ms-swift's add the cross entropy to another loss",
 }
 ONLY_OF_VERL_AND_SLIME = {
     "entropy_loss": "memlab has this entropy in the losses of verl and slime only",
@@ -695,9 +696,7 @@ _ONLY_OF_NEMO_RL = {
 }
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
 _OWN_LAYERS = {"transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"}
-ONLY_OF_PROGRAMS = dict.fromkeys(
-    ("logit_kl_topk", "lm_loss_beside"), "only programs that use Model Optimizer's distillation say it"
-)
+ONLY_OF_PROGRAMS = {"logit_kl_topk": "only programs that use Model Optimizer's distillation say it"}
 ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | _OWN_LAYERS | NOT_WRITTEN | ONLY_OF_PROGRAMS
 OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | ONLY_OF_MEGATRON_LM
 CANNOT_WRITE = (

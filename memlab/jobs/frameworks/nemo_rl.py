@@ -535,7 +535,7 @@ def complete_ranks(reading: Reading) -> int:
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
     is_one_node = nodes == 1
-    nodes, of_node = nodes - _nodes_of_teachers(reading), per_node
+    nodes, of_node = nodes - _take_nodes_of_teachers(reading), per_node
     if "reward_model" in {entry.value for key, entry in reading.entries.by_key.items() if _ENVIRONMENT.fullmatch(key)}:
         nodes -= 0 if is_one_node else _whole(reading, "env.reward_model.resources.num_nodes")
         of_node -= _whole(reading, "env.reward_model.resources.gpus_per_node") if is_one_node else 0
@@ -564,6 +564,21 @@ def _nodes_of_teachers(reading: Reading) -> int:
         names = list({model: name for name, model in reversed(models.items())}.values())
     of_all = _whole(reading, f"{section}.default_teacher_cfg.num_nodes", 1)
     return sum(_whole(reading, f"{section}.teacher_overrides.{name}.num_nodes", of_all) for name in names)
+
+
+def _take_nodes_of_teachers(reading: Reading) -> int:
+    """Returns the nodes of teachers, and says what they are where there are some.
+
+    The training gets a log-probability of each token from them (``OPDAdvantageEstimator``, 7ea279ab).
+    """
+    nodes, key = _nodes_of_teachers(reading), f"{_TEACHERS}.enabled"
+    if nodes:
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.without_effect[key] = (
+            f"the teachers have {nodes} of the job's nodes for themselves, and send the training one number for each "
+            "token: memlab predicts the ranks of the other nodes"
+        )
+    return nodes
 
 
 def _whole(reading: Reading, key: str, default: int = 0) -> int:
