@@ -72,8 +72,7 @@ SWITCHES = {
     row["name"]: row
     for row in map(json.loads, (RESULTS / "h200_plain_megatron_switches.jsonl").read_text().splitlines())
 }
-"""Predicted before they were measured: the dense ones in numbers, those with experts by code committed before, with the
-rows that each expert got."""
+"""Predicted by code committed before: the dense ones unseen, those with experts with the rows that each expert got."""
 
 
 def test_all_jobs_with_small_switches_were_measured() -> None:
