@@ -37,10 +37,12 @@ def check_fp8(
             "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out",
             *("dtype", "fp8_format"),
         )
-    if architecture.normalization == "LayerNorm" or architecture.add_bias_linear:
+    has_no_fp8 = architecture.normalization == "LayerNorm" or (architecture.add_bias_linear and not architecture.routes)
+    if has_no_fp8 or (architecture.add_bias_linear and state.lora is not None):
+        beside = "" if has_no_fp8 else "adapters and "
         raise RuleError(
-            f"fp8_format is {state.fp8_format!r}, and {architecture.name} has LayerNorm or biases of all matrices, "
-            "which memlab does not predict in FP8: leave fp8_format out",
+            f"fp8_format is {state.fp8_format!r}, and {architecture.name} has {beside}LayerNorm or biases of all "
+            "matrices, which memlab does not predict in FP8: leave fp8_format out",
             "fp8_format",
         )
     if layout.has_whole_sequences:

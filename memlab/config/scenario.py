@@ -864,7 +864,7 @@ class Scenario:
         if impl == "none":
             return
         modules = state.cuda_graph_modules or ("attn", "mlp")
-        beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes}
+        beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes and not state.cuda_graph_modules}
         beside |= {"reference_model": state.reference_model != "none", "lora_rank": state.lora is not None}
         # There torch multiplies in layers, with workspaces of cuBLAS for the stream that is captured: not measured.
         beside |= {"dtype": self.dtype == "fp32", "attention_backend": state.attention_backend == "unfused"}
@@ -877,12 +877,33 @@ class Scenario:
         else:
             beside |= {"fp8_format": state.fp8_format, "mtp_num_layers": state.mtp_num_layers}
             beside |= {"packed_sequences": self.packed_sequences is not None and "attn" in modules}
+            if self.architecture.routes:
+                # Graphs of their layers were measured with this dispatcher, and repeat the counts that they captured.
+                beside["moe_token_dispatcher_type"] = state.moe_token_dispatcher_type != "alltoall"
+                beside |= {"moe_expert_capacity_factor": state.moe_expert_capacity_factor is not None}
+                beside |= {"moe_shared_expert_overlap": state.moe_shared_expert_overlap}
+                beside |= {"routing": self.routing.kind == "random"}
+            self._check_modules_of_graphs(modules)
         for name, is_there in beside.items():
             if is_there:
                 raise RuleError(
                     f"cuda_graph_impl is {impl!r} with {name}, which memlab does not predict together: choose 'none', "
                     f"or leave {name} out",
                     *("cuda_graph_impl", name),
+                )
+
+    def _check_modules_of_graphs(self, modules: tuple[str, ...]) -> None:
+        """Checks Megatron's rules (``TransformerConfig.__post_init__``, 0.16.1)."""
+        routes, dense = self.architecture.routes, any(not part.routes for part in self.architecture.feed_forwards)
+        for name, is_wrong, rule, advice in (
+            ("moe_router", not routes, "must be without it where no layer has experts", "leave it out"),
+            ("moe_preprocess", "moe_router" not in modules, "must have 'moe_router' with it", "add 'moe_router'"),
+            ("mlp", not dense, "must be without it where all layers have experts", "choose attn, moe_router or both"),
+        ):
+            if name in modules and is_wrong and self.state.cuda_graph_modules:
+                raise RuleError(
+                    f"cuda_graph_modules has {name!r}, {rule}, by a rule of Megatron-Core: {advice}",
+                    "cuda_graph_modules",
                 )
 
     def _check_experts(self) -> None:

@@ -545,6 +545,17 @@ class TrainingState:
     )
     """They are on the last pipeline stage, which then has embeddings too, and each is a layer like the model's last
     one, behind two norms and a matrix that joins hidden states and the embeddings of the following tokens."""
+    mtp_detach_heads: bool = option(
+        False,
+        "let the losses of multi-token prediction train its own layers alone",
+        group="",
+        rebuilds="model",
+        megatron="model",
+        needs="mtp_num_layers",
+        since=(0, 19),
+    )
+    """No gradient reaches the model's layers, its embeddings and its output layer from them
+    (``transformer/multi_token_prediction.py``, 0.19.2)."""
     # NeMo-RL and SkyRL do it before DDP's buffers are made.
     freeze_moe_router: bool = option(
         False, "do not train the weight of the router of experts", group="", rebuilds="model"
@@ -569,14 +580,15 @@ class TrainingState:
     it allocate only outside the graphs."""
     cuda_graph_modules: tuple[str, ...] | None = option(
         None,
-        "capture attention, or the MLP, of each layer (default: whole layers)",
+        "capture attention, the MLP, or what is before the experts, of each layer (default: whole layers)",
         group="",
         rebuilds="model",
-        choices=("attn", "mlp"),
+        choices=("attn", "mlp", "moe_router", "moe_preprocess"),
         needs="cuda_graph_impl",
         needs_value="transformer_engine",
     )
-    """Before megatron-core 0.18 ``cuda_graph_scope``. The parts of layers with experts are not predicted."""
+    """Before megatron-core 0.18 ``cuda_graph_scope``. ``moe_router`` ends with the routing map, ``moe_preprocess`` with
+    the rows that are sent to experts. The experts themselves (``moe``) are not predicted."""
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
