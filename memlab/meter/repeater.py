@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memlab.allocator.protocol import NO_BLOCK, ServesTables
+from memlab.allocator.protocol import NO_BLOCK, Allocator
 from memlab.meter.allocations import Event, StorageAllocation, timeline_of_columns
 from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.events import EventLog
@@ -147,7 +147,7 @@ class Repeater:
 
     def _commit(
         self,
-        allocator: ServesTables,
+        allocator: Allocator,
         blocks: Mapping[int, int],
         rows: npt.NDArray[np.int64],
         objects: Mapping[int, StorageAllocation],

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memlab.allocator.protocol import NO_BLOCK, Operations, Served, ServesTables
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
 from memlab.vocabulary import CATEGORIES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -84,7 +84,7 @@ class Period:
         return storage + np.where(of_period, starts[len(bases) - 1 - distance * of_period], 0)
 
     def run(
-        self, allocator: ServesTables, bases: Sequence[int], blocks: dict[int, int], limit_bytes: int | None
+        self, allocator: Allocator, bases: Sequence[int], blocks: dict[int, int], limit_bytes: int | None
     ) -> Served | None:
         """Sends its requests to the allocator.
 
@@ -201,7 +201,7 @@ def repeat(
     columns: Columns,
     ends: Sequence[tuple[int, int]],
     times: int,
-    allocator: ServesTables,
+    allocator: Allocator,
     blocks: dict[int, int],
     limit_bytes: int | None,
     reserved_number: int,
