@@ -8,8 +8,8 @@ from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.protocol import Allocator
 from memlab.config.allocator_settings import AllocatorSettings
 
-_MANY = 3_000_000
-"""To compile takes as long as to serve so many operations in Python."""
+_MANY = 300_000
+"""To compile takes longer than to serve so many operations in Python, but only the first process has to."""
 
 
 def new_allocator(settings: AllocatorSettings) -> Allocator:

@@ -34,7 +34,7 @@ class CompiledAllocator:
         self.log: array[int] | None = None
         self._settings, self._code = settings, serve
         self._call_array = np.zeros(_END, dtype=np.int64)
-        self._call, start = memoryview(self._call_array), self._call_array.ctypes.data
+        self._call, start = self._call_array.data, self._call_array.ctypes.data
         self._addresses = start + 8 * _ANSWER, start + 8 * _ERROR, start
         of_one = start + 8 * _SLOT, 0, 1, start + 8 * _BLOCK, start + 8 * _RESULTS, NO_LIMIT, NO_LIMIT
         self._call_array[tables.OPERATIONS : tables.ENDED] = self._of_one = np.array(of_one)
@@ -42,7 +42,7 @@ class CompiledAllocator:
 
     def _use(self, state: Tables) -> None:
         blocks, lists, pools, numbers = self._tables = state
-        self._numbers, self._columns = memoryview(numbers), memoryview(blocks.reshape(-1))
+        self._numbers, self._columns = numbers.data, blocks.reshape(-1).data
         addresses = (each.ctypes.data for each in (blocks, lists, pools, numbers))
         self._call_array[: tables.OPERATIONS] = *addresses, len(blocks), len(pools)
         self._num_streams = len(pools) // 2

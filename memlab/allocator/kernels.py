@@ -512,9 +512,8 @@ def _has_places(t: Tables) -> bool:
     return len(t.blocks) - t.numbers[NUM_PLACES] + t.numbers[NUM_UNUSED] >= needed
 
 
-@intrinsic
-def _array_at(_: Any, address: Any, shape: Any) -> Any:
-    """Returns an array of a shape at an address, as `numba.carray` does with numba's runtime."""
+def _make_array_at(_: Any, address: Any, shape: Any) -> Any:
+    """Says how an array of a shape is made at an address, as `numba.carray` makes one with numba's runtime."""
     array = numba.types.Array(numba.types.int64, len(shape), "C")
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -527,6 +526,9 @@ def _array_at(_: Any, address: Any, shape: Any) -> Any:
         return made._getvalue()
 
     return array(numba.types.int64, numba.types.UniTuple(numba.types.int64, len(shape))), generate
+
+
+_array_at: Any = intrinsic(_make_array_at)
 
 
 def _serve(call: int) -> int:

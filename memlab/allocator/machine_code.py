@@ -60,7 +60,8 @@ def _compiled(processor: tuple[str, str]) -> bytes:
     from memlab.allocator.kernels import assembly
 
     symbol, text = assembly()
-    return symbol.encode() + b"\n" + _target_machine(processor).emit_object(llvm.parse_assembly(text))
+    content: bytes = _target_machine(processor).emit_object(llvm.parse_assembly(text))
+    return symbol.encode() + b"\n" + content
 
 
 def _target_machine(processor: tuple[str, str]) -> Any:
