@@ -11,6 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from tests.browser.conftest import SCREEN
+from tests.browser.notebook_page import ANSWER_SECONDS
 from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
@@ -165,10 +166,13 @@ def test_nothing_moves_under_the_mouse_and_the_newest_row_and_the_base_are_in_si
     expect(panel.error_boxes).to_have_count(1)
     assert panel.root.evaluate(places) == before
     panel.rows.nth(2).click()
-    heights = """panel => ['.memlab-drawing', '.memlab-drawing .main-svg'].map(
-        part => panel.querySelector(part).getBoundingClientRect().height)"""
-    around, inside = panel.root.evaluate(heights)
-    assert inside <= around + 1, "the chart has the height of its place"
+    # The chart has the height of its place: Plotly takes it once the page has drawn the place anew.
+    fits = """panel => {
+        const [around, inside] = ['.memlab-drawing', '.memlab-drawing .main-svg'].map(
+            part => panel.querySelector(part).getBoundingClientRect().height);
+        return inside <= around + 1;
+    }"""
+    panel.notebook.page.wait_for_function(fits, arg=panel.root.element_handle(), timeout=ANSWER_SECONDS * 1000)
 
 
 def test_beside_the_file_browser_the_chart_the_parts_of_the_peak_and_the_table_are_readable(panel: PanelPage) -> None:
