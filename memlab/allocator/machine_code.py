@@ -11,11 +11,12 @@ from ctypes import PYFUNCTYPE, c_int32, c_int64
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import llvmlite
 from llvmlite import binding as llvm
+
+from memlab.atomic_files import written_aside
 
 _HERE = Path(__file__).parent
 _FOLDERS = (_HERE / "__pycache__", Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memlab")
@@ -89,9 +90,8 @@ def _keep(name: str, code: bytes) -> None:
     for folder in _FOLDERS:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.write(sha256(code).digest() + code)
-            Path(file.name).replace(folder / name)
+            with written_aside(folder / name) as path:
+                path.write_bytes(sha256(code).digest() + code)
         except OSError:
             continue
         return
