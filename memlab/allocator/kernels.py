@@ -545,7 +545,7 @@ def _serve(call: int) -> int:
         _array_at(c[NUMBERS], (NUM_NUMBERS,)),
     )
     operations, rows = _array_at(c[OPERATIONS], (c[LAST], 3)), _array_at(c[RESULTS], (c[LAST], 3))
-    slots, limit_bytes, garbage_bytes = _array_at(c[SLOTS], (1,)), c[LIMIT], c[GARBAGE]
+    slots, limit_bytes, garbage_bytes = _array_at(c[SLOTS], (_MAX,)), c[LIMIT], c[GARBAGE]
     for index in range(c[FIRST], c[LAST]):
         if not _has_places(t):
             c[ENDED] = FULL
