@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -32,6 +33,7 @@ import torch
 import torch.distributed
 import torch.distributed.nn
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import float16_to_fp32
 
 from memlab.config.training_state import TrainingState
@@ -117,6 +119,8 @@ class Case:
     """Whether their function goes the way of several tensor-parallel ranks; memlab's needs such a group for it."""
     teacher: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
     """Logits that are there before the measurement, or the largest of them and their places."""
+    has_bound: bool = False
+    """Whether memlab only bounds what their function needs beyond the state's loss."""
 
 
 def state_of(loss: str, *, fp32: bool = True, chunk: int | None = None) -> TrainingState:
@@ -134,6 +138,7 @@ def cases(checkouts: Path, tokens: int, vocabulary: int, device: str) -> list[Ca
         *swift_cases(checkouts, ids),
         *teacher_cases(checkouts, ids, vocabulary),
         *verl_cases(checkouts, ids),
+        *cases_beside(checkouts, ids, vocabulary),
     ]
 
 
@@ -146,14 +151,15 @@ def nemo_rl_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterat
     wrapper = taken(checkouts, "nemo_rl_wrapper", {})["SequencePackingLossWrapper"]
     places = {"vocab_parallel_rank": 0, "vocab_parallel_group": group, "context_parallel_group": None}
 
-    def train(kind: int, chunk: int | None, rows: int, logits: torch.Tensor) -> torch.Tensor:
+    def train(kind: int, chunk: int | None, rows: int, logits: torch.Tensor, divergence: str = "") -> torch.Tensor:
         class Sum:
-            input_type, zero_outside_topk, kl_type = kind, False, "forward"
+            input_type, zero_outside_topk, kl_type = kind, bool(divergence), divergence
 
             def __call__(self, data: Data, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
                 student = given.get("next_token_logprobs", given.get("student_topk_logprobs"))
                 assert student is not None
-                return student.sum(), {}
+                entropy = given.get("H_all")
+                return student.sum() if entropy is None else student.sum() + entropy.sum(), {}
 
         length = tokens // rows
         data = Data(input_ids=ids.view(rows, length))
@@ -186,11 +192,17 @@ def nemo_rl_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterat
     of_topk, topk = partial(train, kinds.DISTILLATION, None), state_of("topk_logits")
     yield Case(name="nemo-rl distillation one sequence", theirs=partial(of_topk, 1), state=topk)
     yield Case(name="nemo-rl distillation packed", theirs=partial(of_topk, SEQUENCES), state=topk, packed=True)
+    for divergence in ("forward", "mixed"):
+        outside = partial(of_topk, divergence=divergence)
+        name = f"nemo-rl distillation zero_outside_topk {divergence}"
+        yield Case(name=f"{name} one sequence", theirs=partial(outside, 1), state=topk, has_bound=True)
+        yield Case(name=f"{name} packed", theirs=partial(outside, SEQUENCES), state=topk, packed=True, has_bound=True)
 
 
 def skyrl_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterator[Case]:
     """Yields SkyRL's log-probabilities of packed rows."""
-    compute = taken(checkouts, "skyrl", {})["from_parallel_logits_to_logprobs_packed_sequences"]
+    space = taken(checkouts, "skyrl", {"prod": prod})
+    compute = space["from_parallel_logits_to_logprobs_packed_sequences"]
     group, tokens = parallel_state.get_tensor_model_parallel_group(), ids.shape[1]
     ends = torch.arange(SEQUENCES + 1, device=ids.device, dtype=torch.int32) * (tokens // SEQUENCES)
     for chunk in (None, CHUNK):
@@ -200,7 +212,12 @@ def skyrl_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterator
                 vocab_end_index=vocabulary, group=group, inference_only=not trains, chunk_size=chunk,
             )  # fmt: skip
             name = f"skyrl {'whole' if chunk is None else 'chunks'}{'' if trains else ' forward only'}"
-            yield Case(name=name, theirs=theirs, state=state_of("logprobs", chunk=chunk), trains=trains, packed=True)
+            state = state_of("logprobs", chunk=chunk)
+            yield Case(name=name, theirs=theirs, state=state, trains=trains, packed=True)
+            for entropy_chunk in (None, 0) if trains else ():
+                both = partial(_with_entropy_of_skyrl, theirs, space["vocab_parallel_entropy"], entropy_chunk)
+                full = f"{name} entropy loss {'whole' if entropy_chunk is None else 'chunks'}"
+                yield Case(name=full, theirs=both, state=state, packed=True, has_bound=True)
 
 
 def slime_cases(checkouts: Path, ids: torch.Tensor) -> Iterator[Case]:
@@ -276,6 +293,61 @@ def teacher_cases(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterat
         )
 
 
+def cases_beside(checkouts: Path, ids: torch.Tensor, vocabulary: int) -> Iterator[Case]:
+    """Yields losses of a teacher's logits beside the cross entropy, and Model Optimizer's of the largest logits.
+
+    The cross entropy is that of Megatron-Core's language models, which both frameworks call.
+    """
+    shape = (1, ids.shape[1], vocabulary)
+    teacher = torch.randn(shape, dtype=torch.bfloat16, device=ids.device)
+    of_labels = partial(_cross_entropy, ids)
+    names = {"nn": torch.nn, "F": torch.nn.functional, "_Loss": torch.nn.Module, "Tensor": torch.Tensor,
+             "ABCMeta": type, "parallel_state": parallel_state, "dist_nn": torch.distributed.nn}  # fmt: skip
+    space = taken(checkouts, "modelopt", names)
+    config = SimpleNamespace(tensor_model_parallel_size=1)
+    whole, largest = space["LogitsKLLoss"](config), space["TopKLogitsKLLoss"](config, top_k=512)
+    kl = TrainingState(loss="logits_kl", reference_model="copy")
+    for name, compute, state in (
+        ("modelopt logits kl", whole, kl),
+        ("modelopt largest logits kl", largest, replace(kl, logit_kl_topk=512)),
+    ):
+        for beside in (False, True):
+            if compute is whole and not beside:
+                continue  # `teacher_cases` has it
+            alone = partial(_modelopt, compute, teacher)
+            yield Case(
+                name=name + ", beside cross entropy" * beside,
+                theirs=partial(_sum_of, of_labels, alone) if beside else alone,
+                state=replace(state, lm_loss_beside=beside),
+                teacher=teacher,
+            )
+    gkd = taken(checkouts, "swift_gkd", {"F": torch.nn.functional, "dataclass": dataclass, "Enum": Enum,
+                                         "Optional": Optional, "Tuple": tuple, "Callable": Callable})  # fmt: skip
+    state = TrainingState(loss="jsd", reference_model="copy", fp32_output=True, lm_loss_beside=True)
+    few = tuple(torch.topk(teacher, TOPK, dim=-1))
+    for name, given, of_case in (("", teacher, state), (" top-k", few, replace(state, gkd_logits_topk=TOPK))):
+        alone = partial(_gkd, gkd, ids, given, {})
+        theirs = partial(_sum_of, alone, of_labels)
+        yield Case(name=f"ms-swift gkd{name}, beside cross entropy", theirs=theirs, state=of_case, teacher=given)
+
+
+def _cross_entropy(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    model = SimpleNamespace(config=SimpleNamespace(cross_entropy_loss_fusion=False), pg_collection=None)
+    loss: torch.Tensor = LanguageModule.compute_language_model_loss(model, ids, logits.transpose(0, 1).contiguous())
+    return loss
+
+
+def _sum_of(first: Loss, second: Loss, logits: torch.Tensor) -> torch.Tensor:
+    # Their values are added as the frameworks' loss functions add them: after both are there.
+    one, other = first(logits), second(logits)
+    return one.sum() + 0.1 * other.sum()
+
+
+def _with_entropy_of_skyrl(of_labels: Loss, entropy: Any, chunk: int | None, logits: torch.Tensor) -> torch.Tensor:
+    log_probs = of_labels(logits)
+    return log_probs.sum() - 0.01 * entropy(logits, chunk_size=chunk).sum()
+
+
 def _modelopt(compute: Any, teacher: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     of_tokens: torch.Tensor = compute(logits, teacher)[0]
     return of_tokens
@@ -338,6 +410,15 @@ def _verl(compute: Any, ids: torch.Tensor, logits: torch.Tensor, *, with_entropy
     return of_labels + 0.01 * result["entropy"] if is_in_loss else of_labels
 
 
+def _memlab(labels: torch.Tensor, state: TrainingState, given: dict[str, Any], logits: torch.Tensor) -> torch.Tensor:
+    compute = partial(LossFromLogits(), logits, labels, state, **given)
+    if not state.lm_loss_beside:
+        return compute()
+    of_labels = partial(_cross_entropy, labels)
+    first, second = (of_labels, lambda _: compute()) if state.loss == "logits_kl" else (lambda _: compute(), of_labels)
+    return _sum_of(first, second, logits)
+
+
 def measured(tokens: int, vocabulary: int, case: Case, loss: Loss) -> dict[str, float]:
     """Returns bytes per logit: at the peak of forward, held between forward and backward, at the peak of backward."""
     weight = torch.zeros(1, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -370,7 +451,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", default="", help="words in the name of a case (default: all)")
+    parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a case's name has (default: all)")
     options = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
@@ -379,23 +460,19 @@ def main() -> None:
     for tokens, vocabulary in SIZES:
         lengths = (tokens // SEQUENCES,) * SEQUENCES
         for case in cases(options.checkouts, tokens, vocabulary, "cuda"):
-            if options.only not in case.name:
+            if not any(word in case.name for word in options.only):
                 continue
             row: dict[str, Any] = {
                 "case": case.name, "tokens": tokens, "vocabulary": vocabulary, "state": case.state.changed(),
                 "sequences": SEQUENCES if case.packed else None, "trains": case.trains,
-                "several_ranks": case.several_ranks,
+                "several_ranks": case.several_ranks, "has_bound": case.has_bound,
             }  # fmt: skip
             labels = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
-            ours = partial(
-                LossFromLogits(),
-                labels=labels,
-                state=case.state,
-                lengths=lengths if case.packed else None,
-                teacher=case.teacher,
-            )
+            given = {"lengths": lengths if case.packed else None, "teacher": case.teacher}
+            ours = partial(_memlab, labels, case.state, given)
+            is_compared = not (case.several_ranks or case.has_bound)
             row["framework"] = measured(tokens, vocabulary, case, case.theirs)
-            row["memlab"] = None if case.several_ranks else measured(tokens, vocabulary, case, ours)
+            row["memlab"] = measured(tokens, vocabulary, case, ours) if is_compared else None
             rows.append(row)
             print(json.dumps(row), flush=True)
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}

@@ -275,6 +275,68 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_topk": 8,
         "moe_ffn_hidden_size": 1024,
     },
+    "llama-3.2-3b": {
+        "hidden_size": 3072,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 24,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+    },
+    # https://huggingface.co/mistralai/Mistral-7B-v0.3/blob/main/config.json
+    "mistral-7b-v0.3": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+    },
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "ffn_hidden_size": 4864,
+        "num_attention_heads": 14,
+        "num_query_groups": 2,
+        "kv_channels": 64,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen2.5-3b": {
+        "hidden_size": 2048,
+        "ffn_hidden_size": 11008,
+        "num_attention_heads": 16,
+        "num_query_groups": 2,
+        "kv_channels": 128,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "ffn_hidden_size": 3072,
+        "num_attention_heads": 16,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen3-1.7b": {
+        "hidden_size": 2048,
+        "ffn_hidden_size": 6144,
+        "num_attention_heads": 16,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+    },
+    "qwen3-14b": {
+        "hidden_size": 5120,
+        "ffn_hidden_size": 17408,
+        "num_attention_heads": 40,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "layernorm_epsilon": 1e-6,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -307,6 +369,13 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"vocab_size": 201088, "rotary_base": 150000},
     "minimax-m2": {"vocab_size": 200064, "rotary_base": 5000000, "rotary_percent": 0.5},
     "olmoe-1b-7b": {"vocab_size": 50304, "rotary_base": 10000},
+    "llama-3.2-3b": {"vocab_size": 128256, "rotary_base": 500000, "share_embeddings_and_output_weights": True},
+    "mistral-7b-v0.3": {"vocab_size": 32768, "rotary_base": 1000000},
+    "qwen3-14b": {"vocab_size": 151936, "rotary_base": 1000000},
+    **{
+        name: {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True}
+        for name in ("qwen2.5-0.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b")
+    },
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -326,6 +395,7 @@ class Job:
     """Sizes of Megatron's groups, such as ``TP2 EP4 ETP1 DP2``; groups of one rank are left out (``one rank``).
     ``SP0`` says that tensor parallel ranks have whole sequences."""
     num_microbatches: int = 1
+    micro_batch_size: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     """Recompute and offload, as fields of Megatron's ``TransformerConfig``."""
     state: dict[str, Any] = field(default_factory=dict)
@@ -341,7 +411,8 @@ class Job:
         changes = {**self.settings, **self.state, **self.config}
         lists = {name: "+".join(map(str, value)) for name, value in changes.items() if isinstance(value, (tuple, list))}
         words = [f"{name}={value}" for name, value in (changes | lists).items()]
-        return " ".join([self.model, f"{self.num_layers} layers", self.layout, f"x{self.num_microbatches}", *words])
+        batches = f"x{self.num_microbatches}" + f" of {self.micro_batch_size}" * (self.micro_batch_size > 1)
+        return " ".join([self.model, f"{self.num_layers} layers", self.layout, batches, *words])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -369,7 +440,8 @@ class Job:
 
 
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
-MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE = _OF_EXPERTS
+MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE, *_OTHERS = _OF_EXPERTS
+LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B = _OTHERS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -453,6 +525,7 @@ def jobs() -> Iterator[Job]:
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
                      teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
+    yield from small_switches(of)
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -735,6 +808,41 @@ def dense_families(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(model, 3, alone, recompute("mlp"), recompute("layernorm", "core_attn"), ATTENTION, state=both)
     for model in (LLAMA_1B, QWEN_4B, QWEN2_1B):
         yield from of(model, 3, alone, {}, FULL, state=UNFUSED_ACTIVATION)
+
+
+def small_switches(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank of models and with switches that no other job has."""
+    alone, beside = "one rank", {"lm_loss_beside": True}
+    yield from of(LLAMA_3B, 4, alone, state=DROPS)
+    yield from of(MISTRAL, 4, alone, recompute("layernorm", "mlp"), seq_length=8192,
+                  state=LOW_PRECISION | UNFUSED_ACTIVATION)  # fmt: skip
+    yield from of(MISTRAL, 4, alone, ATTENTION, micro_batch_size=3, seq_length=2048, state=FUSED_GRADIENTS)
+    yield from of(QWEN2_3B, 4, alone, num_microbatches=2, state=WHOLE_OPTIMIZER, config=PER_TOKEN)
+    yield from of(QWEN2_HALF, 8, alone, FULL | {"recompute_method": "block", "recompute_num_layers": 5}, state=CRITIC)
+    yield from of(QWEN_2B, 4, alone, recompute("core_attn"), micro_batch_size=2, state={"apply_rope_fusion": True})
+    yield from of(QWEN_HALF, 8, alone, num_microbatches=2, state=REFERENCE | FUSED_GRADIENTS)
+    yield from of(QWEN_14B, 2, alone, state=FUSED_GRADIENTS | UNFUSED_ACTIVATION)
+    yield from of(MIXTRAL, 2, alone, state={"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "fp64"})
+    padded = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+    yield from of(MIXTRAL, 2, alone, recompute("moe_act"), state=padded | UNFUSED_ACTIVATION)
+    yield from of(OLMOE, 2, alone, num_microbatches=2, state=FUSED_GRADIENTS | {"moe_z_loss_coeff": 1e-3})
+    by_position = {"moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"}
+    yield from of(OLMOE, 2, alone, FULL, micro_batch_size=2, state=by_position | {"hidden_dropout": 0.1})
+    yield from of(QWEN, 2, alone, recompute("layernorm", "moe_act"),
+                  state=LOW_PRECISION | FUSED_GRADIENTS | {"moe_router_dtype": "fp64"})  # fmt: skip
+    # The cross entropy beside a teacher's loss, and rows of several sequences.
+    yield from of(LLAMA_1B, 4, alone, num_microbatches=3, state=GKD | beside | {"teacher_model": "llama-3.2-1b"})
+    yield from of(QWEN_4B, 4, alone, state=GKD | beside)
+    yield from of(QWEN_4B, 4, alone, FULL, num_microbatches=2, state=GKD | beside | {"gkd_logits_topk": 64})
+    yield from of(LLAMA_1B, 4, alone, micro_batch_size=2, state=GKD | beside)
+    yield from of(LLAMA, 4, alone, state=KL | beside | {"logit_kl_topk": 512})
+    yield from of(LLAMA_1B, 4, alone, micro_batch_size=2, state=KL)
+    yield from of(LLAMA_1B, 4, alone, micro_batch_size=2, num_microbatches=2, state=KL | beside)
+    yield from of(LLAMA_3B, 4, alone, FULL, num_microbatches=3, state=FUSED_GRADIENTS | FUSED_LOSS)
+
+
+FUSED_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+PER_TOKEN = {"calculate_per_token_loss": True}
 
 
 def defaults_of_frameworks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

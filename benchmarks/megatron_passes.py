@@ -64,11 +64,12 @@ def forward_of(state: dict[str, Any], reference: list[GPTModel], chunks: list[An
     if state.get("num_labels"):
         return _of_head
     if state.get("loss") == "jsd":
-        return _Distillation(reference[0] if reference else None, state.get("gkd_logits_topk"))
+        k, beside = state.get("gkd_logits_topk"), state.get("lm_loss_beside", False)
+        return _Distillation(reference[0] if reference else None, k, beside)
     if state.get("reference_model", "none") == "none":
         return _of_language_model
     if state.get("loss") == "logits_kl":
-        return partial(_distilled, reference[0])
+        return partial(_distilled, reference[0], state.get("logit_kl_topk"), state.get("lm_loss_beside", False))
 
     def with_reference(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
         given, labels = _inputs(data)
@@ -105,7 +106,7 @@ def _inputs(data: Iterator[dict[str, torch.Tensor]]) -> tuple[tuple[Any, ...], t
 
 def _of_language_model(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
     given, labels = _inputs(data)
-    return chunk(*given, labels=labels), mean_loss
+    return chunk(*given, labels=labels), sum_and_number if chunk.config.calculate_per_token_loss else mean_loss
 
 
 def _of_head(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
@@ -113,11 +114,13 @@ def _of_head(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch
     return chunk(*given), lambda values: mean_loss((values - 1).square())
 
 
-def _distilled(teacher: GPTModel, data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Takes the output layers' outputs by hooks, as Model Optimizer does; the language model's loss is zeros."""
+def _distilled(
+    teacher: GPTModel, k: int | None, beside: bool, data: Iterator[dict[str, torch.Tensor]], chunk: Any
+) -> tuple[torch.Tensor, Any]:
+    """Takes the output layers' outputs by hooks, as Model Optimizer does; the language model's loss may be zeros."""
     given, labels = _inputs(data)
     student, outputs = chunk.module.module, []
-    with hooked((teacher, student), outputs):
+    with hooked((teacher, student), outputs, without_loss=(teacher,) if beside else (teacher, student)):
         with torch.no_grad():
             teacher(*given, labels=labels)
         of_student = chunk(*given, labels=labels)
@@ -125,25 +128,29 @@ def _distilled(teacher: GPTModel, data: Iterator[dict[str, torch.Tensor]], chunk
     def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         of_teacher, own = outputs
         outputs.clear()
-        return mean_loss(per_token.float().mean() * 0 + logits_kl(own, of_teacher).transpose(0, 1).contiguous())
+        divergence = logits_kl(own, of_teacher) if k is None else kl_of_largest(own, of_teacher, k)
+        of_labels = per_token.float().mean() * (1 if beside else 0)
+        return mean_loss(of_labels + divergence.transpose(0, 1).contiguous())
 
     return of_student, loss
 
 
 @contextmanager
-def hooked(models: tuple[GPTModel, ...], outputs: list[torch.Tensor]) -> Iterator[None]:
-    """Notes the logits of each model in the block, in which the models' own losses are zeros."""
+def hooked(
+    models: tuple[GPTModel, ...], outputs: list[torch.Tensor], without_loss: tuple[GPTModel, ...]
+) -> Iterator[None]:
+    """Notes the logits of each model in the block, in which the own losses of some are zeros."""
     handles = [
         model.output_layer.register_forward_hook(lambda _, __, output: outputs.append(output[0])) for model in models
     ]
-    for model in models:
+    for model in without_loss:
         model.compute_language_model_loss = lambda labels, logits: torch.zeros_like(labels, dtype=logits.dtype)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for model in models:
+        for model in without_loss:
             del model.compute_language_model_loss
 
 
@@ -167,16 +174,26 @@ def logits_kl(own: torch.Tensor, of_teacher: torch.Tensor) -> torch.Tensor:
     return torch.sum(torch.nn.functional.kl_div(log_probs, target, reduction="none", log_target=True), dim=-1)
 
 
+def kl_of_largest(own: torch.Tensor, of_teacher: torch.Tensor, k: int) -> torch.Tensor:
+    """Returns each token's divergence, by the operations of Model Optimizer's ``TopKLogitsKLLoss`` on one rank."""
+    own, of_teacher = own.float() / 1.0, of_teacher.float() / 1.0
+    values, places = torch.topk(of_teacher, k, dim=-1)
+    log_probs = torch.log_softmax(torch.gather(own, dim=-1, index=places), -1)
+    target = torch.log_softmax(values, -1)
+    return torch.sum(torch.nn.functional.kl_div(log_probs, target, reduction="none", log_target=True), dim=-1)
+
+
 class _Distillation:
     """ms-swift's GKD: the teacher runs with all micro-batches before the first is trained.
 
     Args:
         teacher: None stands for a server, which sends the largest logits.
         k: How many of each token are compared; None compares all. On one rank.
+        beside: Whether the cross entropy is added (``sft_alpha``).
     """
 
-    def __init__(self, teacher: GPTModel | None, k: int | None) -> None:
-        self._teacher, self._k = teacher, k
+    def __init__(self, teacher: GPTModel | None, k: int | None, beside: bool) -> None:
+        self._teacher, self._k, self._beside = teacher, k, beside
 
     def begin_step(self, data: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
         """Returns the micro-batches, each with its teacher's logits."""
@@ -198,7 +215,17 @@ class _Distillation:
         batch = next(data)
         teacher = batch.pop("teacher")
         given, labels = _inputs(iter([batch]))
-        return chunk(*given), lambda logits: mean_loss(gkd_loss(logits, teacher, labels) / labels.numel())
+
+        def loss_of(logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = gkd_loss(logits, teacher, labels) / labels.numel()
+            if self._beside:
+                by_position = logits.transpose(0, 1).contiguous()
+                per_token = chunk.module.module.compute_language_model_loss(labels, by_position)
+                mask = labels != -100
+                loss = loss + 0.1 * ((per_token * mask).sum() / mask.sum().float())
+            return mean_loss(loss)
+
+        return chunk(*given), loss_of
 
 
 def gkd_loss(
@@ -235,3 +262,9 @@ def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Te
     """Returns the mean over the tokens, and what the schedule hands back."""
     loss = per_token.float().mean()
     return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
+
+
+def sum_and_number(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the sum over the tokens, their number, and what the schedule hands back."""
+    loss, number = per_token.float().sum(), torch.tensor(per_token.numel(), dtype=torch.int, device=per_token.device)
+    return loss, number, {"loss": loss.detach() / number}

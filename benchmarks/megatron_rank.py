@@ -60,7 +60,7 @@ _OPTIONS_OF_MODEL = {
     **{name: name for name in ("hidden_dropout", "attention_dropout", "attention_backend")},
     **{name: name for name in ("cp_comm_type", "transformer_impl")},
     **{name: name for name in ("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_permute_fusion")},
-    **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing")},
+    **{name: name for name in ("moe_router_fusion", "moe_router_force_load_balancing", "moe_router_dtype")},
     **{name: name for name in ("moe_token_dispatcher_type", "moe_token_drop_policy", "moe_expert_capacity_factor")},
     "moe_pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
     "tp_comm_overlap": "tp_comm_overlap",
@@ -308,7 +308,10 @@ def frozen_model(job: Job, config: TransformerConfig, chunk: Any) -> GPTModel:
     return frozen(gpt_model(teacher, transformer_config(teacher)), None)
 
 
-_OF_TEACHER = ("loss", "fp32_output", "reference_model", "teacher_model", "gkd_logits_topk")
+_OF_TEACHER = (
+    *("loss", "fp32_output", "reference_model", "teacher_model", "gkd_logits_topk", "logit_kl_topk"),
+    "lm_loss_beside",
+)
 
 
 def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
@@ -468,7 +471,7 @@ def take_step(job: Job, chunks: list[Any], optimizer: Any, forward: Forward) -> 
         model=chunks,
         num_microbatches=job.num_microbatches,
         seq_length=job.seq_length,
-        micro_batch_size=1,
+        micro_batch_size=job.micro_batch_size,
         forward_only=False,
     )
     synchronize()
@@ -486,12 +489,13 @@ def take_step(job: Job, chunks: list[Any], optimizer: Any, forward: Forward) -> 
 
 def batches(job: Job) -> Iterator[dict[str, torch.Tensor]]:
     """Yields a step's micro-batches on the host: the same random tokens in each, and on every rank."""
-    tokens = torch.randint(job.vocab_size, (1, job.seq_length + 1), generator=torch.Generator().manual_seed(SEED))
+    shape, generator = (job.micro_batch_size, job.seq_length + 1), torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(job.vocab_size, shape, generator=generator)
     for _ in range(job.num_microbatches):
         yield {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
-            "position_ids": torch.arange(job.seq_length).unsqueeze(0),
+            "position_ids": torch.arange(job.seq_length).repeat(job.micro_batch_size, 1),
         }
 
 

@@ -67,6 +67,8 @@ _OPTIONS_OF_STATE = (
     "moe_shared_expert_overlap",
 )
 """Fields of Megatron's config of the model that memlab has in its training state."""
+_WITHOUT_EFFECT = ("moe_router_bias_update_rate", "calculate_per_token_loss")
+"""Fields of Megatron's config that change no memory."""
 
 
 def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float) -> int:
@@ -256,7 +258,7 @@ def unknown_parts(job: dict[str, Any]) -> list[str]:
 
     if job["model"] not in ARCHITECTURES:
         return [job["model"]]
-    known = (*type(ARCHITECTURES[job["model"]]).__slots__, *_OPTIONS_OF_STATE, "moe_router_bias_update_rate")
+    known = (*type(ARCHITECTURES[job["model"]]).__slots__, *_OPTIONS_OF_STATE, *_WITHOUT_EFFECT)
     return [name for name in job["config"] if name not in known]
 
 
@@ -282,6 +284,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         num_layers=job["num_layers"],
         seq_length=job["seq_length"],
         num_microbatches=job["num_microbatches"],
+        micro_batch_size=job.get("micro_batch_size", 1),  # older lines do not have it
         layout=replace(Layout.from_text(job["layout"]), rank=rank),
         state=TrainingState.of_options(job["state"] | of_state),
         routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),

@@ -3,7 +3,8 @@
 Megatron's own is a number of functions that torch compiles (``megatron/core/fusions/fused_cross_entropy.py``). Two of
 them allocate more than their code shows: `native_predicted_logits` and `native_gradients` replace them. Transformer
 Engine's is Triton kernels, which `te_parallel_cross_entropy` replaces. An H200 allocated the same bytes in the same
-order (torch 2.11, megatron-core 0.16.1, Transformer Engine 2.12.0).
+order (torch 2.11, megatron-core 0.16.1, Transformer Engine 2.12.0), and the same peaks with the cross entropies of
+2.18.0 and 2.20.2.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.fusions import fused_cross_entropy
 
+from memlab.backends.simulated_version import imitated
 from memlab.meter.labels import one_kernel
 
 _eager_predicted_logits = one_kernel()(unwrap(fused_cross_entropy.calculate_predicted_logits))
@@ -72,14 +74,16 @@ def te_parallel_cross_entropy(
     Returns:
         The losses, fp32 [tokens, sequences].
     """
-    losses: torch.Tensor = _CrossEntropyInPlace.apply(logits, labels, group)
+    function = _CrossEntropyOfCopy if imitated().cross_entropy == "copies logits" else _CrossEntropyWithGradient
+    losses: torch.Tensor = function.apply(logits, labels, group)
     return losses
 
 
-class _CrossEntropyInPlace(torch.autograd.Function):
-    """``CrossEntropyFunction`` (``transformer_engine/pytorch/cross_entropy.py`` and ``triton/``, 2.12.0).
+class _CrossEntropyWithGradient(torch.autograd.Function):
+    """``CrossEntropyFunction`` (``transformer_engine/pytorch/cross_entropy.py`` and ``triton/``) up to 2.18.0.
 
-    Forward leaves the gradient where the logits were, in their type; backward multiplies it there.
+    Forward computes the gradient, up to 2.17 where the logits were and in their type, in 2.18 in fp32 beside them.
+    Backward multiplies it there.
     """
 
     @staticmethod
@@ -87,14 +91,17 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         ranks, num_tokens = group.size(), labels.numel()
         losses = logits.new_zeros(num_tokens, dtype=torch.float32)
         statistics = logits.new_zeros(num_tokens * _STATISTICS, dtype=torch.float32)
+        is_in_place = imitated().cross_entropy == "overwrites logits"
+        gradient = logits.detach() if is_in_place else torch.empty_like(logits, dtype=torch.float32)
         _fill_statistics(statistics.view(num_tokens, _STATISTICS), logits, labels, group.rank())
         if ranks > 1:
             of_all_ranks = logits.new_zeros(num_tokens * _STATISTICS * ranks, dtype=torch.float32)
             torch.distributed.all_gather_into_tensor(of_all_ranks, statistics, group=group)
         else:
             of_all_ranks = statistics
-        _replace_with_gradient(logits, labels, of_all_ranks.view(ranks, num_tokens, _STATISTICS), losses, group.rank())
-        ctx.save_for_backward(logits.detach())
+        of_ranks = of_all_ranks.view(ranks, num_tokens, _STATISTICS)
+        _fill_losses_and_gradient(losses, gradient, logits, labels, of_ranks, group.rank())
+        ctx.save_for_backward(gradient)
         return losses.view(labels.shape)
 
     @staticmethod
@@ -103,6 +110,38 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         gradient = gradient.contiguous()
         with one_kernel():
             of_logits.copy_(of_logits * gradient.unsqueeze(-1))
+        return of_logits, None, None
+
+
+class _CrossEntropyOfCopy(torch.autograd.Function):
+    """``CrossEntropyFunction`` since 2.19.0: forward copies the logits, backward writes the gradient over the copy."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+        ranks, num_tokens = group.size(), labels.numel()
+        copied = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        losses = logits.new_empty(num_tokens, dtype=torch.float32)
+        total = logits.new_empty((num_tokens, 2), dtype=torch.float32)
+        if ranks > 1:
+            # The fourth value of a token is for label smoothing.
+            statistics = logits.new_empty((num_tokens, _STATISTICS + 1), dtype=torch.float32)
+            _copy_and_fill_statistics(copied, statistics, logits, labels, group.rank())
+            of_all_ranks = logits.new_empty((ranks * num_tokens, _STATISTICS + 1), dtype=torch.float32)
+            torch.distributed.all_gather_into_tensor(of_all_ranks, statistics, group=group)
+            _fill_losses(losses, total, of_all_ranks.view(ranks, num_tokens, -1))
+        else:
+            _copy_and_fill_losses(copied, losses, total, logits, labels)
+        ctx.save_for_backward(copied, total, labels)
+        ctx.rank = group.rank()
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        of_logits, total, labels = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        with one_kernel():
+            _fill_gradient(of_logits, of_logits, labels, total, ctx.rank)
+            of_logits.mul_(gradient.unsqueeze(-1))
         return of_logits, None, None
 
 
@@ -118,16 +157,57 @@ def _fill_statistics(statistics: torch.Tensor, logits: torch.Tensor, labels: tor
 
 
 @one_kernel()
-def _replace_with_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, statistics: torch.Tensor, losses: torch.Tensor, rank: int
+def _copy_and_fill_statistics(
+    copied: torch.Tensor, statistics: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, rank: int
 ) -> None:
-    """Writes each token's loss, and the gradient over its logits (``cross_entropy_kernel``)."""
+    """Copies the logits and writes each token's statistics (``cross_entropy_tp_pre_kernel``)."""
+    copied.copy_(logits)
+    _fill_statistics(statistics, logits, labels, rank)
+
+
+@one_kernel()
+def _copy_and_fill_losses(
+    copied: torch.Tensor, losses: torch.Tensor, total: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Does for one rank what several do in two steps (``cross_entropy_forward_kernel``)."""
+    statistics = losses.new_empty((len(losses), _STATISTICS))
+    _copy_and_fill_statistics(copied, statistics, logits, labels, 0)
+    _fill_losses(losses, total, statistics.unsqueeze(0))
+
+
+@one_kernel()
+def _fill_losses_and_gradient(
+    losses: torch.Tensor,
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    statistics: torch.Tensor,
+    rank: int,
+) -> None:
+    """Writes each token's loss, and the gradient, which may be over its logits (``cross_entropy_kernel``)."""
+    total = losses.new_empty((len(losses), 2))
+    _fill_losses(losses, total, statistics)
+    _fill_gradient(gradient, logits, labels, total, rank)
+
+
+@one_kernel()
+def _fill_losses(losses: torch.Tensor, total: torch.Tensor, statistics: torch.Tensor) -> None:
+    """Writes each token's loss, and the maximum and the sum of exponentials of all ranks into `total` [tokens, 2]."""
     maximum = statistics[:, :, 0].amax(dim=0)
-    total = (statistics[:, :, 1] * (statistics[:, :, 0] - maximum).exp()).sum(dim=0)
-    losses.copy_(maximum + total.log() - statistics[:, :, 2].amax(dim=0))
-    rows = logits.view(-1, logits.shape[-1])
+    sums = (statistics[:, :, 1] * (statistics[:, :, 0] - maximum).exp()).sum(dim=0)
+    losses.copy_(maximum + sums.log() - statistics[:, :, 2].amax(dim=0))
+    total.copy_(torch.stack((maximum, sums), dim=1))
+
+
+@one_kernel()
+def _fill_gradient(
+    gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, total: torch.Tensor, rank: int
+) -> None:
+    """Writes the gradient of each token's loss by its logits, which may be where the gradient goes."""
+    maximum, sums = total.unbind(dim=1)
+    rows, inputs = gradient.view(-1, gradient.shape[-1]), logits.view(-1, logits.shape[-1])
     own, mine = _on_this_rank(labels, rows.shape[-1], rank)
-    rows.copy_((rows.float() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1))
+    rows.copy_((inputs.float() - maximum.unsqueeze(-1)).exp() / sums.unsqueeze(-1))
     rows.scatter_add_(1, own, -mine.to(rows.dtype).unsqueeze(1))
 
 

@@ -121,7 +121,11 @@ class _LogSumExp(torch.autograd.Function):
         values, result = ctx.saved_tensors
         if not ctx.keepdim:
             gradient, result = gradient.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
-        return (values - result).exp().mul(gradient), None, None
+        # torch computes one expression of C++, whose parts are there until it ends (``logsumexp_backward`` in
+        # torch/csrc/autograd/FunctionsManual.cpp, 2.11 and 2.13).
+        shifted = values - result
+        exponentials = shifted.exp()
+        return exponentials.mul(gradient), None, None
 
 
 _TOPK_THREADS, _TOPK_DIGITS, _TOPK_REGISTERS, _TOPK_MOST_VALUES, _TOPK_LEAST_VALUES = 256, 256, 40, 64, 4

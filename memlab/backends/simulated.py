@@ -177,21 +177,35 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{block}.te_checkpoint": _checkpoint_around_layers,
         f"{recompute}.te_checkpoint": _checkpoint_around_layers,
         f"{engine}.te_checkpoint": _checkpoint_of_module,
-        "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,
+        "megatron.core.transformer.moe.moe_layer.te_checkpoint": _checkpoint_inside_layers,
     }
 
 
 def _checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
     """Replaces ``te_checkpoint`` in ``transformer_block.py`` and, since megatron-core 0.18, in ``recompute.py``."""
-    if imitated().sees_fp8_within_checkpoints:
-        return fake_fp8.checkpoint_inside_layers(*args, **kwargs)
-    return fake_fp8.checkpoint_around_layers(*args, **kwargs)
+    place: fake_fp8.Place = "inside layers" if imitated().sees_fp8_within_checkpoints else "around layers"
+    return fake_fp8.checkpointed(_as_seen(place, args), *args, **kwargs)
+
+
+def _checkpoint_inside_layers(*args: Any, **kwargs: Any) -> Any:
+    """Replaces ``te_checkpoint`` in ``moe_layer.py``."""
+    return fake_fp8.checkpointed(_as_seen("inside layers", args), *args, **kwargs)
 
 
 def _checkpoint_of_module(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``te_checkpoint`` in layers, and in those of multi-token prediction, which turn FP8 on within it."""
     is_extra = getattr(function, "__qualname__", "").startswith("MultiTokenPredictionLayer.")
-    return (_checkpoint_around_layers if is_extra else fake_fp8.checkpoint_inside_layers)(function, *args, **kwargs)
+    return (_checkpoint_around_layers if is_extra else _checkpoint_inside_layers)(function, *args, **kwargs)
+
+
+def _as_seen(place: fake_fp8.Place, arguments: tuple[Any, ...]) -> fake_fp8.Place | None:
+    """Returns where linears see a checkpoint in its first pass; None if they see none.
+
+    megatron-core 0.16.1 gives layers of multi-token prediction all tensors by name (``multi_token_prediction.py``), and
+    TE looks at positional ones: such a checkpoint is not recomputed, and its layer gets no gradients.
+    """
+    is_trained = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in arguments)
+    return place if is_trained or imitated().prepares_every_checkpoint else None
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:

@@ -42,10 +42,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ValueError: If it cannot be understood, or ``--as`` names a framework of another engine.
     """
 
-    def read(architecture: str | Architecture | None) -> Job:
-        return job_of(arguments.file, arguments, architecture=architecture, world_size=arguments.world_size)
+    def read(architecture: str | Architecture | None, *, fields_only: bool = True) -> Job:
+        ranks = arguments.world_size
+        return job_of(arguments.file, arguments, architecture=architecture, world_size=ranks, fields_only=fields_only)
 
-    job = read(arguments.architecture)
+    job = read(arguments.architecture, fields_only=False)
     if job.scenario is not None:
         check_engine_of(arguments.as_framework, job.scenario)
 

@@ -284,8 +284,10 @@ class Architecture:
         """Whether Transformer Engine gives its attention to flash-attn 2, whose keys and values have equal sizes.
 
         ``get_attention_backend`` in ``attention/dot_product_attention/utils.py`` (2.12.0 and 2.16.1) calls other sizes
-        MLA and disables flash-attn 2 for them. Megatron-Core 0.18.2 and 0.19.2 pad the values of packed rows, so that
-        the sizes are equal there (``multi_latent_attention.py``, ``pad_packed_values``); 0.16.1 and 0.17.1 do not.
+        MLA and disables flash-attn 2 for them; 2.17.1 and later pad keys or values (``_pad_qkv_head_dim`` in
+        ``dot_product_attention.py``), which memlab does not predict. Megatron-Core 0.18.2 and 0.19.2 pad the values of
+        packed rows, so that the sizes are equal there (``multi_latent_attention.py``, ``pad_packed_values``); 0.16.1
+        and 0.17.1 do not.
         """
         return not self.multi_latent_attention or self.qk_head_dim + self.qk_pos_emb_head_dim == self.v_head_dim
 
@@ -716,8 +718,13 @@ def published_architecture(name: str) -> Architecture | None:
     Args:
         name: Its name, ``OWNER/NAME`` on Hugging Face, or the path of a folder of such a name, in a cache too.
     """
-    plain = _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
+    plain = plain_name(name)
     return ARCHITECTURES.get(SAME_SIZES.get(plain, plain))
+
+
+def plain_name(name: str) -> str:
+    """Returns the last part of a model's name in small letters, without the words for variants of the same shapes."""
+    return _VARIANTS.sub("", model_name(name).lower().removeprefix("meta-"))
 
 
 def find_architecture(name: str | Path) -> Architecture:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from memlab.config.scenario import Scenario
+from memlab.config.validation import RuleError
 
 Sender = Literal["verl", "skyrl", "skyrl_broadcast", "nemo_rl", "nemo_rl_v1"]
 """Whose code gathers the weights of FSDP and sends them (`memlab.fitting.weight_sync`); SkyRL has another one for an
@@ -59,6 +60,15 @@ class TeacherPass:
     num_microbatches: int | None
     """Those of a step on each copy of the teacher, of all of which the device keeps the logits that are sent; None
     where the job does not say it, and the scenario's are taken."""
+
+    def __post_init__(self) -> None:
+        impl = self.scenario.state.cuda_graph_impl
+        if impl != "none":  # a graph has the addresses of the weights
+            raise RuleError(
+                f"cuda_graph_impl is {impl!r}, must be 'none' in the passes of a teacher, whose weights leave the "
+                "device after them: choose 'none'",
+                "cuda_graph_impl",
+            )
 
     def on_rank(self, rank: int) -> Scenario:
         """Returns what one rank runs, with at most as many micro-batches as fill the pipeline twice.

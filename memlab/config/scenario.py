@@ -652,8 +652,9 @@ class Scenario:
             raise RuleError(
                 f"attention_backend is 'flash', must be another one for {model.name}, whose heads of keys have "
                 f"{model.qk_head_dim + model.qk_pos_emb_head_dim} channels and those of values {model.v_head_dim}: "
-                "Transformer Engine refuses flash-attn 2 there, unless packed rows are padded, and memlab lacks "
-                "flash-attn 3: choose auto or fused, or pack rows with pad_packed_values",
+                "Transformer Engine before 2.17 refuses flash-attn 2 there, unless packed rows are padded, and memlab "
+                "predicts neither the padding of 2.17 nor flash-attn 3: choose auto or fused, or pack rows with "
+                "pad_packed_values",
                 *("attention_backend", "pad_packed_values"),
             )
         if self.state.apply_rope_fusion and model.rope_type != "yarn":

@@ -277,13 +277,11 @@ class TrainingState:
     """Model Optimizer's option of its distillation (a2fbac7b)."""
     lm_loss_beside: bool = option(
         False,
-        "compute the cross entropy too, and add it",
+        "with the losses logits_kl and jsd: compute the cross entropy too, and add it",
         **_LOSS_OF_FEW,
-        needs="loss",
-        needs_value="logits_kl",
     )
-    """Model Optimizer's ``skip_lm_loss`` off. Fused or not it keeps as much, and its own temporaries are not at a
-    peak."""
+    """Model Optimizer's ``skip_lm_loss`` off, or ms-swift's ``sft_alpha``. Fused or not it keeps as much, and its own
+    temporaries are not at a peak."""
     entropy_loss: bool = option(
         False,
         "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
@@ -843,6 +841,12 @@ class TrainingState:
                 f"entropy_loss is True, but only the losses {', '.join(HAVE_ENTROPY)} read it, and loss is "
                 f"{self.loss!r}: choose one of them, or leave entropy_loss out",
                 *("entropy_loss", "loss"),
+            )
+        if self.lm_loss_beside and self.loss not in COMPARE_WITH_TEACHER:
+            raise RuleError(
+                f"lm_loss_beside is True, but only the losses {' and '.join(COMPARE_WITH_TEACHER)} are computed beside "
+                f"the cross entropy, and loss is {self.loss!r}: choose one of them, or leave lm_loss_beside out",
+                *("lm_loss_beside", "loss"),
             )
         if self.fp32_output and self.loss == "cross_entropy":
             raise RuleError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from memlab.config.from_json import build
 from memlab.config.option import EngineName
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 
+CrossEntropy = Literal["overwrites logits", "gradient in fp32", "copies logits"]
 TITLES = {"transformer_engine": "Transformer Engine", "megatron_core": "megatron-core", "torch": "torch"}
 MEASURED_TOGETHER = (
     ("2.12", "0.16", "2.11"),
@@ -23,7 +24,7 @@ MEASURED_TOGETHER = (
 (labs/RESULTS.md)."""
 MEASURED = {name: tuple(sorted(set(releases))) for name, *releases in zip(TITLES, *MEASURED_TOGETHER, strict=True)}
 READ = {
-    "transformer_engine": ("2.13", "2.14", "2.15"),
+    "transformer_engine": ("2.13", "2.14", "2.15", "2.17", "2.18", "2.19"),
     "megatron_core": ("0.17",),
     "torch": ("2.10", "2.12", "2.13", "2.14", "2.15"),
 }
@@ -33,7 +34,10 @@ OLDER_FILES = {"transformer_engine": "2.12"}
 _FIRST_WITH_BF16_UPDATES, _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS = (2, 13), (2, 19)
 _FIRST_THAT_HOLDS_REPLACED_WEIGHTS, _LAST_THAT_KEEPS_TENSORWISE_SCALES = (2, 15), (2, 15)
 _FIRST_THAT_FREES_GATHERS = (2, 14)
-_LAST_WITH_A_BUFFER_FOR_EACH_RANK = (2, 16)
+_LAST_WITH_CROSS_ENTROPY_IN_PLACE, _FIRST_THAT_COPIES_LOGITS = (2, 17), (2, 19)
+_FIRST_THAT_FREES_QUANTIZED_GRADIENTS, _LAST_THAT_OVERWRITES_GRADIENTS_OF_SCORES = (2, 18), (2, 18)
+_LAST_THAT_PREPARES_EVERY_CHECKPOINT = (2, 19)
+_LAST_WITH_A_BUFFER_FOR_EACH_RANK, _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS = (2, 19), (2, 19)
 _RANKS_WITH_TWO_BUFFERS = 2
 _DIFFERENCES_OF_CORES = {
     frozenset({"0.16", "0.19"}): "49 steps with 0.19.2 peaked within 0.04 % of those with 0.16.1",
@@ -123,6 +127,44 @@ class Versions:
         return _numbers(self.transformer_engine) <= _LAST_THAT_KEEPS_TENSORWISE_SCALES
 
     @property
+    def cross_entropy(self) -> CrossEntropy:
+        """What Transformer Engine's cross entropy keeps for backward (``transformer_engine/pytorch/cross_entropy.py``).
+
+        Up to 2.17 it is the gradient, written over the logits. In 2.18 it is the gradient in fp32, beside the logits.
+        Since 2.19 it is a copy of the logits, which backward overwrites, and two fp32 values of each token;
+        ``overwrite_input`` would spare the copy, and Megatron up to 0.19 does not set it.
+        """
+        engine = _numbers(self.transformer_engine)
+        if engine <= _LAST_WITH_CROSS_ENTROPY_IN_PLACE:
+            return "overwrites logits"
+        return "copies logits" if engine >= _FIRST_THAT_COPIES_LOGITS else "gradient in fp32"
+
+    @property
+    def overwrites_gradients_of_scores(self) -> bool:
+        """Whether the softmax of unfused attention writes the scores' gradient over that of the probabilities.
+
+        ``scaled_masked_softmax_backward`` in ``csrc/extensions/softmax.cpp``; since 2.19.0 it makes a new tensor.
+        """
+        return _numbers(self.transformer_engine) <= _LAST_THAT_OVERWRITES_GRADIENTS_OF_SCORES
+
+    @property
+    def frees_quantized_gradients(self) -> bool:
+        """Whether a column-parallel linear in FP8 frees its output's quantized gradient before its norm's backward.
+
+        ``clear_tensor_data`` in ``module/layernorm_linear.py``, with sequence parallelism, since 2.18.0.
+        """
+        return _numbers(self.transformer_engine) >= _FIRST_THAT_FREES_QUANTIZED_GRADIENTS
+
+    @property
+    def prepares_every_checkpoint(self) -> bool:
+        """Whether linears prepare for a second pass of any checkpoint, also of one that autograd does not see.
+
+        Since 2.20.0 only if autograd runs and a tensor among the checkpoint's arguments needs a gradient
+        (``_CheckpointFunction`` in ``transformer_engine/pytorch/distributed.py``).
+        """
+        return _numbers(self.transformer_engine) <= _LAST_THAT_PREPARES_EVERY_CHECKPOINT
+
+    @property
     def keeps_freed_gathers(self) -> bool:
         """Whether torch may keep what a coalesced collective has sent after the program has freed it.
 
@@ -145,6 +187,24 @@ class Versions:
                 "the version of Transformer Engine decides what the update needs: Adam of 2.13 and later updates two "
                 f"bf16 moments in place, Adam of 2.12 {copies}"
             )
+        if state.cross_entropy_loss_fusion and state.cross_entropy_fusion_impl == "te":
+            lines.append(
+                "the version of Transformer Engine decides what its cross entropy keeps: 2.17 and earlier overwrite "
+                "the logits with their gradient, 2.18 keeps a gradient in fp32 beside them, 2.19 and later a copy of "
+                "them"
+            )
+        if state.attention_backend == "unfused":
+            lines.append(
+                "the version of Transformer Engine decides what unfused attention needs in backward: 2.19 and later "
+                "make the scores' gradient beside that of the probabilities"
+            )
+        copies_gradients = _numbers(self.transformer_engine) >= _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS
+        if state.cuda_graph_impl == "transformer_engine" and copies_gradients:
+            lines.append(
+                "the graphs of layers are predicted as Transformer Engine up to 2.18 replays them: "
+                f"{self.transformer_engine} returns copies of the gradients that a graph has for its parameters, and "
+                "needs up to those of one graph more"
+            )
         if state.reuse_grad_buf_for_mxfp8_param_ag:
             lines.append(
                 "the version of megatron-core decides what is kept beside MXFP8 parameters: 0.16 keeps all others "
@@ -153,8 +213,9 @@ class Versions:
         has_long_ring = context_parallel_size > _RANKS_WITH_TWO_BUFFERS and state.cp_comm_type == "p2p"
         if has_long_ring and _numbers(self.transformer_engine) > _LAST_WITH_A_BUFFER_FOR_EACH_RANK:
             lines.append(
-                "the ring of context parallelism is predicted as Transformer Engine 2.16 has it, with a buffer of keys "
-                f"and values for each rank: {self.transformer_engine} keeps two, and was measured on two ranks only"
+                "the ring of context parallelism is predicted as Transformer Engine up to 2.19 has it, with a buffer "
+                f"of keys and values for each rank: {self.transformer_engine} keeps two, and was measured on two ranks "
+                "only"
             )
         for name, title in TITLES.items():
             if getattr(self, name) in READ[name] and name != "torch":

@@ -75,10 +75,18 @@ def _asked(cell: nbformat.NotebookNode, values: Mapping[str, object]) -> list[nb
 
 
 def _text(node: ast.expr, values: Mapping[str, object]) -> str:
-    """Returns a text of a cell, with the values of the names in it."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
-    return "".join(f"{each.value if isinstance(each, ast.Constant) else values[ast.unparse(each)]}" for each in names)
+    """Returns a text of a cell, with the values of the names in it.
+
+    Raises:
+        ValueError: The text has a name whose value only a run of the lab would tell.
+    """
+    try:
+        return str(eval(compile(ast.Expression(node), "<lab>", "eval"), {}, dict(values)))  # noqa: S307  # a lab's text
+    except NameError as error:
+        raise ValueError(
+            f"{ast.unparse(node)}: the slides cannot ask this, because {error}: use the lab's parameters and names that"
+            " the cell itself sets to constants"
+        ) from error
 
 
 def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbformat.NotebookNode]:

@@ -16,10 +16,19 @@ KINDS = ("leak", "retention", "growth", "spike")
 """What a function that classifies a run may answer."""
 _UNSET = "a buffer has what the text names, and what your release has set by then: ask for it with getattr or hasattr"
 """What to do about an attribute that a buffer does not have."""
+_OF_MODEL = "model has the lists buffers and expert_parallel_buffers, and what your release has set by then"
+"""What to do about an attribute that the model does not have."""
+_SWAPPED = "your load frees the gradients: if it is the release, write check((release, load))"
+"""What to do if a load that nothing preceded frees everything, as a release does."""
 _IDLE = "your release frees no byte: empty the storage of each grad_data with resize_(0)"
 """What to do if the first release did nothing."""
 _OF_CURVE = "a step of this run has only static_bytes, peak_allocated_bytes and residual_bytes: judge by these"
 """What to do about an attribute that only a record has."""
+_OF_LOAD = (
+    "the size has to be stored before the storage is emptied, and in the same unit; a load calls resize_ with it, and "
+    "then zero_()"
+)
+"""What to do if a load does not give the gradients their memory back."""
 _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("without", False, 1.0))
 """The cases of a weight sync. Seconds that are read off the line of the first case are wrong in the second."""
 
@@ -46,7 +55,7 @@ class CodeCheck(Goals):
             ("load, before anything was released", lab.load, "the gradients are on the device: leave them as they are"),
             ("release", lab.offload, "Megatron keeps buffers in two lists: buffers and expert_parallel_buffers"),
             ("a second release right after it", lab.offload, "the storage is empty then, and so is its size"),
-            ("load", lab.load, "the size has to be stored before the storage is emptied, and in the same unit"),
+            ("load", lab.load, _OF_LOAD),
             ("a second load right after it", lab.load, "the storage has its size already"),
             ("another release", lab.offload, "compare with the first one"),
             ("another load", lab.load, "compare with the first one"),
@@ -58,12 +67,14 @@ class CodeCheck(Goals):
                     of_size = "a release stores the size and empties the storage, and writes nothing"
                     of_size = of_size if call == lab.offload else hint
                     # Other errors say themselves what to do.
-                    is_of_size, is_unset = "whose storage has" in error, "'_Buffer' object has no attribute" in error
-                    return self.goal(False, f"{what}: {error}", of_size if is_of_size else _UNSET if is_unset else "")
+                    known = {"whose storage has": of_size, "'_Buffer' object": _UNSET, "'_Model' object": _OF_MODEL}
+                    action = next((action for part, action in known.items() if part in error), "")
+                    return self.goal(False, f"{what}: {error}", action)
                 audit = lab.audit_residency()
                 if audit.complaints:
                     is_idle = call == lab.offload and audit.device_bytes("gradients") == num_bytes
-                    action = _IDLE if is_idle else hint
+                    is_swapped = call == lab.load and not audit.device_bytes("gradients") and hint != _OF_LOAD
+                    action = _IDLE if is_idle else _SWAPPED if is_swapped else hint
                     return self.goal(False, f"after {what}, the audit finds: {audit.complaints[0]}", action)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")
 

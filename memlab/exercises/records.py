@@ -439,6 +439,7 @@ class Attempt:
 _TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=4, or write Layout.from_text('TP4')"
 _TO_PYTHON = {
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
+    "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
     "'str' object has no attribute 'data_parallel_size'": _TO_LAYOUT,

@@ -12,6 +12,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import MOST_LAYERS
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
+from memlab.jobs.other_models import OtherModel
 
 _KINDS = {"llama-3.1-8b": 4, "qwen2.5-14b": 3, "qwen3-235b-a22b": 5, "deepseek-v3": 6}
 """Models of different kinds and sizes, with the layers that each chunk of the pipeline gets of them: what a job has
@@ -19,6 +20,8 @@ with all of them cannot come from one of them."""
 _OF_LATENT_ATTENTION = (
     "attention_backend {}: of models with latent attention, only where Transformer Engine has it with their sizes"
 )
+_OF_BF16 = ("grad_reduce_in_bf16",)
+"""What memlab reads otherwise in another type: in fp16, gradients are summed in fp16 or in fp32."""
 _NOT_OF_THE_JOB = {
     *("architecture", "num_layers", "routing", "expert_buffers", "seed", "versions"),
     *("layout", "state", "allocator"),  # parts of their own
@@ -31,6 +34,10 @@ class OfAnyModel:
 
     models: tuple[str, ...]
     """The models that memlab read the job with, in place of its own."""
+    model: dict[str, Any]
+    """What is known of the job's own model: its name, what memlab lacks of it, its fields and their source."""
+    is_own: bool
+    """Whether memlab read the job with its own model, and only lacks the type in which it computes."""
     values: dict[str, dict[str, Any]]
     """Fields of the layout, the workload, the training state, the allocator, the settings and the rollout."""
     depends_on_model: tuple[str, ...]
@@ -47,6 +54,7 @@ class OfAnyModel:
         """Returns all of it as JSON-ready values."""
         return {
             "models": list(self.models),
+            "model": self.model,
             **self.values,
             "depends_on_model": list(self.depends_on_model),
             "cannot_start": self.cannot_start,
@@ -56,12 +64,15 @@ class OfAnyModel:
         }
 
 
-def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | None:
-    """Reads a job that memlab cannot predict with models of different kinds in place of its own, and compares them.
+def of_any_model(job: Job, read: Callable[[Architecture | None], Job]) -> OfAnyModel | None:
+    """Reads a job that memlab cannot predict with models in place of its own, and compares them.
+
+    Where the model is known and memlab only lacks its layers, two models of its sizes take its place, else four of
+    different kinds and sizes.
 
     Args:
         job: Read with its own model.
-        read: Reads it with another one.
+        read: Reads its fields (`Job.read`) with another model, or with its own.
 
     Returns:
         None where there is nothing to add: memlab can predict the job, or it cannot start, or its model is not what
@@ -70,15 +81,23 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
     if job.scenario is not None or job.cannot_start is not None:
         return None
     given = {one.field: one.memlab_value for one in job.taken}
-    spreads_experts = (given.get("expert_model_parallel_size") or 1) > 1
-    models = [_in_place(name, layers, given) for name, layers in _KINDS.items()]
-    jobs = [read(model) for model in models if model.routes or not spreads_experts]
+    jobs = [read(None)] if job.precision else []
+    is_own = any(one.scenario is not None for one in jobs)
+    if not is_own:
+        jobs = [read(model) for model in _stand_ins(job.model, given)]
+    if not [one for one in jobs if one.scenario is not None]:
+        spreads_experts = (given.get("expert_model_parallel_size") or 1) > 1
+        models = [_in_place(ARCHITECTURES[name], layers, given) for name, layers in _KINDS.items()]
+        jobs = [read(model) for model in models if model.routes or not spreads_experts]
+    return _compared(job, jobs, TrainingState().options() | given, is_own=is_own)
+
+
+def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) -> OfAnyModel | None:
     started = [one for one in jobs if one.scenario is not None]
     tables = [_values(one) for one in started]
     names = list(dict.fromkeys((part, name) for table in tables for part, fields in table.items() for name in fields))
     values: dict[str, dict[str, Any]] = {}
     depends: list[str] = []
-    said = TrainingState().options() | given
     for part, name in names:
         found = [table[part][name] for table in tables if name in table[part]]
         # The provider of the only model that has such a part may set it otherwise than the job.
@@ -98,21 +117,54 @@ def of_any_model(job: Job, read: Callable[[Architecture], Job]) -> OfAnyModel | 
     latent = [one.required()[0].state.attention_backend for one in started if _is_latent(one)]
     backend = values.get("state", {}).get("attention_backend")
     doubts = [_OF_LATENT_ATTENTION.format(backend)] if backend is not None and {backend} < {backend, *latent} else []
+    if job.precision and started:
+        doubts.append(f"{job.precision}: the fields are those of the same job in bf16, but for the types")
+        values["workload"]["dtype"] = "fp16"
+        for name in _OF_BF16:
+            values["state"].pop(name, None)
     missing = [[replace(row, bound_bytes=None) for row in one.not_modelled] for one in compared]
     return OfAnyModel(
-        models=tuple(one.scenario.architecture.name for one in started if one.scenario is not None),
+        models=tuple(dict.fromkeys(one.scenario.architecture.name for one in started if one.scenario is not None)),
+        model=_fields_of(job),
+        is_own=is_own,
         values=values,
         depends_on_model=tuple(dict.fromkeys(depends)),
         cannot_start=cannot_start,
         questions=tuple(questions),
         not_modelled=tuple(_common(missing)),
-        warnings=(*doubts, *_common(one.warnings for one in compared)),
+        warnings=(*doubts, *filter(_is_of_job, _common(one.warnings for one in compared))),
     )
 
 
-def _in_place(name: str, layers: int, given: dict[str, Any]) -> Architecture:
-    """Returns a published model that is as deep as the job's pipeline needs, and that names no length of its own."""
-    model = ARCHITECTURES[name]
+def _is_of_job(warning: str) -> bool:
+    """Whether a warning says more than that another model took the place of the job's own."""
+    return not warning.startswith("--architecture ")
+
+
+def _fields_of(job: Job) -> dict[str, Any]:
+    """Returns what is known of the job's own model, with its name and the source of the rest."""
+    model = job.model
+    if model is None:
+        return {}
+    layers = [one.memlab_value for one in job.taken if one.field == "num_layers" and one.memlab_value is not None]
+    fields = model.all_fields() | ({"num_layers": layers[-1]} if layers else {})
+    return {"name": model.name, "lacks": model.lacks, "source": model.source, "fields": fields}
+
+
+def _stand_ins(model: OtherModel | None, given: dict[str, Any]) -> list[Architecture]:
+    if model is None:
+        return []
+    try:
+        models = model.stand_ins()
+    except ValueError:  # sizes of a file that no model has; whoever reads them for a prediction says so
+        return []
+    if "num_layers" in model.all_fields():
+        return list(models)
+    return [_in_place(one, layers, given) for layers, one in enumerate(models, start=4)]
+
+
+def _in_place(model: Architecture, layers: int, given: dict[str, Any]) -> Architecture:
+    """Returns a model that is as deep as the job's pipeline needs, and that names no length of its own."""
     chunks = (given.get("pipeline_model_parallel_size") or 1) * (given.get("virtual_pipeline_model_parallel_size") or 1)
     ends = [given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
     fixed = [end for end in ends if end is not None]

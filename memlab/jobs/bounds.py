@@ -47,20 +47,35 @@ def _whole_loss_bytes(scenario: Scenario) -> int:
 def _whole_softmax_bytes(scenario: Scenario) -> int:
     """Returns what log-probabilities and an entropy over the whole vocabulary take beside the chosen logits.
 
-    That is a second gradient of the logits in fp32, and six tensors of a chunk of 1,024 tokens
-    (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in nemo_rl/distributed/model_utils.py,
-    NeMo-RL 7ea279ab).
+    That is a second gradient of the logits in fp32, unless ``kl_type`` is ``forward``, three tensors of a chunk of
+    1,024 tokens, and two of the chosen logits (``ChunkedDistributedGatherLogprob`` and ``ChunkedDistributedEntropy`` in
+    nemo_rl/distributed/model_utils.py, NeMo-RL 7ea279ab).
     """
-    return 4 * _logits(scenario) + 6 * 4 * 1024 * scenario.outputs_of_a_token
+    chosen = _logits(scenario) // scenario.outputs_of_a_token * scenario.state.topk_logits_k
+    return 4 * _logits(scenario) + 3 * 4 * 1024 * scenario.outputs_of_a_token + 2 * 4 * chosen
 
 
 def _entropy_bytes(scenario: Scenario) -> int:
     """Returns what the entropy of the logits takes at most: four tensors like them, in fp32.
 
     These are a copy of the logits, their probabilities, and in backward the gradients of both and their sum
-    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026, and SkyRL's).
+    (``_VocabParallelEntropy`` in verl/utils/megatron/tensor_parallel.py, main of August 2026).
     """
     return 4 * 4 * _logits(scenario)
+
+
+def _entropy_of_skyrl_bytes(scenario: Scenario) -> int:
+    """Returns what SkyRL's entropy takes at most beside the log-probabilities.
+
+    With Megatron its chunks keep their probabilities, and each of their gradients is spread over all logits before it
+    is added to the others': two tensors like the logits in fp32 at the peak of backward. Where log-probabilities are
+    computed whole, they need no logits in backward, but the entropy keeps them: a third one
+    (``_VocabParallelEntropy`` and ``vocab_parallel_entropy_weighted_sum`` in
+    skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, a9564572).
+    """
+    if scenario.engine != "megatron":
+        return _entropy_bytes(scenario)
+    return (2 + (scenario.state.logprobs_chunk_size is None)) * 4 * _logits(scenario)
 
 
 def _padded_logits_bytes(scenario: Scenario) -> int:
@@ -319,7 +334,6 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "num_distributed_optimizer_instances": _unspread_optimizer_bytes,
     "overlap_p2p_comm": _received_ahead_bytes,
     "entropy_from_logits_with_chunking": lambda scenario: 4 * (1 + scenario.state.entropy_loss) * _logits(scenario),
-    "sft_alpha": lambda scenario: 8 * _logits(scenario),  # a softmax that is kept, and its gradient
     "zero_outside_topk": _whole_softmax_bytes,
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
@@ -339,9 +353,8 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
         ),
         _mask_bytes,
     ),
-    **dict.fromkeys(
-        ("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared", "use_entropy_loss"), _entropy_bytes
-    ),
+    **dict.fromkeys(("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared"), _entropy_bytes),
+    "use_entropy_loss": _entropy_of_skyrl_bytes,
     **dict.fromkeys(
         ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay"), _replayed_routing_bytes
     ),

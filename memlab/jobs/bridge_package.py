@@ -134,6 +134,7 @@ class BridgePackage:
                 f"{_TRAINING}.flex_dispatcher_backend.apply_flex_dispatcher_backend": _take_dispatcher,
                 "megatron.bridge.utils.cuda_graph.set_cuda_graph_modules": _take_graphs,
                 "megatron.bridge.models._deprecation.warn_deprecated_model": lambda *_, **__: None,
+                "typing.cast": lambda _, value: value,
                 **{
                     f"AutoBridge.{name}": lambda bridge, *_, **__: _model(bridge, follower.defaults[_MODEL])
                     for name in ("get_model_config", "to_megatron_provider", "to_megatron_config")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.architectures import Architecture, find_architecture, published_architecture
 from memlab.config.option import options_of
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
@@ -33,6 +33,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotMod
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
+from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model
 from memlab.jobs.teacher import with_teacher
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
@@ -61,6 +62,10 @@ class Job:
     """Why memlab cannot predict the job, in one line."""
     lacks: tuple[str, ...] = ()
     """What memlab does not have, where it refuses the job for that: its model, a kind of layer, or an engine."""
+    model: OtherModel | None = None
+    """What is known of the model of a job that memlab cannot predict."""
+    precision: str = ""
+    """Why memlab does not have the type in which the job computes."""
     at_least: dict[str, int] = None  # type: ignore[assignment]  # always given by `read`
     """Bytes by category that the rank that keeps the most has at least while the optimizer updates it, where memlab
     refuses a job of FSDP2 and knows its model; empty where it has a prediction, or knows of none."""
@@ -88,6 +93,7 @@ class Job:
         architecture: str | Path | Architecture | None = None,
         world_size: int | None = None,
         arguments: Iterable[str] | None = None,
+        fields_only: bool = False,
     ) -> Job:
         """Reads a job's file. Nothing in it is executed.
 
@@ -100,13 +106,15 @@ class Job:
             architecture: Replaces the job's own; None takes what the file says.
             world_size: Ranks of the job; None takes what the file says.
             arguments: What a script is started with, its ``$1`` and so on; None if that is not known.
+            fields_only: Reads a job that computes in a type that memlab lacks as one in bf16: the fields of the
+                result are the job's, and its memory is not.
 
         Raises:
             ValueError: If memlab cannot understand the file; the message names the line where it is known.
         """
         try:
             values = None if arguments is None else list(arguments)
-            return cls._read(Path(path), format_name, overrides, version, architecture, world_size, values)
+            return cls._read(Path(path), format_name, overrides, version, architecture, world_size, values, fields_only)
         except (ArithmeticError, RecursionError) as error:
             raise ValueError(
                 f"{Path(path).name}: a calculation with its values fails ({error}): correct its sizes"
@@ -122,6 +130,7 @@ class Job:
         architecture: str | Path | Architecture | None,
         world_size: int | None,
         arguments: list[str] | None,
+        fields_only: bool,
     ) -> Job:
         given = dict(_pair(text) for text in overrides)
         variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
@@ -143,16 +152,17 @@ class Job:
         try:
             framework.read(reading)
         except ValueError as error:
-            raise ValueError(framework.as_in_file(f"{error}")) from error
+            first = "".join(f"{cause}; " for cause in entries.causes[:1])
+            raise ValueError(framework.as_in_file(f"{first}{error}")) from error
         if world_size is not None:
             reading.values["world_size"] = world_size
-        job = _as_in_file(_built(cls, framework, reading, architecture), framework.as_in_file)
+        job = _as_in_file(_built(cls, framework, reading, architecture, fields_only), framework.as_in_file)
         missing = {one.key for one in job.not_modelled}
         for own_name, (_, table) in OF_OTHER_MODELS.items():
             # A second model's table has the name of the first one's, and what the second one is.
             if own_name.rpartition("-")[0] == framework.name and not missing.isdisjoint(table.decided_by):
                 again = [f"{key}={text}" for key, text in given.items()]
-                second = cls._read(path, own_name, again, version, None, world_size, arguments)
+                second = cls._read(path, own_name, again, version, None, world_size, arguments, fields_only)
                 if table.is_teacher:
                     job = with_teacher(job, second)
                     continue
@@ -241,12 +251,19 @@ def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> 
 
 
 def _built(
-    cls: type[Job], framework: Framework, reading: Reading, architecture: str | Path | Architecture | None
+    cls: type[Job],
+    framework: Framework,
+    reading: Reading,
+    architecture: str | Path | Architecture | None,
+    fields_only: bool,
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
     refused_fields: tuple[str, ...] = ()
+    model = _other_model(reading) if architecture is None else None
+    precisions = [] if fields_only else reading.blocked["precision"]
     try:
-        found = with_layer_pattern(reading, _architecture(reading, architecture))
+        lacking = [*reading.blocked["job"], *precisions]
+        found = with_layer_pattern(reading, _architecture(reading, architecture, lacking, model, framework))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
         _drop_shared_experts(reading, found)
@@ -305,6 +322,8 @@ def _built(
         refused_fields=refused_fields,
         not_supported=not_supported,
         lacks=tuple(dict.fromkeys(reading.lacks)),
+        model=model if scenario is None else None,
+        precision="; ".join(precisions),
         at_least=_least_kept(reading, architecture) if refuses else {},
         guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
         questions=tuple(dict.fromkeys(reading.questions)),
@@ -452,28 +471,67 @@ def _given_architecture(given: str | Path | Architecture) -> Architecture:
     return given if isinstance(given, Architecture) else find_architecture(given)
 
 
-def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
-    lacking = reading.refused + ([] if given is not None else reading.blocked)
+def _other_model(reading: Reading) -> OtherModel | None:
+    """Returns what is known of the job's model, where memlab lacks it or a part of it."""
+    name, values = reading.values.get("architecture"), reading.values
+    if not missing_sizes(values) or (name is None and values.get("num_layers") and values.get("hidden_size")):
+        return of_sizes(values, reading.path.stem)
+    if name is None or published_architecture(str(name)) is not None:
+        return None
+    return of_config(str(name), reading.path.parent) or other_model(str(name))
+
+
+def _architecture(
+    reading: Reading,
+    given: str | Path | Architecture | None,
+    lacking: list[str],
+    model: OtherModel | None,
+    framework: Framework,
+) -> Architecture:
+    language_model = None
+    if given is None:
+        language_model = _language_model(model, framework)
+        lacking = lacking + reading.blocked["model"] + ([] if language_model else reading.blocked["towers"])
     if lacking:
         reading.lacks += [phrase.partition(": ")[2] for phrase in lacking]
         raise ValueError(f"memlab does not have what the job asks for: {'; '.join(dict.fromkeys(lacking))}")
     if given is not None:
         architecture = _given_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)
-        if reading.blocked:
+        if replaced := reading.blocked["model"] + reading.blocked["towers"]:
             reading.warnings.append(
                 f"--architecture {architecture.name} is predicted in place of what memlab does not have: "
-                f"{'; '.join(dict.fromkeys(reading.blocked))}"
+                f"{'; '.join(dict.fromkeys(replaced))}"
             )
         return architecture
+    if model is not None and language_model is not None:
+        key = next(one.key for one in reading.taken if one.field == "architecture")
+        reading.miss(key, "more", f"the model has {model.lacks}: memlab predicts its language model alone")
+        return language_model
     try:
         return _own_architecture(reading)
-    except ValueError:
+    except ValueError as error:
+        if model is not None and model.lacks:
+            reading.lacks.append(model.lacks)
+            frozen = ", and Megatron-Bridge's provider freezes its language model" if model.predicted() else ""
+            raise ValueError(
+                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}{frozen}: memlab "
+                "names its fields and predicts nothing of it; give --architecture with a model like it for an estimate"
+            ) from error
         if reading.values.get("architecture") is not None and missing_sizes(reading.values):
             reading.lacks.append(f"the model {shortened(reading.values['architecture'])}")
         elif missing_sizes(reading.values):
             reading.assumed.append("the model")
         raise
+
+
+def _language_model(model: OtherModel | None, framework: Framework) -> Architecture | None:
+    """Returns the language model of the job's model, where memlab predicts it without the towers beside it."""
+    if model is None or framework.engine != "megatron":
+        return None
+    if model.frozen_by_bridge and framework.name != "ms-swift":  # ms-swift has its own providers (mcore-bridge)
+        return None
+    return model.predicted()
 
 
 def _own_architecture(reading: Reading) -> Architecture:

@@ -19,6 +19,7 @@ from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.registry import FRAMEWORKS, TABLES
 from memlab.jobs.job import Job
+from memlab.jobs.other_models import other_model
 
 Outcome = Literal["expressible", "bounded", "unbounded", "asked", "read", "refused", "cannot start", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -193,5 +194,8 @@ def _model(job: Job) -> str:
     known = published_architecture(names[-1])
     if known is not None:
         return known.family
+    other = other_model(names[-1])
+    if other is not None:
+        return other.family
     start = _MODEL.match(model_name(names[-1]).lower())
     return start[0].rstrip("-_ .") if start else "not named"

@@ -241,7 +241,8 @@ class Lab(Residency, Probes):
         """Changes what the next step trains on; the model stays as it is, and Megatron's offload manager starts over.
 
         A steady step then allocates what it would in a lab that was opened with this workload, apart from the rotary
-        angles of earlier sequence lengths, which Megatron keeps.
+        angles of earlier sequence lengths, which Megatron keeps, and from unsplit remainders: torch's FSDP2 allocates
+        Adam's moments in the first update, and they keep the blocks that were free then.
 
         Args:
             seq_length: Tokens in a sequence, or in a row of packed sequences, which keep their length; None keeps

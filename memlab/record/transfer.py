@@ -48,8 +48,11 @@ def check_groups(groups: tuple[str, ...]) -> None:
     unknown = [group for group in groups if group not in GROUPS]
     if unknown or not groups:
         action = "name at least one"
-        if any(isinstance(group, (list, tuple)) for group in groups):
+        if any(isinstance(group, (list, tuple, set, frozenset)) for group in groups):
             action = "give the names one by one, without a list"
+        elif any(not isinstance(group, str) for group in groups):
+            kinds = ", ".join(sorted({type(group).__name__ for group in unknown}))
+            raise ValueError(f"groups are of the type {kinds}, must be names, some of {', '.join(GROUPS)}")
         elif unknown:
             near = get_close_matches(str(unknown[0]).replace("_", " "), GROUPS, n=1)
             action = f"{unknown[0]!r} is none of them{f', write {near[0]!r}' if near else ''}"

@@ -128,6 +128,25 @@ def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
 
 
+@every_lab
+def test_every_lab_has_slides_with_the_questions_that_it_asks(path: Path) -> None:
+    lab = read_notebook(path)
+    shown = html.unescape(slides_of(lab))
+    asked = [text for cell in lab.cells for text in re.findall(r'\b(?:guess|quiz)\(\s*f?"([^"{]+)', cell.source)]
+    assert [text for text in asked if re.sub("[`*]", "", text) not in re.sub("<[^>]*>", "", shown)] == []
+
+
+def test_a_question_on_a_slide_has_the_values_of_what_it_names() -> None:
+    cells = [
+        nbformat.v4.new_code_cell("num_ranks: int = 2  # ranks", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell('micro = 4\nguess(f"With {micro * num_ranks} micro-batches?", "MiB")'),
+    ]
+    assert "With 8 micro-batches? (MiB)" in slides_of(nbformat.v4.new_notebook(cells=cells))
+    cells[1].source = 'micro = len(record)\nguess(f"With {micro} micro-batches?", "MiB")'
+    with pytest.raises(ValueError, match="the slides cannot ask this, because name 'micro' is not defined"):
+        slides_of(nbformat.v4.new_notebook(cells=cells))
+
+
 def test_slides_without_figures_ask_the_questions_and_point_at_nothing_that_is_not_there() -> None:
     page = slides_of(read_notebook(ROOT / "labs" / "03_activation_offload.ipynb"))
     shown = html.unescape(re.sub("<[^>]*>", "", page.partition('class="slides"')[2]))

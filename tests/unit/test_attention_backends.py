@@ -18,6 +18,7 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import (
     attention_backend_chosen,
     check_environment,
@@ -124,16 +125,22 @@ def allocations(line: Timeline, phase: str, at_least: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "forward", "num_backward"),
+    ("version", "tokens", "forward", "num_backward"),
     [
-        # ``torch.empty``, baddbmm and the softmax make scores; only its gradient is made, and overwritten.
-        (2048, [2, 2, 2], 1),
+        # ``torch.empty``, baddbmm and the softmax make scores; only its gradient is made, and overwritten up to 2.18.
+        ("2.18", 2048, [2, 2, 2], 1),
+        ("2.19", 2048, [2, 2, 2], 2),
         # Both of torch's softmax are fp32, then probabilities; the gradient of each is a tensor.
-        (16384, [2, 2, 4, 4, 2], 5),
+        ("2.16", 16384, [2, 2, 4, 4, 2], 5),
     ],
 )
-def test_the_scores_exist_as_often_as_in_transformer_engine(tokens: int, forward: list[int], num_backward: int) -> None:
-    with Lab("qwen3-moe-tiny", num_layers=1, seq_length=tokens, state=UNFUSED, backend="simulated") as lab:
+def test_the_scores_exist_as_often_as_in_transformer_engine(
+    version: str, tokens: int, forward: list[int], num_backward: int
+) -> None:
+    versions = Versions(transformer_engine=version)
+    with Lab(
+        "qwen3-moe-tiny", num_layers=1, seq_length=tokens, state=UNFUSED, versions=versions, backend="simulated"
+    ) as lab:
         line = lab.step().timeline
         scores = lab.scenario.architecture.num_attention_heads * tokens**2
     assert [size / scores for size in allocations(line, "forward", 2 * scores)] == forward

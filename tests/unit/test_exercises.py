@@ -506,6 +506,7 @@ GIVEN = {"manual_gc": True}
             lambda: MemorySettings() | {"recompute_granularity": "full"},  # type: ignore[operator]
             "write dataclasses.replace(settings, option=value)",
         ),
+        (lambda: setattr(MemorySettings(), "offload_parameters", True), "write dataclasses.replace(settings, option="),
         (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
         (lambda: Layout(pp=4), "write Layout.from_text('TP4')"),  # type: ignore[call-arg]
         (lambda: "TP4".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ import megatron.core
 import pytest
 import torch
 
-from memlab.backends import cuda
+from memlab.backends import cuda, simulated
 from memlab.backends.simulated import of_labs_before_0_4, of_the_cpu_backend
+from memlab.backends.simulated_version import imitating
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
@@ -27,6 +28,7 @@ from memlab.meter import kept_gathers
 from memlab.meter.labels import Labels
 from memlab.upstream.private_names import replaceable
 from memlab.views.text.record import record_table
+from memlab.vocabulary import PHASES, POOLS
 from tests.unit.inside import inside
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.refusal import refusal
@@ -275,6 +277,41 @@ def test_full_recompute_frees_column_wise_weights_only_of_the_blockwise_recipe()
                 inside(lab).worker.submit(lambda linear=weights: linear.quantize_weight(columnwise=False)).result()
             freed[recipe] = not weights._fp8_workspaces["weight"].columnwise
     assert freed == {"tensorwise": False, "blockwise": True}
+
+
+def test_from_2_20_on_a_checkpoint_prepares_for_a_second_pass_only_where_autograd_sees_a_trained_tensor() -> None:
+    trained, other = torch.ones(1, requires_grad=True), torch.ones(1)
+    for version, expected in (("2.19", "inside layers"), ("2.20", None)):
+        with imitating(Versions(transformer_engine=version)):
+            assert simulated._as_seen("inside layers", (None, trained)) == "inside layers"
+            # The layers of multi-token prediction of megatron-core 0.16.1 give their tensors by name.
+            assert simulated._as_seen("inside layers", (None, other)) == expected
+            with torch.no_grad():
+                assert simulated._as_seen("inside layers", (trained,)) == expected
+
+
+def test_from_2_18_on_a_norm_s_linear_frees_its_output_s_quantized_gradient_before_the_norm_s_backward() -> None:
+    tokens, live = 256, {}
+    for version in ("2.17", "2.18"):
+        with Lab(
+            "qwen3-moe-tiny",
+            num_layers=1,
+            seq_length=tokens,
+            layout=Layout(tensor_model_parallel_size=2),
+            state=fp8("blockwise"),
+            versions=Versions(transformer_engine=version),
+            backend="simulated",
+        ) as lab:
+            line, model = lab.step().timeline, lab.scenario.architecture
+        on_device = line.pool == POOLS.index("device")
+        sizes, module = line.delta_bytes[on_device], line.module[on_device]
+        linear = line.modules.index("decoder.layers.0.self_attention.linear_qkv")
+        in_backward = (line.phase[on_device] == PHASES.index("backward")) & (module == linear)
+        of_norm_weight = in_backward & (sizes == 512)
+        (live[version],) = sizes.cumsum()[of_norm_weight].tolist()
+    width = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels // 2
+    by_row_and_column = 2 * tokens * width
+    assert live["2.17"] - live["2.18"] == pytest.approx(by_row_and_column, rel=0.05)
 
 
 def test_experts_rows_are_padded_where_they_do_not_divide() -> None:

@@ -89,6 +89,14 @@ def test_a_cause_is_the_first_line(text: str, cause: str, tmp_path: Path, capsys
         assert str(error.value).startswith(f"run.sh: {cause}")
 
 
+def test_a_cause_stands_before_a_value_that_it_spoils(tmp_path: Path) -> None:
+    (path := tmp_path / "run.sh").write_text(
+        "megatron sft --model Qwen/Qwen3-8B \\ \n  --tensor_model_parallel_size 4\n"
+    )
+    with pytest.raises(ValueError, match=r"^line 2: .* correct line 1; line 1: model is "):
+        Job.read(path)
+
+
 def test_values_behind_two_dashes_are_the_script_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.sh"
     path.write_text(CAUSES["values that are not given"][0])

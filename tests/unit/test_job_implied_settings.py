@@ -553,9 +553,13 @@ def test_models_beside_the_policy_of_nemo_rl_have_nodes_of_their_own(
     """``setup`` in nemo_rl/algorithms/grpo.py at 7ea279ab."""
     cluster = (f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8")
     size = ("policy.train_global_batch_size=96", "policy.megatron_cfg.expert_model_parallel_size=1")
-    scenario, _ = nemo(tmp_path, *cluster, *overrides, *size).required()
+    job = nemo(tmp_path, *cluster, *overrides, *size)
 
-    assert scenario.layout.world_size == ranks
+    assert job.required()[0].layout.world_size == ranks
+    said = job.without_effect.get("on_policy_distillation.enabled", "")
+    if TEACHERS[0] in overrides:
+        assert said.startswith(f"the teachers have {nodes - ranks // 8} of the job's nodes for themselves")
+    assert "on_policy_distillation.enabled" not in {one.key for one in job.not_modelled}
 
 
 def test_nemo_rl_moves_the_optimizer_state_that_megatron_does_not_move_itself(tmp_path: Path) -> None:

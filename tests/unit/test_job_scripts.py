@@ -637,6 +637,23 @@ def test_an_exit_ends_the_shell_of_its_own(text: str) -> None:
     assert not script.warnings
 
 
+@pytest.mark.parametrize(
+    ("options", "is_followed"),
+    [
+        ("-N 2", True),
+        ("-N2 --wait -t 1:00:00", True),
+        ("--nodes 2 -W", True),
+        ("--nodes=2 job.sh", False),
+        ("-N 2 a b", False),
+    ],
+)
+def test_sbatch_reads_its_input_where_its_options_leave_no_file(options: str, is_followed: bool) -> None:
+    text = f"sbatch {options} <<'EOF'\nrun --a\nEOF"
+    script = read_script(text, Path("run.sh"), is_job=lambda words: words[:1] == ["run"])
+    commands = [[word for word, _ in command.words] for command in script.commands]
+    assert (["run", "--a"] in commands) is is_followed
+
+
 def test_what_nemo_rl_s_ray_sub_runs_is_the_job() -> None:
     def commands(text: str) -> list[list[str]]:
         script = read_script(text, Path("run.sh"), is_job=lambda words: words[:1] == ["run"])

@@ -612,7 +612,6 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "loss_fn",
         "ref_model",
         "entropy_coef",
-        "sft_alpha",
         "freeze_moe_router",
         "ref.megatron.param_offload",
         "padding_free",

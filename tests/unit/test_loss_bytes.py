@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,8 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memlab.config.architectures import find_architecture
+from memlab.config.scenario import Scenario
 from memlab.config.training_state import COMPARE_WITH_TEACHER, Loss, TrainingState
 from memlab.engines.megatron.losses import BY_SEQUENCE, LOSSES, LossFromLogits
+from memlab.jobs.bounds import BOUNDS
 from memlab.lab.lab import Lab
 from tests.unit.ranks import on_ranks
 
@@ -91,6 +96,37 @@ def bytes_of_logit(
             loss.backward()
             found["backward"] = storages.peak_since()
     return {name: num_bytes / prod(shape) for name, num_bytes in found.items()}
+
+
+BESIDE = [json.loads(line) for line in (ROOT / "labs/results/h200_teacher_loss_bytes.jsonl").read_text().splitlines()][
+    1:
+]
+
+
+def test_a_teacher_s_loss_needed_on_an_h200_what_memlab_s_does_beside_the_cross_entropy_too() -> None:
+    rows = [row for row in BESIDE if not row["has_bound"]]
+    assert len(rows) == 10
+    for row in rows:
+        assert row["memlab"] == pytest.approx(row["framework"], abs=0.0011), row["case"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [("zero_outside_topk", r" zero_outside_topk \w+"), ("use_entropy_loss", r" entropy loss \w+")]
+)
+def test_what_a_framework_s_loss_needed_beyond_memlab_s_is_within_its_bound(key: str, words: str) -> None:
+    without = {(row["case"], row["tokens"]): row["framework"] for row in ROWS}
+    rows = [row for row in BESIDE if re.search(words, row["case"])]
+    assert len(rows) == 8
+    shares = []
+    for row in rows:
+        model = replace(find_architecture("llama-3-tiny"), vocab_size=row["vocabulary"])
+        scenario = Scenario.of(model, seq_length=row["tokens"], state=TrainingState(**row["state"]))
+        alone = without[re.sub(words, "", row["case"]), row["tokens"]]
+        more = max(row["framework"][phase] - alone[phase] for phase in ("forward", "held", "backward"))
+        bound = BOUNDS[key](scenario)
+        assert bound is not None
+        shares.append(more * row["tokens"] * row["vocabulary"] / bound)
+    assert 0.9 < max(shares) <= 1
 
 
 def test_every_loss_needs_what_the_framework_s_own_needed_on_an_h200(open_lab: Callable[..., Lab]) -> None:

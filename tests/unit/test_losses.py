@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from memlab.backends.fused_cross_entropy import te_parallel_cross_entropy
+from memlab.backends.simulated_version import imitating
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER, READ_CHUNK_SIZE, Loss, TrainingState
+from memlab.config.versions import Versions
 from memlab.engines.megatron import losses
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
+from memlab.vocabulary import PHASES, POOLS
 from tests.unit.live import gradients_of_step
 from tests.unit.ranks import on_ranks
 
@@ -106,6 +109,19 @@ def test_tensor_ranks_subtract_the_entropy_together_as_one_rank_does(loss: str, 
         torch.testing.assert_close(gradient, whole.grad[:, :, 20 * rank : 20 * (rank + 1)])
 
 
+@pytest.mark.parametrize(("version", "beside"), [("2.17", []), ("2.18", [2]), ("2.19", [1]), ("2.20", [1])])
+def test_a_release_of_transformer_engine_decides_what_its_cross_entropy_has_beside_the_logits(
+    version: str, beside: list[int]
+) -> None:
+    """By hand, in multiples of the bf16 logits: ``cross_entropy_forward`` of each release. Backward returns bf16."""
+    line = predicted(TE, versions=Versions(transformer_engine=version)).timeline
+    multiples = line.delta_bytes / (2 * 4096 * 100_352)
+    made = (line.pool == POOLS.index("device")) & (multiples > 0.99)
+    in_forward, in_backward = (made & (line.phase == PHASES.index(phase)) for phase in ("forward", "backward"))
+    assert multiples[in_forward].round(2).tolist() == [1, *beside]
+    assert (multiples[in_backward].round(2) == 1).sum() == (version == "2.18"), "autograd's copy in bf16"
+
+
 def test_a_distillation_makes_as_many_logits_as_the_teacher_sends() -> None:
     """In fp32, of each token at least what is picked and its log-softmax."""
     with Lab("phi-4-tiny", num_layers=1, seq_length=4096, backend="simulated") as lab:
@@ -131,7 +147,9 @@ def test_the_entropy_keeps_and_makes_what_the_frameworks_keep_and_make() -> None
             assert beside.peak_phase == phase
 
 
-@pytest.mark.parametrize("how", ["te", "log-probabilities", "chunks", "one-hot chunks", "softmax", "log_softmax"])
+@pytest.mark.parametrize(
+    "how", ["te 2.17", "te 2.18", "te 2.19", "log-probabilities", "chunks", "one-hot chunks", "softmax", "log_softmax"]
+)
 def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, generator=generator)
@@ -146,7 +164,7 @@ def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
 
     def job(rank: int, group: Any) -> None:
         part = logits[:, :, 20 * rank : 20 * (rank + 1)].clone().requires_grad_()
-        if how == "te":
+        if how.startswith("te "):
             together = -te_parallel_cross_entropy(part * 1, labels, group)
         elif how in losses.LOSSES:
             together = -losses.LOSSES[how](part * 1, labels, group, None)
@@ -156,7 +174,8 @@ def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
         entropy = losses.entropy(part, group, 3 if how == "chunks" else None)
         of_ranks[rank] = together.detach(), entropy, *torch.autograd.grad(together, part, weights)
 
-    on_ranks(2, job)
+    with imitating(Versions(transformer_engine=how.removeprefix("te ")) if how.startswith("te ") else Versions()):
+        on_ranks(2, job)
     for rank, (of_labels, entropy, gradient) in of_ranks.items():
         torch.testing.assert_close(of_labels, expected.detach())
         torch.testing.assert_close(entropy, distribution.entropy().detach())

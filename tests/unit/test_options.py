@@ -113,7 +113,6 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
         "topk_logits_k": "only loss 'topk_logits' reads it",
         "gkd_logits_topk": "only loss 'jsd' reads it",
         "logit_kl_topk": "only loss 'logits_kl' reads it",
-        "lm_loss_beside": "only loss 'logits_kl' reads it",
         "entropy_chunk_size": "only loss 'vocab_parallel_cross_entropy' reads it",
         "reuse_grad_buf_for_mxfp8_param_ag": "only fp8_param_gather reads it",
         "overlap_param_gather_with_optimizer_step": "only overlap_param_gather reads it",

@@ -68,6 +68,39 @@ def test_all_jobs_of_dense_families_and_of_frameworks_defaults_were_measured() -
     assert sorted(DENSE) == sorted(measured[first:after])
 
 
+SWITCHES = {
+    row["name"]: row
+    for row in map(json.loads, (RESULTS / "h200_plain_megatron_switches.jsonl").read_text().splitlines())
+}
+"""Predicted before they were measured: the dense ones in numbers, those with experts by code committed before, with the
+rows that each expert got."""
+
+
+def test_all_jobs_with_small_switches_were_measured() -> None:
+    of_one_rank = [job.name for job in jobs() if job.num_ranks == 1]
+    first = of_one_rank.index(next(iter(SWITCHES)))
+    assert [*SWITCHES] == of_one_rank[first : first + len(SWITCHES)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "qwen2.5-3b 4 layers one rank x2 use_distributed_optimizer=False calculate_per_token_loss=True",
+        "qwen3-1.7b 4 layers one rank x1 of 2",
+        "qwen3-4b 4 layers one rank x1 loss=jsd",
+        "llama-3.2-1b 4 layers one rank x1 of 2 loss=logits_kl",
+        pytest.param("llama-3.2-1b 4 layers one rank x1 of 2 loss=jsd", marks=pytest.mark.slow),
+        pytest.param("mistral-7b-v0.3 4 layers one rank x1 of 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_predicted_step_has_the_small_switches_of_the_measured_one(words: str) -> None:
+    """The largest errors of all 21 rows are 0.007 % of the peak and 0.012 % of the start; half are below 0.0002 %."""
+    row = next(row for name, row in SWITCHES.items() if name.startswith(words))
+    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-6)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=7e-5)
+
+
 PASSES_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_passes.jsonl").read_text().splitlines()]
 
 
@@ -78,6 +111,7 @@ def test_all_jobs_with_heads_and_reference_models_were_measured() -> None:
         if {"num_labels", "reference_model"} & job.state.keys()
         and not {"loss", "fp8_format"} & job.state.keys()
         and not {"num_labels", "lora_rank"} <= job.state.keys()  # of these adapters, which have a file of their own
+        and job.name not in SWITCHES
     ]
     for ranks, measured in ((1, PASSES), (2, [row["name"] for row in PASSES_OF_TWO])):
         assert sorted(measured) == sorted(job.name for job in wanted if job.num_ranks == ranks)
@@ -124,7 +158,7 @@ TEACHERS_OF_TWO = [
 def test_all_jobs_that_distil_were_measured() -> None:
     for ranks, measured in ((1, [*TEACHERS]), (2, [row["name"] for row in TEACHERS_OF_TWO])):
         wanted = (job for job in jobs() if "loss" in job.state and "fp8_format" not in job.state)
-        assert measured == [job.name for job in wanted if job.num_ranks == ranks]
+        assert measured == [job.name for job in wanted if job.num_ranks == ranks and job.name not in SWITCHES]
 
 
 def test_a_predicted_rank_has_the_teacher_of_the_measured_one() -> None:

@@ -42,8 +42,16 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
         "asked",
         ("the file does not say the model",),
     ),
-    "b/read.slurm": (f"{SFT}Qwen/Qwen3.5-35B-A3B", "read", ("the model 'Qwen/Qwen3.5-35B-A3B'",)),
-    "b/refused.sh": (f"{SFT}Qwen/Qwen3.5-35B-A3B --some_flag 3", "refused", ("the model 'Qwen/Qwen3.5-35B-A3B'",)),
+    "b/read.slurm": (
+        f"{SFT}Qwen/Qwen3.5-35B-A3B",
+        "read",
+        ("layers of gated delta net beside attention whose output has a gate, and a vision tower",),
+    ),
+    "b/refused.sh": (
+        f"{SFT}Qwen/Qwen3.5-35B-A3B --some_flag 3",
+        "refused",
+        ("layers of gated delta net beside attention whose output has a gate, and a vision tower",),
+    ),
     "b/engine.sh": (
         "python -m verl.trainer.main_ppo model_engine=megatron2 actor_rollout_ref.model.path=Qwen/Qwen3-8B",
         "read",
@@ -117,7 +125,7 @@ def test_counts_are_by_framework_and_by_model_and_add_up(checkout: Path) -> None
     assert {name: sum(counts.values()) for name, counts in by_model.items()} == {
         "qwen3": 8,
         "qwen2": 1,
-        "qwen3.5": 2,
+        "qwen3_5_moe": 2,
         "not named": 2,
     }
     assert found.missing()["padding_free"] == 2

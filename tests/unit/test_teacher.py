@@ -129,19 +129,24 @@ def test_model_optimizer_s_largest_logits_need_what_its_function_does(ranks: int
         )
 
 
-def test_a_loss_beside_the_cross_entropy_needs_what_both_functions_do(open_lab: Callable[..., Lab]) -> None:
-    """As above: ``LogitsKLLoss`` beside ``vocab_parallel_cross_entropy`` of megatron-core 0.16.1."""
+@pytest.mark.parametrize(
+    ("state", "forward", "held", "backward"), [(KL, 34.002, 12.001, 16.001), (GKD, 45.002, 30.001, 41.0)]
+)
+def test_a_loss_beside_the_cross_entropy_needs_what_both_functions_do(
+    state: TrainingState, forward: float, held: float, backward: float, open_lab: Callable[..., Lab]
+) -> None:
+    """As above: ``LogitsKLLoss`` or ``gkd_loss`` beside ``vocab_parallel_cross_entropy`` of megatron-core 0.16.1."""
     lab = open_lab("phi-4-tiny", num_layers=1, seq_length=96)  # makes Megatron's groups
-    shape, model = (1, 1024, 8000), inside(lab).model.engine.live.chunk
-    labels, teacher = torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape, dtype=torch.bfloat16)
-    beside = TrainingState(**KL.changed(), lm_loss_beside=True)
+    shape, model = (1024, 1, 8000) if state is KL else (1, 1024, 8000), inside(lab).model.engine.live.chunk
+    labels, teacher = torch.zeros(1, 1024, dtype=torch.int64), torch.zeros(shape, dtype=torch.bfloat16)
+    beside = TrainingState(**state.changed(), lm_loss_beside=True)
 
     def compute(logits: torch.Tensor) -> torch.Tensor:
         own = partial(LossFromLogits(), logits, labels, beside, None, teacher)
         return _beside_cross_entropy(own, model, logits, labels, beside)
 
-    found = bytes_of_logit(compute, fp32=False, trains=True, shape=shape, there=teacher)
-    assert found == pytest.approx({"forward": 34.002, "held": 12.001, "backward": 16.001}, abs=0.15)
+    found = bytes_of_logit(compute, fp32=state.fp32_output, trains=True, shape=shape, there=teacher)
+    assert found == pytest.approx({"forward": forward, "held": held, "backward": backward}, abs=0.15)
 
 
 @pytest.mark.parametrize(("reference", "ranks", "most"), [("copy", 1, 256), ("copy", 2, 128), ("none", 2, 256)])
@@ -220,10 +225,11 @@ def test_a_loss_needs_what_the_framework_s_own_function_does(
         ("llama-3-tiny", TrainingState(**GKD.changed(), gkd_logits_topk=16)),
         ("llama-3-tiny", TrainingState(loss="jsd", fp32_output=True, gkd_logits_topk=16)),
         ("llama-3-tiny", TrainingState(**KL.changed(), logit_kl_topk=16, lm_loss_beside=True)),
+        ("llama-3-tiny", TrainingState(**GKD.changed(), lm_loss_beside=True)),
     ],
     ids=[
         *("the same model", "another one, beside adapters", "without adapters", "largest logits", "of a server"),
-        "largest logits beside cross entropy",
+        *("largest logits beside cross entropy", "beside cross entropy"),
     ],
 )
 def test_a_step_is_the_cpu_s_to_the_byte(model: str, state: TrainingState) -> None:
@@ -239,7 +245,8 @@ def test_a_step_is_the_cpu_s_to_the_byte(model: str, state: TrainingState) -> No
 
 def test_what_a_replay_leaves_out_changes_no_byte_of_a_step_with_a_teacher() -> None:
     options: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 4, "backend": "simulated"}
-    for state in (KL, GKD, TrainingState(**GKD.changed(), gkd_logits_topk=16)):
+    beside = TrainingState(**GKD.changed(), lm_loss_beside=True)
+    for state in (KL, GKD, beside, TrainingState(**GKD.changed(), gkd_logits_topk=16)):
         peaks = set()
         for replay in (True, False):
             with Lab("llama-3-tiny", state=state, replay=replay, **options) as lab:
@@ -323,6 +330,7 @@ def test_the_teacher_s_parameters_are_counted_with_all_its_layers() -> None:
         ({"reference_model": "copy", "teacher_model": "phi-4"}, "but loss is 'cross_entropy', and only logits_kl"),
         ({**KL.changed(), "lora": LoRA(rank=4)}, "must be 'without_adapters' there"),
         ({**KL.changed(), "logprobs_chunk_size": 8}, "only the losses logprobs"),
+        ({"lm_loss_beside": True}, "only the losses logits_kl and jsd are computed beside"),
     ],
 )
 def test_what_a_teacher_does_not_go_with_is_refused(values: dict[str, Any], words: str) -> None:
@@ -357,7 +365,7 @@ _OTHER = f"{_GKD} --lmbda 0 --teacher_model Qwen/Qwen3-32B"
         (
             f"{_OTHER} --offload_teacher_model true --sft_alpha 0.1",
             ("jsd", "copy", "Qwen/Qwen3-32B"),
-            {"rlhf_type": "less", "offload_teacher_model": "less", "sft_alpha": "more"},
+            {"rlhf_type": "less", "offload_teacher_model": "less"},
         ),
         (
             f"{_OTHER} --steps_per_generation 4 --beta 1",
@@ -413,13 +421,15 @@ def test_jobs_of_ms_swift_compare_with_the_largest_logits(text: str, reference: 
     assert {one.key: one.effect for one in job.not_modelled} == {"rlhf_type": "less"}
 
 
-def test_a_written_job_of_ms_swift_has_its_teacher(tmp_path: Path) -> None:
-    state = TrainingState(**GKD.changed(), teacher_model="Qwen/Qwen3-32B")
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_written_job_of_ms_swift_has_its_teacher(beside: bool, tmp_path: Path) -> None:
+    state = TrainingState(**GKD.changed(), teacher_model="Qwen/Qwen3-32B", lm_loss_beside=beside)
     scenario = Scenario.of("Qwen/Qwen3-8B", seq_length=1024, num_microbatches=2, state=state)
     new = written("ms-swift", scenario, MemorySettings())
     assert not {"loss", "reference_model", "teacher_model"} & new.unsaid.keys()
+    assert ("add --sft_alpha NUMBER" in new.unsaid.get("lm_loss_beside", "")) == beside
     path = tmp_path / "run.sh"
-    path.write_text(f"megatron rlhf {' '.join(new.lines)}")
+    path.write_text(f"megatron rlhf {' '.join(new.lines)}{' --sft_alpha 0.1' * beside}")
     again = Job.read(path).required()[0]
     assert again.state == state
     assert (again.seq_length, again.num_microbatches) == (1024, 2)

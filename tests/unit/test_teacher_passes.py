@@ -27,6 +27,7 @@ from memlab.lab.search_steps import stepping
 from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhases
 from tests.unit.ranks import on_ranks
+from tests.unit.test_loss_bytes import Storages
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results" / "h200_teacher_passes.jsonl"
 STATE = TrainingState(loss="topk_logits", topk_logits_k=16)
@@ -84,6 +85,17 @@ def test_a_simulated_logsumexp_has_torch_s_values_and_gradient() -> None:
     torch.testing.assert_close(found, wanted)
     own, of_torch = (torch.autograd.grad(each.square().sum(), values)[0] for each in (found, wanted))
     torch.testing.assert_close(own, of_torch)
+
+
+def test_a_simulated_logsumexp_s_backward_peaks_as_torch_s_does() -> None:
+    peaks = []
+    for compute in (logsumexp, torch.logsumexp):
+        values = torch.zeros(2, 64, 256, requires_grad=True)
+        result = compute(values, 0)
+        with Storages() as storages:
+            result.backward(torch.ones_like(result))
+        peaks.append(storages.peak)
+    assert peaks[0] == peaks[1]
 
 
 def peaks_of(scenario: Scenario, *, replay: bool = True) -> tuple[int, int | None]:
@@ -248,7 +260,8 @@ def test_a_teacher_with_dtensor_is_a_policy_of_its_own(tmp_path: Path) -> None:
     assert [one.effect for one in more if one.key == "distillation.topk_logits_k"] == ["more"]
     other = Job.read(tmp_path / "config.yaml", overrides=["teacher.dtensor_cfg.enabled=false"])
     assert other.rollout is not None and other.rollout.teacher is None
-    assert "teacher.model_name" in {one.key for one in other.not_modelled}
+    (named,) = (one for one in other.not_modelled if one.key == "teacher.model_name")
+    assert "give --format nemo-rl-teacher to predict the teacher alone" in named.reason
 
 
 def test_a_teacher_s_shards_are_on_the_device_in_its_passes_alone() -> None:
@@ -281,7 +294,7 @@ def test_what_leaves_the_device_for_nemo_rl_s_teacher(tmp_path: Path) -> None:
     [
         ("policy.generation.backend=megatron", "Megatron's own engine generates"),
         ("teacher.model_name=somebody/unknown", "somebody/unknown"),
-        ("teacher.megatron_cfg.enabled=false", "DTensor"),
+        ("teacher.megatron_cfg.enabled=false", "give --format nemo-rl-dtensor-teacher to predict the teacher alone"),
         (
             "teacher.megatron_cfg.defer_fp32_logits=false",
             "teacher.logprob_chunk_size is 256 without teacher.megatron_cfg",
@@ -294,6 +307,14 @@ def test_a_teacher_that_is_not_predicted_is_named_with_the_reason(override: str,
     (one,) = (one for one in job.not_modelled if one.key == "teacher.model_name")
     assert why in one.reason
     assert one.effect == "more"
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_graphs_of_a_teacher_whose_weights_leave_the_device_are_named(colocated: bool, tmp_path: Path) -> None:
+    job = nemo(tmp_path, "teacher.megatron_cfg.cuda_graph_impl=transformer_engine", colocated=colocated)
+    assert job.rollout is not None and job.rollout.teacher is not None
+    assert job.rollout.teacher.scenario.state.cuda_graph_impl == "none"
+    assert "teacher.megatron_cfg.cuda_graph_impl" in {one.key for one in job.not_modelled}
 
 
 def test_a_value_that_a_teacher_cannot_have_is_refused_by_its_own_key(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_defaults_were_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("transformer-engine", "2.11"), ("transformer-engine", "2.17"), ("torch", "3.0")]
+    ("flag", "value"), [("transformer-engine", "2.11"), ("transformer-engine", "2.21"), ("torch", "3.0")]
 )
 def test_a_version_that_memlab_never_looked_at_is_refused_in_a_prediction(
     flag: str, value: str, capsys: pytest.CaptureFixture[str]
@@ -85,6 +85,11 @@ def test_a_prediction_names_its_versions_and_says_where_they_decide() -> None:
     assert newer.remarks(TrainingState(), 2, core) == [], "two ranks have two buffers with either"
     assert newer.remarks(TrainingState(cp_comm_type="a2a"), 4, core) == [], "heads go around in no ring"
     assert Versions().remarks(TrainingState(), 4, core) == []
+    before = Versions(transformer_engine="2.19").remarks(TrainingState(), 4, core)
+    assert before == ["Transformer Engine 2.19 was read, and no step with it was measured"], "the ring changed in 2.20"
+    graphs = TrainingState(cuda_graph_impl="transformer_engine")
+    assert "those of one graph more" in newer.remarks(graphs, 1, core)[0]
+    assert Versions(transformer_engine="2.18").remarks(graphs, 1, core)[0].endswith("no step with it was measured")
     other = "0.19" if core.startswith("0.16") else "0.16"
     assert f"the code of megatron-core {core}, which is installed here" in table(
         Versions(megatron_core=other), TrainingState()

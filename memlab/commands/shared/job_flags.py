@@ -69,6 +69,7 @@ def job_of(
     *,
     architecture: str | Architecture | None = None,
     world_size: int | None = None,
+    fields_only: bool = False,
 ) -> Job:
     """Reads a job's file as the flags say.
 
@@ -85,6 +86,7 @@ def job_of(
         architecture=architecture,
         world_size=world_size,
         arguments=arguments.values_of_script,
+        fields_only=fields_only,
     )
 
 

@@ -222,7 +222,10 @@ def _forward_step(
         return _with_own_loss(live, model, *given, **named)
     if compares:
         # Model Optimizer runs it in each micro-batch (``_forward`` in modelopt/torch/distill/plugins/megatron.py).
-        teacher = teachers.popleft() if teachers else _of_reference_here(live, model, *given, **packed)
+        with _as_the_output_layer_makes_them(_frozen(live), own_labels, state) as given_labels:
+            teacher = (
+                teachers.popleft() if teachers else _of_reference_here(live, model, *given, **given_labels, **packed)
+            )
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         compute = partial(live.loss, logits, own_labels, state, lengths_of_rank, teacher)
@@ -233,7 +236,8 @@ def _forward_step(
         return logits.new_zeros(()), found
 
     # Without labels the model returns the logits.
-    logits = model(*given, **packed)
+    with _as_the_output_layer_makes_them(model.module, own_labels, state) as given_labels:
+        logits = model(*given, **given_labels, **packed)
     is_teacher = state.loss == "topk_logits" and not torch.is_grad_enabled()
     if teacher is not None and not model.module.post_process:
         assert isinstance(teacher, torch.Tensor), "hidden states"
@@ -242,18 +246,41 @@ def _forward_step(
     return logits, largest if is_teacher else mean_loss
 
 
+@contextmanager
+def _as_the_output_layer_makes_them(
+    module: Any, labels: torch.Tensor, state: TrainingState
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields the labels with which the model returns its logits as [tokens, sequences, vocabulary] in the block.
+
+    Model Optimizer takes them there by a hook, and the model computes its loss or zeros (``_forward`` and
+    ``_compute_student_lm_loss`` in modelopt/torch/distill/plugins/megatron.py, a2fbac7b). Without labels the model
+    puts sequences first, which copies the logits of several sequences: all other losses take these.
+    """
+    if state.loss != "logits_kl":
+        yield {}
+        return
+    name = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
+    with patched({name: lambda labels, logits: logits}, on=module):
+        yield {"labels": labels}
+
+
 def _beside_cross_entropy(
     compute: Callable[[], torch.Tensor], model: Any, logits: torch.Tensor, labels: torch.Tensor, state: TrainingState
 ) -> torch.Tensor:
     """Returns each token's loss, with the model's own cross entropy in training states that add it.
 
-    Model Optimizer's students compute it in their forward, before the other (``_compute_student_lm_loss`` in
-    modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
+    Model Optimizer's students compute it in their forward, before the other; ms-swift's GKD after it
+    (``_compute_student_lm_loss`` in modelopt/torch/distill/plugins/megatron.py, a2fbac7b; ``loss_func`` in
+    swift/megatron/trainers/gkd_trainer.py, 3602360).
     """
-    if not (state.lm_loss_beside and state.loss == "logits_kl" and torch.is_grad_enabled()):
+    if not (state.lm_loss_beside and torch.is_grad_enabled()):
         return compute()
-    loss: torch.Tensor = model.module.compute_language_model_loss(labels, logits.transpose(0, 1).contiguous())
-    return loss + compute()
+    if state.loss == "logits_kl":
+        of_labels: torch.Tensor = model.module.compute_language_model_loss(labels, logits)
+        return of_labels + compute().transpose(0, 1)
+    loss = compute()
+    of_labels = model.module.compute_language_model_loss(labels, logits.transpose(0, 1).contiguous())
+    return loss + of_labels
 
 
 def _with_own_loss(live: LiveModel, model: Any, *given: Any, **named: Any) -> tuple[torch.Tensor, Any]:

@@ -66,7 +66,7 @@ def require_resident(engine: Engine, groups: Collection[str] = GROUPS) -> None:
             raise ValueError(
                 f"{name} has {format_bytes(allocated)} of the {format_bytes(needed)} that it needs: a step would write "
                 "to memory that is not its own, so it did not run: first end the with block in which other "
-                "code than memlab's moves them, that of residency_fault or own_gradient_moves"
+                "code than memlab's moves them, such as residency_fault"
             )
 
 

@@ -8,7 +8,6 @@ attribute that the reader adds, such as ``grad_data_size``, would be read by meg
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +35,7 @@ class OwnGradientMoves(Residency):
         self._buffers = [(name, _Buffer(buffer)) for name, buffer in buffers]
         self._gradients = [buffer.gradients for _, buffer in self._buffers]
         self._release, self._load = release, load
-        self._model = SimpleNamespace()  # one for all calls: it keeps an attribute that a function adds
+        self._model = _Model()  # one for all calls: it keeps an attribute that a function adds
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
         """Offloads as always, and gradients by the reader's function.
@@ -88,6 +87,10 @@ class OwnGradientMoves(Residency):
 
 _LISTS = ("buffers", "expert_parallel_buffers")
 """The attributes of ``megatron.core.distributed.DistributedDataParallel`` with buffers."""
+
+
+class _Model:
+    """Stands in for DDP; it has its lists of buffers, and what the reader adds to it."""
 
 
 class _Buffer:

@@ -179,7 +179,7 @@ _OF_TEXT = ("gpt_step", "llm_step", "dsv4_step")
 """Names of steps that train on text (``scripts/training/recipe_runner.py``, main of August 2026)."""
 _OF_THE_COMMAND = (
     Missing("step_func", "more", "it is a step of models of images, video or sound, which memlab does not have",
-            lambda value: value not in (None, *_OF_TEXT), blocks=True),
+            lambda value: value not in (None, *_OF_TEXT), blocks=True, of="towers"),
     Missing("deterministic", "either", "deterministic kernels have other temporaries, and the loss is not fused"),
     Missing("packed_sequence", "either", "rows are packed sequences of a length that the recipe decides"),
 )  # fmt: skip
@@ -417,6 +417,7 @@ def _complete_gradients(reading: Reading) -> None:
         _take_mixed_precision(reading, values["mixed_precision"])
     elif reading.entries.get("mixed_precision.fp8") and "mixed_precision.fp8_recipe" not in reading.entries.by_key:
         reading.take("mixed_precision.fp8", "fp8_recipe", "tensorwise")  # the default there, unlike the model's
+    _drop_replaced_fp8(reading)
     _drop_replaced_reuse(reading)
     if "grad_reduce_in_bf16" not in values:
         reading.warnings.append(
@@ -449,6 +450,34 @@ def _switch_on_in_both(reading: Reading, option: str, *, default: bool) -> None:
 
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
+_OF_PRECISION: dict[str, tuple[tuple[str, ...], Any]] = {
+    "fp8_format": (("fp8",), None),
+    "fp8_recipe": (("fp8_recipe",), "tensorwise"),
+    "fp8_param_gather": (("fp8_param", "fp8_param_gather"), False),
+}
+"""Names and defaults of ``MixedPrecisionConfig`` (training/mixed_precision.py, 0.6.2)."""
+
+
+def _drop_replaced_fp8(reading: Reading) -> None:
+    """Drops what the model's section sets of FP8 beside a section ``mixed_precision`` that does not set it.
+
+    ``update_config_with_precision_overrides`` in training/mixed_precision.py (0.6.2 and 067f987d) replaces each of its
+    fields in the model, the optimizer and ``ddp`` when the job starts, also by a default.
+    """
+    given = {key.partition(".")[2] for key in reading.entries.by_key if key.startswith("mixed_precision.")}
+    if not given or reading.values.get("mixed_precision") is not None:
+        return
+    for field, (names, default) in _OF_PRECISION.items():
+        if not given.isdisjoint(names) or reading.values.get(field, default) == default:
+            continue
+        reading.values[field] = default
+        for one in [one for one in reading.taken if one.field == field and one.place != "default"]:
+            reading.taken.remove(one)
+            reading.without_effect[one.key] = "Megatron-Bridge replaces it by that of mixed_precision"
+            reading.warnings.append(
+                f"{one.key} {one.value} ({one.place}): mixed_precision replaces it by {default} when the job starts: "
+                f"give mixed_precision.{names[0]} for the job that was meant"
+            )
 
 
 def _drop_replaced_reuse(reading: Reading) -> None:
@@ -533,7 +562,7 @@ def _take_mixed_precision(reading: Reading, name: str) -> None:
     plain = name.replace("-", "_")
     place = reading.entries.by_key["mixed_precision"].place
     if plain.startswith("fp16_"):
-        reading.refused.append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
+        reading.blocked["precision"].append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
     elif plain not in _RECIPES:
         reading.warnings.append(
             f"{place}: memlab does not know the mixed_precision {shortened(name)} and takes what the other keys say: "

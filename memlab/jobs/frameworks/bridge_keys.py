@@ -12,6 +12,7 @@ from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, SIZES
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.other_models import other_model
 
 PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True, "moe_permute_fusion": True}
 """Every provider fuses the accumulation of gradients wherever Transformer Engine imports (``utils/fusions.py``), and
@@ -43,8 +44,25 @@ switch them off."""
 def complete_provider(reading: Reading, architecture: Architecture) -> None:
     """Takes what the provider of a family sets otherwise than Megatron-Core, where no key says it."""
     said = {one.field for one in reading.taken if one.place != "default" or one.memlab_value != _CORE.get(one.field)}
-    set_by_provider = _SET_BY_PROVIDER.get(architecture.family, {})
+    other = other_model(architecture.name)
+    if other is None:
+        set_by_provider = _SET_BY_PROVIDER.get(architecture.family, {})
+    else:
+        is_text_alone = bool(reading.entries.get("trainer.policy.language_model_only"))  # of SkyRL
+        set_by_provider = other.provider_of(architecture, is_text_alone=is_text_alone)
     reading.values.update({name: value for name, value in set_by_provider.items() if name not in said})
+    drop_fused_rope(reading, architecture)
+
+
+def drop_fused_rope(reading: Reading, architecture: Architecture) -> None:
+    """Takes the fused rotary embedding away where Megatron-Bridge switches it off."""
+    other = other_model(architecture.name)
+    if other is None or not other.fuses_no_rope or not reading.values.get("apply_rope_fusion"):
+        return
+    reading.values["apply_rope_fusion"] = False
+    reading.warnings.append(
+        "apply_rope_fusion is on, and Megatron-Bridge switches it off: tokens of this model have positions of images"
+    )
 
 
 def complete_trained_provider(reading: Reading, architecture: Architecture) -> None:

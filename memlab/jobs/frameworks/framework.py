@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
-from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Effect, Key, Missing, refusal
+from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Blocked, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
 
 Style = Literal["flags", "overrides"]
@@ -74,10 +75,8 @@ class Reading:
     not_modelled: list[NotModelled] = field(default_factory=list)
     without_effect: dict[str, str] = field(default_factory=dict)
     """Keys that memlab knows and that change nothing here, each with the reason."""
-    blocked: list[str] = field(default_factory=list)
-    """Why memlab does not have the job's model, in phrases."""
-    refused: list[str] = field(default_factory=list)
-    """Why memlab does not have what the job does, whatever its model is, in phrases."""
+    blocked: defaultdict[Blocked, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Why memlab cannot predict the job, in phrases, by what it does not have."""
     lacks: list[str] = field(default_factory=list)
     """As in `Job`."""
     warnings: list[str] = field(default_factory=list)
@@ -293,8 +292,7 @@ class Framework:
                 continue
             reading.not_modelled.append(NotModelled(missing.name, value, missing.effect, missing.reason, place))
             if missing.blocks:
-                phrases = reading.blocked if missing.is_of_model else reading.refused
-                phrases.append(f"{missing.name} {value} ({place}): {missing.reason}")
+                reading.blocked[missing.of].append(f"{missing.name} {value} ({place}): {missing.reason}")
 
     def ignores(self, key: str) -> bool:
         """Whether a key is known to change no memory of a training step."""

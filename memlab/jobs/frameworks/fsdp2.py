@@ -242,7 +242,7 @@ def block(reading: Reading, key: str, what: str, *, is_model: bool = False) -> N
     entry = reading.entries.by_key.get(key)
     reading.known.add(key)
     place = "" if entry is None else f" {entry.value} ({entry.place})"
-    (reading.blocked if is_model else reading.refused).append(f"{key}{place}: {what}")
+    reading.blocked["model" if is_model else "job"].append(f"{key}{place}: {what}")
 
 
 def check_family(reading: Reading, architecture: Architecture) -> None:

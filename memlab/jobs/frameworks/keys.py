@@ -26,6 +26,11 @@ class Conversion:
     write: Callable[[Any], Any]
 
 
+Blocked = Literal["model", "towers", "precision", "job"]
+"""What memlab does not have of a job: its model, which one that the user gives may replace; only the towers of its
+model, beside a language model; the type in which it computes; or what it does, whatever its model is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key of a framework that means one field of memlab."""
@@ -54,8 +59,8 @@ class Missing:
     """Whether a prediction without it would be of another model, or of another job."""
     default: Any = ABSENT
     """The framework's value if the file does not give the key; `ABSENT` where that is what memlab models."""
-    is_of_model: bool = True
-    """Of what blocks: whether a model that the user gives takes its place."""
+    of: Blocked = "model"
+    """Of what blocks: what memlab does not have."""
 
 
 def is_false(value: Any) -> bool:

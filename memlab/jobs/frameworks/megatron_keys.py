@@ -277,7 +277,7 @@ MISSING = (
     Missing("account_for_loss_in_pipeline_split", "either", "the loss counts as a layer of the last stage"),
     Missing("tp_comm_overlap", "more", "user buffers of Transformer Engine's overlap of tensor parallel communication"),
     Missing("fp4", "either", "matrices are multiplied in FP4"),
-    Missing("fp16", "either", "memlab computes in bf16 or fp32", blocks=True, is_of_model=False),
+    Missing("fp16", "either", "memlab computes in bf16 or fp32", blocks=True, of="precision"),
     Missing("deterministic_mode", "either", "deterministic kernels have other temporaries"),
     Missing("apply_residual_connection_post_layernorm", "either", "the norm's output is the residual"),
     Missing("rotary_interleaved", "either", "other pairs of elements are rotated, with other temporaries"),

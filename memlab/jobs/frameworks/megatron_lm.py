@@ -564,18 +564,18 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
     values = reading.values
     positions, normalization = values["position_embedding_type"], values["normalization"]
     if positions not in ("rope", "learned_absolute"):
-        reading.blocked.append(
+        reading.blocked["model"].append(
             f"positions {positions}: memlab has rope and learned_absolute (--position-embedding-type)"
         )
     if normalization not in ("RMSNorm", "LayerNorm"):
-        reading.blocked.append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
+        reading.blocked["model"].append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
     for flag in ("squared_relu", "openai_gelu"):
         if reading.get(flag):
-            reading.blocked.append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
+            reading.blocked["model"].append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
     if values.get("num_moe_experts") and not is_gated:
-        reading.blocked.append("no --swiglu: memlab's experts have a gate (--swiglu or --quick-geglu)")
+        reading.blocked["model"].append("no --swiglu: memlab's experts have a gate (--swiglu or --quick-geglu)")
     if values["quick_geglu"] and not values.get("num_moe_experts"):
-        reading.blocked.append("--quick-geglu: memlab's dense MLPs have SwiGLU or GELU")
+        reading.blocked["model"].append("--quick-geglu: memlab's dense MLPs have SwiGLU or GELU")
 
 
 def take_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:
@@ -684,6 +684,7 @@ ONLY_OF_MS_SWIFT = {
     "reference_model": "of the training jobs that memlab reads, only ms-swift's run a reference model in the step",
     "teacher_model": "of the training jobs that memlab reads, only ms-swift's name a teacher that is in the step",
     "gkd_logits_topk": "only ms-swift's GKD compares with the largest logits of a teacher that is in the step",
+    "lm_loss_beside": "of the training jobs that memlab reads, only ms-swift's add the cross entropy to another loss",
 }
 ONLY_OF_VERL_AND_SLIME = {
     "entropy_loss": "memlab has this entropy in the losses of verl and slime only",
@@ -695,9 +696,7 @@ _ONLY_OF_NEMO_RL = {
 }
 NO_MASK_OF_DATA_LOADER = {"create_attention_mask_in_dataloader": "only Megatron-LM's data loader makes these masks"}
 _OWN_LAYERS = {"transformer_impl": "memlab writes Megatron's own layers into jobs of Megatron-LM and slime only"}
-ONLY_OF_PROGRAMS = dict.fromkeys(
-    ("logit_kl_topk", "lm_loss_beside"), "only programs that use Model Optimizer's distillation say it"
-)
+ONLY_OF_PROGRAMS = {"logit_kl_topk": "only programs that use Model Optimizer's distillation say it"}
 ONLY_OF_MEGATRON_LM = NO_MASK_OF_DATA_LOADER | _OWN_LAYERS | NOT_WRITTEN | ONLY_OF_PROGRAMS
 OF_OTHER_FRAMEWORKS = ONLY_OF_MS_SWIFT | ONLY_OF_VERL_AND_SLIME | _ONLY_OF_NEMO_RL | ONLY_OF_MEGATRON_LM
 CANNOT_WRITE = (

@@ -215,7 +215,7 @@ FRAMEWORK_MISSING = (
     ),
     *frozen_parts(""),
     Missing("new_special_tokens", "more", "the vocabulary grows by these tokens", is_given),
-    Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
+    Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True, of="towers"),
     Missing("colocate_groups", "more", "the teacher's inference engine has the training's GPUs", is_given),
     Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
     Missing(
@@ -320,7 +320,9 @@ def _take_teacher(reading: Reading, student: Architecture) -> None:
     if get("beta", 0.5) in (0, 1):
         reading.miss("beta", "less", "the loss compares with one distribution in place of a mixture of both")
     if get("sft_alpha"):
-        reading.miss("sft_alpha", "more", "the cross entropy is computed beside it, and keeps a softmax in fp32")
+        # Not of answers that the student has generated (``loss_func``).
+        of_student = get("lmbda", 0.5) == 1 and get("use_vllm", default=True) is not False
+        reading.take("sft_alpha", "lm_loss_beside", value=not of_student)
     if (get("steps_per_generation") or 1) > 1 or is_given(get("generation_batch_size")):
         reading.miss("steps_per_generation", "more", "the teacher's logits of several steps are there together")
 
@@ -826,6 +828,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         reasons["seq_length"] = f"ms-swift pads rows to a multiple of {multiple} tokens"
     if (scenario.state.loss, scenario.state.fp32_output) not in _LOSSES:
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax and jsd of logits in fp32"
+    if scenario.state.lm_loss_beside:
+        reasons["lm_loss_beside"] = "the cross entropy beside GKD's loss has a factor: add --sft_alpha NUMBER"
     if scenario.state.loss == "jsd" and scenario.state.reference_model == "none":
         reasons["loss"] = "a teacher that is a server has an address: add --teacher_model_server ADDRESS"
     return reasons
@@ -908,7 +912,8 @@ MS_SWIFT = Framework(
         "pin_cpu_params": "ms-swift has no such key",
     },
     without_own_key=frozenset(("lora_library", "lora_enable_input_require_grads", "lora_dropout_position"))
-    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output", "reference_model")),
+    | frozenset(("dtype", "offload_gradients", "grad_reduce_in_bf16", "loss", "fp32_output", "reference_model"))
+    | frozenset(("lm_loss_beside",)),
     cannot_write_of=cannot_write,
     packs=_packs,
     check=lambda reading: check_backend(reading, "flash"),

@@ -9,11 +9,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from memlab.config.architectures import Architecture
 from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
-from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
+from memlab.jobs.frameworks.bridge_keys import REPLACED, drop_fused_rope, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -190,7 +191,7 @@ _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either",
             "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, blocks=True,
-            is_of_model=False),
+            of="job"),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
@@ -217,7 +218,7 @@ FRAMEWORK_MISSING = (
     Missing("policy.router_replay.enabled", "more", "the chosen experts of each token are kept, of all micro-batches"),
     Missing(f"{_GENERATION}.top_k", "either", _FILTERED_LOGITS, lambda value: value not in (None, -1, 0)),
     Missing(f"{_GENERATION}.top_p", "either", _FILTERED_LOGITS, lambda value: value not in (None, 1)),
-    Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True),
+    Missing("policy.is_vlm", "more", "memlab has no vision tower", blocks=True, of="towers"),
     # `memlab.jobs.frameworks.nemo_rl_teacher` predicts them where it can.
     Missing("teacher.model_name", "more", "the teacher's passes run between the steps, in processes of its own",
             is_given),
@@ -225,6 +226,11 @@ FRAMEWORK_MISSING = (
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
 )  # fmt: skip
+
+
+def _complete_model(reading: Reading, architecture: Architecture) -> None:
+    drop_frozen_parts(reading, architecture)
+    drop_fused_rope(reading, architecture)
 
 
 def complete(reading: Reading) -> None:
@@ -529,7 +535,7 @@ def complete_ranks(reading: Reading) -> int:
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
     is_one_node = nodes == 1
-    nodes, of_node = nodes - _nodes_of_teachers(reading), per_node
+    nodes, of_node = nodes - _take_nodes_of_teachers(reading), per_node
     if "reward_model" in {entry.value for key, entry in reading.entries.by_key.items() if _ENVIRONMENT.fullmatch(key)}:
         nodes -= 0 if is_one_node else _whole(reading, "env.reward_model.resources.num_nodes")
         of_node -= _whole(reading, "env.reward_model.resources.gpus_per_node") if is_one_node else 0
@@ -558,6 +564,21 @@ def _nodes_of_teachers(reading: Reading) -> int:
         names = list({model: name for name, model in reversed(models.items())}.values())
     of_all = _whole(reading, f"{section}.default_teacher_cfg.num_nodes", 1)
     return sum(_whole(reading, f"{section}.teacher_overrides.{name}.num_nodes", of_all) for name in names)
+
+
+def _take_nodes_of_teachers(reading: Reading) -> int:
+    """Returns the nodes of teachers, and says what they are where there are some.
+
+    The training gets a log-probability of each token from them (``OPDAdvantageEstimator``, 7ea279ab).
+    """
+    nodes, key = _nodes_of_teachers(reading), f"{_TEACHERS}.enabled"
+    if nodes:
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.without_effect[key] = (
+            f"the teachers have {nodes} of the job's nodes for themselves, and send the training one number for each "
+            "token: memlab predicts the ranks of the other nodes"
+        )
+    return nodes
 
 
 def _whole(reading: Reading, key: str, default: int = 0) -> int:
@@ -684,7 +705,7 @@ NEMO_RL = Framework(
     | model_without_effect(_OVERRIDES)
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,
-    complete_of_model=drop_frozen_parts,
+    complete_of_model=_complete_model,
     check=check,
     compose=compose,
     configurations=("grpo_math_1B",),

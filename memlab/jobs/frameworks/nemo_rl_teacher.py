@@ -55,7 +55,11 @@ def complete_dtensor(reading: Reading) -> None:
     """Derives what a DTensor policy's keys mean in such passes: each micro-batch's logits go to the host at once."""
     _take_rows(reading)
     if not chooses_dtensor({key: entry.value for key, entry in reading.entries.by_key.items()}):
-        reading.questions.append("the teacher has Megatron's engine, and the student DTensor's")
+        reading.questions.append(
+            "the teacher has Megatron's engine, and the student DTensor's, which memlab does not predict together: "
+            "give --format nemo-rl-teacher to predict the teacher alone, or --set teacher.megatron_cfg.enabled=false "
+            "and --set teacher.dtensor_cfg.enabled=true for a teacher with DTensor"
+        )
     NEMO_RL_DTENSOR.complete(reading)
     reading.not_modelled = [one for one in reading.not_modelled if not one.key.startswith(_OF_TRAINING)]
 
@@ -78,6 +82,8 @@ def complete(reading: Reading) -> None:
     chunk = values["logprobs_chunk_size"]
     NEMO_RL.complete(reading)
     values["logprobs_chunk_size"] = chunk
+    # The weights leave the device after the passes, wherever the job generates (``distillation_train``).
+    values["offload_parameters"] = True
     passes = reading.most_micro_batches
     if reading.rollout is None or passes == 0:
         return
@@ -98,14 +104,22 @@ _KEYS = (
 )
 
 
+_ENGINE = "policy.megatron_cfg.enabled"
+_WITHOUT_MEGATRON = (
+    "a teacher with DTensor beside a student with Megatron's engine, which memlab does not predict together: give "
+    "--format nemo-rl-dtensor-teacher to predict the teacher alone, or --set teacher.megatron_cfg.enabled=true"
+)
+
+
 def _of_teacher(policy: Framework, name: str, title: str, complete: Callable[[Reading], None]) -> Framework:
     """Returns the format of the teacher beside a policy's: what only training reads has no effect on it."""
     of_training = {row.name for row in policy.missing if row.name.startswith(_OF_TRAINING)}
+    missing = (row for row in policy.missing if row.name not in of_training)
     return replace(
         policy,
         name=name,
         title=title,
-        missing=tuple(row for row in policy.missing if row.name not in of_training),
+        missing=tuple(replace(row, reason=_WITHOUT_MEGATRON) if row.name == _ENGINE else row for row in missing),
         without_effect=policy.without_effect | of_training,
         decided_by=("teacher.model_name",),
         keys=(*policy.keys, *_KEYS),

@@ -96,7 +96,9 @@ def complete(reading: Reading) -> None:
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
-        reading.refused.append(f"trainer.strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
+        reading.blocked["job"].append(
+            f"trainer.strategy {strategy}: memlab predicts this framework's jobs with Megatron only"
+        )
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     note_replaced_values(reading, "trainer.policy.model_config_kwargs")
     note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")

@@ -69,7 +69,7 @@ def complete(reading: Reading) -> None:
     complete_skyrl_adapters(reading, "model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
-        reading.refused.append(f"strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
+        reading.blocked["job"].append(f"strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     if not any(key.startswith(f"{_MEGATRON}.") for key in reading.entries.by_key):
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):

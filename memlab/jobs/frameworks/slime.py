@@ -126,9 +126,9 @@ FRAMEWORK_MISSING = (
     Missing("rollout_top_p", "more", "a mask and one more copy of the logits leave out what was not sampled from",
             other_than(1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
-    Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True, is_of_model=False),
+    Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True, of="job"),
     Missing("train_backend", "either", "memlab predicts this framework's jobs with Megatron only",
-            lambda value: value != "megatron", blocks=True, is_of_model=False),
+            lambda value: value != "megatron", blocks=True, of="job"),
 )  # fmt: skip
 
 

@@ -287,7 +287,7 @@ def check_engine(reading: Reading) -> None:
     if not is_chosen:
         _note_unchosen(reading)
     if engine not in (None, "megatron"):
-        reading.refused.append(f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only")
+        reading.blocked["job"].append(f"model_engine {engine}: memlab predicts verl's jobs with Megatron and FSDP only")
 
 
 def _note_unchosen(reading: Reading) -> None:

@@ -36,7 +36,9 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if chooses_fsdp({key: entry.value for key, entry in reading.entries.by_key.items()}):
         del values["model_engine"]
-        reading.refused.append("model_engine: the job trains with FSDP, and memlab predicts critics with Megatron only")
+        reading.blocked["job"].append(
+            "model_engine: the job trains with FSDP, and memlab predicts critics with Megatron only"
+        )
     else:
         check_engine(reading)
     values.setdefault("world_size", values.pop("nodes") * values.pop("ranks_per_node"))

@@ -61,7 +61,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     engine = values.pop("engine")
     if engine != "megatron":
-        reading.refused.append(
+        reading.blocked["job"].append(
             f"engine {engine}: memlab predicts this framework's jobs with Megatron only (engine=megatron)"
         )
     values.setdefault("world_size", values.pop("nodes") * values.pop("ranks_per_node"))

@@ -960,8 +960,26 @@ def _text_of_shell(words: list[str], stdin: Input | None) -> list[str]:
         is_read = place + 1 + len(options) == len(words) or "-s" in options
         if stdin is not None and is_started and is_read:
             return [stdin.rest()]
-    is_submitted = words[0].rpartition("/")[2] == "sbatch" and all(text.startswith("-") for text in words[1:])
+    is_submitted = words[0].rpartition("/")[2] == "sbatch" and not _of_sbatch(words[1:])
     return [stdin.rest()] if stdin is not None and is_submitted else []
+
+
+_WITHOUT_VALUE = re.compile(
+    r"-[HIOQVWhksv]+|--(hold|help|usage|version|verbose|quiet|wait|overcommit|no-kill|contiguous|(no-)?requeue|parsable"
+    r"|test-only|reboot|spread-job|use-min-nodes|oversubscribe|exclusive|ignore-pbs|immediate|get-user-env|nice|propagate"
+    r"|kill-on-invalid-dep|stepmgr)"
+)
+"""Options of ``sbatch`` whose next word is not their value (Slurm 25.05's manual page)."""
+
+
+def _of_sbatch(words: list[str]) -> list[str]:
+    """Returns the script that ``sbatch`` submits, with its arguments; nothing where it reads its input."""
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        option = words[place]
+        has_own_value = "=" in option or (option[1] != "-" and len(option) > 2)
+        place += 1 if has_own_value or _WITHOUT_VALUE.fullmatch(option) else 2
+    return words[place:]
 
 
 def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:

@@ -92,10 +92,17 @@ def _summary(job: Job) -> list[str]:
 
 def _of_any_model(common: OfAnyModel) -> list[str]:
     if common.cannot_start is not None:
-        return [f"with any model, this job cannot start as its file stands: {common.cannot_start}"]
+        whose = "" if common.model else "with any model, "
+        return [f"{whose}this job cannot start as its file stands: {common.cannot_start}"]
     if not common.values:
         return [f"with any model, memlab has to know this too: {question}" for question in common.questions]
-    lines = [f"of any model (the same with {', '.join(common.models)} in place of the job's own)"]
+    lines = _own_model(common.model) if common.model.get("fields") else []
+    if common.model and common.models == (common.model["name"],):
+        lines.append("of the job (read with models of its model's sizes; memlab predicts nothing of it)")
+    elif common.is_own:
+        lines.append("of the job (memlab predicts nothing of it)")
+    else:
+        lines.append(f"of any model (the same with {', '.join(common.models)} in place of the job's own)")
     for part in ("workload", "layout", "state", "allocator", "settings"):
         said = {name: v for name, v in common.values[part].items() if v not in (None, _OWN_DEFAULTS.get(name))}
         words = [name if value is True else f"{name} {_short(value)}" for name, value in said.items()]
@@ -104,6 +111,12 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
         lines += _wrapped(f"depends on the model: {', '.join(common.depends_on_model)}")
     lines += [f"  not modelled: {_named(one)}: {one.effect}: {one.reason}" for one in common.not_modelled]
     return lines + [f"  {warning}" for warning in common.warnings]
+
+
+def _own_model(model: dict[str, Any]) -> list[str]:
+    lacks = f", of which memlab does not have: {model['lacks']}" if model["lacks"] else ""
+    words = [name if value is True else f"{name} {_short(value)}" for name, value in model["fields"].items()]
+    return [f"of the model {model['name']}{lacks}", *_wrapped(", ".join(words)), f"  source: {model['source']}"]
 
 
 def _at_least(kept: dict[str, int]) -> list[str]:

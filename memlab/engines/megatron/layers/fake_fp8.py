@@ -317,6 +317,8 @@ class _NormLinear(torch.autograd.Function):
         del grad_entered, in_transfer
         entered.clear()
         normalised.clear()
+        if split.way == "column" and split.splits_sequence and layer.versions.frees_quantized_gradients:
+            grad.clear()
         grad_normalised = split.out_of_buffer(grad_normalised)
         grad_inputs, grad_norm_weight = torch.empty_like(inputs), torch.empty_like(norm_weight)
         allocate_workspace(inputs)
@@ -501,7 +503,8 @@ def _saved(ctx: Any) -> list[Any]:
     return [*tensors[: ends[0]], quantized]
 
 
-_checkpoint: Literal["around layers", "inside layers"] | None = None
+Place = Literal["around layers", "inside layers"]
+_checkpoint: Place | None = None
 """Which checkpoint's first pass runs: Megatron's around whole layers, or one inside a layer's FP8 context."""
 
 
@@ -515,18 +518,8 @@ def _asks_for_columns(layer: _Fp8Module) -> bool:
     return _checkpoint == "inside layers" or (_checkpoint == "around layers" and layer.recipe.spans_layers)
 
 
-def checkpoint_around_layers(*args: Any, **kwargs: Any) -> Any:
-    """Checkpoints whole layers as TE before 2.19 does."""
-    return _checkpointed("around layers", *args, **kwargs)
-
-
-def checkpoint_inside_layers(*args: Any, **kwargs: Any) -> Any:
-    """Replaces ``te_checkpoint`` in layers (``transformer_layer.py`` and ``moe_layer.py``), and all since TE 2.19."""
-    return _checkpointed("inside layers", *args, **kwargs)
-
-
-def _checkpointed(
-    place: Literal["around layers", "inside layers"],
+def checkpointed(
+    place: Place | None,
     function: Callable[..., Any],
     distribute_saved_activations: bool,
     get_rng_state_tracker: Any,
@@ -534,10 +527,20 @@ def _checkpointed(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoints as Megatron does without FP8: TE's `_CheckpointFunction` saves the same tensors."""
+    """Checkpoints as Megatron does without FP8: TE's `_CheckpointFunction` saves the same tensors.
+
+    Args:
+        place: Where it is, for `_asks_for_columns`; None tells the linears nothing of this checkpoint.
+        function: What is recomputed.
+        distribute_saved_activations: As in ``te_checkpoint``.
+        get_rng_state_tracker: As in ``te_checkpoint``.
+        tp_group: As in ``te_checkpoint``.
+        args: Of `function`. Only their gradients are computed.
+        kwargs: Of `function`.
+    """
 
     def run(*inputs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or place is None:
             return function(*inputs, **kwargs)
         with _first_pass(place):
             return function(*inputs, **kwargs)
@@ -546,7 +549,7 @@ def _checkpointed(
 
 
 @contextmanager
-def _first_pass(place: Literal["around layers", "inside layers"]) -> Iterator[None]:
+def _first_pass(place: Place) -> Iterator[None]:
     global _checkpoint  # noqa: PLW0603  # TE keeps it in the module too
     outer, _checkpoint = _checkpoint, place
     try:

@@ -298,7 +298,8 @@ class TorchAttention(torch.nn.Module):
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, group)
             return ring
         if self.config.attention_backend is AttnBackend.unfused:
-            return unfused_attention(query, key, value, self.softmax_scale, drop)
+            overwrites = self.config.memlab_versions.overwrites_gradients_of_scores
+            return unfused_attention(query, key, value, self.softmax_scale, drop, overwrites_gradients=overwrites)
         result: torch.Tensor = CausalAttention.apply(
             query, key, value, self.softmax_scale, drop, self.window, self._sinks()
         )

@@ -1,7 +1,7 @@
 """Attention that keeps its scores: Transformer Engine's ``UnfusedDotProductAttention``, step by step.
 
-After ``backends.py`` and ``softmax.py`` of ``transformer_engine/pytorch/attention/dot_product_attention`` (2.12.0) as
-they go for a causal mask, tensors [sequence, batch, heads, channels]. It is made of torch's own
+After ``backends.py`` and ``softmax.py`` of ``transformer_engine/pytorch/attention/dot_product_attention`` (2.12.0 to
+2.20.2) as they go for a causal mask, tensors [sequence, batch, heads, channels]. It is made of torch's own
 operations there too, so autograd saves here what it saves there: for each head the probabilities of every pair of
 tokens, and the keys and values repeated for each head. Only the softmax is TE's own kernel.
 """
@@ -20,12 +20,27 @@ _MASKED = -10000.0
 
 
 def unfused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, drop: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    drop: float = 0.0,
+    *,
+    overwrites_gradients: bool = True,
 ) -> torch.Tensor:
-    """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
+    """Attends causally from [sequence, batch, heads, channels].
 
     The scores and the probabilities have sequence x sequence elements for each head and sequence. Variables keep
     tensors until the function returns, as TE's do.
+
+    Args:
+        query: Of all heads.
+        key: Of as many heads or fewer.
+        value: As `key`.
+        scale: Of the scores.
+        drop: Probability of attention dropout.
+        overwrites_gradients: Whether backward writes the scores' gradient over that of the probabilities
+            (`Versions.overwrites_gradients_of_scores`).
 
     Returns:
         Shape [sequence, batch, heads * channels].
@@ -43,7 +58,7 @@ def unfused_attention(
     scores = torch.baddbmm(
         scores, query.transpose(0, 1), key.transpose(0, 1).transpose(1, 2), beta=0.0, alpha=scale
     ).view(batch, heads, tokens, tokens)
-    probabilities = torch.nn.functional.dropout(_softmax(scores, mask), drop)
+    probabilities = torch.nn.functional.dropout(_softmax(scores, mask, overwrites_gradients), drop)
     value = value.reshape(tokens, batch * heads, -1)
     probabilities = probabilities.view(batch * heads, tokens, tokens)
     context = torch.bmm(probabilities, value.transpose(0, 1)).view(batch, heads, tokens, -1)
@@ -63,10 +78,10 @@ def _causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
     return torch.logical_not((too_old <= 0) & ~(future < 0))
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _softmax(scores: torch.Tensor, mask: torch.Tensor, overwrites_gradients: bool) -> torch.Tensor:
     """Returns the probabilities [batch, heads, tokens, tokens] (``FusedScaleMaskSoftmax`` in softmax.py)."""
     if has_fused_softmax(scores.dtype, scores.shape[0] * scores.shape[1], scores.shape[-1]):
-        fused: torch.Tensor = MaskedSoftmax.apply(scores, mask)
+        fused: torch.Tensor = MaskedSoftmax.apply(scores, mask, overwrites_gradients)
         return fused
     exact = scores.float()  # in fp32 these are the scores themselves
     mask = torch.logical_or(mask, _kept_causal_mask(scores.shape[-1], scores.device))
@@ -88,23 +103,27 @@ def has_fused_softmax(dtype: torch.dtype, num_heads: int, tokens: int) -> bool:
 
 
 class MaskedSoftmax(torch.autograd.Function):
-    """``ScaledMaskedSoftmax``: saves its result, and overwrites the gradient of it (csrc/extensions/softmax.cpp).
+    """``ScaledMaskedSoftmax``: saves its result, and may overwrite the gradient of it (csrc/extensions/softmax.cpp).
 
     Without a mask it is the kernel that knows which keys come later, ``ScaledUpperTriangMaskedSoftmax``.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, scores: torch.Tensor, mask: torch.Tensor | None, overwrites_gradients: bool = True
+    ) -> torch.Tensor:
         probabilities = _softmax_kernel(scores, mask)
         ctx.save_for_backward(probabilities)
+        ctx.overwrites_gradients = overwrites_gradients
         return probabilities
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (probabilities,) = ctx.saved_tensors
         grad = grads[0].contiguous()
-        _softmax_kernel_backward(grad, probabilities)
-        return grad, None
+        of_scores = grad if ctx.overwrites_gradients else torch.empty_like(grad)
+        _softmax_kernel_backward(of_scores, grad, probabilities)
+        return of_scores, None, None
 
 
 @one_kernel()
@@ -115,9 +134,9 @@ def _softmax_kernel(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Te
 
 
 @one_kernel()
-def _softmax_kernel_backward(grad: torch.Tensor, probabilities: torch.Tensor) -> None:
+def _softmax_kernel_backward(of_scores: torch.Tensor, grad: torch.Tensor, probabilities: torch.Tensor) -> None:
     weighted = grad.float() * probabilities.float()
-    grad.copy_(weighted - probabilities.float() * weighted.sum(-1, keepdim=True))
+    of_scores.copy_(weighted - probabilities.float() * weighted.sum(-1, keepdim=True))
 
 
 def _kept_causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
