@@ -621,6 +621,7 @@ def predicted_of(job: Job) -> dict[str, int]:
         "start": record.static_bytes,
         "peak": record.peak_allocated_bytes,
         "reserved": record.peak_reserved_bytes or 0,
+        "reserved_at_most": (record.peak_reserved_bytes or 0) + record.late_free_bytes,
     }
 
 

@@ -17,7 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memlab.engines.megatron.layers.dropout import dropout
-from memlab.meter.labels import current_stream, is_followed, on_host, on_stream
+from memlab.meter.labels import current_stream, is_followed, on_host, on_stream, stream_order
+from memlab.meter.stream_order import Moment
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -230,7 +231,7 @@ _stream_numbers = itertools.cycle(range(1, _NUM_STREAMS + 1))
 
 
 class _Stream:
-    """A call returns when its work is done, so there is nothing to wait for and nothing to order.
+    """A call returns when its work is done, so there is nothing to wait for; what a GPU would wait for is noted.
 
     Its number decides from which of the allocator's pools a request is served while it is the current stream.
     """
@@ -252,30 +253,34 @@ class _Stream:
         return self.number
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        order = stream_order()
+        order.wait(self.number, order.event(stream.number))
 
     def wait_event(self, event: Any) -> None:
-        pass
+        event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        event = event or _Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
-        pass
+        order = stream_order()
+        order.synchronize(order.event(self.number))
 
 
 class _Event:
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self._moment: Moment = {}
 
     def record(self, stream: Any = None) -> None:
-        pass
+        self._moment = stream_order().event(current_stream() if stream is None else stream.number)
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        stream_order().wait(current_stream() if stream is None else stream.number, self._moment)
 
     def synchronize(self) -> None:
-        pass
+        stream_order().synchronize(self._moment)
 
     def query(self) -> bool:
         return True
@@ -324,7 +329,7 @@ CUDA_API: dict[str, Any] = {
     "current_stream": lambda *_: _Stream(number=current_stream()),
     "default_stream": lambda *_: _DEFAULT_STREAM,
     "stream": _as_current,
-    "synchronize": _nothing,
+    "synchronize": lambda *_: stream_order().synchronize(),
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,
     "empty_cache": _nothing,

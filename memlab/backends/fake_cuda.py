@@ -14,6 +14,7 @@ import torch
 
 from memlab.backends.cuda_on_cpu import CudaOnCpu, made_on_host
 from memlab.backends.kernel_temporaries import copy_, embedding, logsumexp, topk
+from memlab.meter.labels import current_stream, stream_order
 
 FAKE = torch.device("meta")
 
@@ -55,6 +56,8 @@ class FakeCuda(CudaOnCpu):
 
 def _item(tensor: torch.Tensor) -> Any:
     # Megatron reads the loss, the gradients' norm and whether one of them is infinite.
+    order = stream_order()
+    order.synchronize(order.event(current_stream()))
     return torch.zeros((), dtype=tensor.dtype).item() if tensor.is_meta else tensor.item()
 
 

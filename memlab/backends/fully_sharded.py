@@ -12,14 +12,15 @@ import torch
 
 from memlab.backends.cuda_on_cpu import is_on_host, made_on_host
 from memlab.backends.fake_cuda import FAKE
-from memlab.meter.labels import current_stream, on_stream
+from memlab.meter.labels import current_stream, on_stream, record_stream
 from memlab.meter.observers import unobserved
 from memlab.upstream.patching import patched
 
 _PROPAGATION = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _VERSION_1 = "torch.distributed.fsdp._runtime_utils"
-_HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
+_FLAT = "torch.distributed.fsdp._flat_param"
+_HANDLE = f"{_FLAT}.FlatParamHandle"
 _PARAMETER = f"{_FSDP}._fsdp_param.FSDPParam"
 
 
@@ -125,6 +126,10 @@ def sharding_on_fake_tensors() -> Iterator[None]:
         # vocabulary is divided. On a device, the result has the collective's own storage (`AsyncCollectiveTensor`).
         "torch.distributed._functional_collectives._maybe_wrap_tensor": lambda output: output,
         "torch.distributed.fsdp._common_utils._FSDPDeviceHandle.from_device": lambda device: _FakeHandle(),
+        **{
+            f"{module}._no_dispatch_record_stream": lambda tensor, stream: record_stream(tensor, stream.number)
+            for module in (_FLAT, _VERSION_1)
+        },
         f"{_VERSION_1}._catch_all_reshard": _reshard_gathered,
         **{
             f"{_HANDLE}.{name}": partialmethod(_views_of_stream, getattr(FlatParamHandle, name))

@@ -150,6 +150,8 @@ class Rollout:
     computed there, or by one compiled function."""
     entropy_tokens: int | None = None
     """Of how many tokens at a time; None is all of a micro-batch."""
+    keeps_cache: bool = False
+    """Whether torch's cache is emptied by the weight sync alone, so that a pass finds what those before have cached."""
     gathers_model_for_passes: bool = False
     """Whether the whole model is gathered before a forward-only pass begins."""
     host_copies_of_shards: int = 0

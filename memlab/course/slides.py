@@ -89,6 +89,14 @@ def _text(node: ast.expr, values: Mapping[str, object]) -> str:
         ) from error
 
 
+def _announced(paragraphs: list[str], table: str) -> str:
+    """Returns a table below the sentence that announces it, which ends with a colon, if there is one."""
+    before = paragraphs[max(paragraphs.index(table) - 1, 0)]
+    if before is table or not before.endswith(":"):
+        return table
+    return f"{re.split(r'(?<=[.?!]) (?=[A-Z])', before)[-1]}\n\n{table}"
+
+
 def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbformat.NotebookNode]:
     """Returns a slide for each section that begins in a text, one for what to look at before it, one for each table.
 
@@ -106,7 +114,8 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbfor
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith(_LOOK)]
         texts = ["\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading])] if shown else []
-        for number, shown_text in enumerate(texts + tables):
+        announced = [_announced(every, table) for table in tables]
+        for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)
             kind = "slide" if is_heading and number == 0 else "subslide"
             slide.metadata["slideshow"] = {"slide_type": kind}

@@ -62,7 +62,10 @@ def check(measured: Any) -> Goals:
         kind = f"{kind} with {listed(sorted({type(each).__name__ for each in values})) or 'nothing'}"
     subject = f"an answer of the type {kind}"
     if measured is None:
-        action = "begin the marked line as it began, for example with 'mine =', and run its cell before the check"
+        action = (
+            "begin the marked line as it began, for example with 'mine =', and run its cell before the check; "
+            "lab.apply(...) gives None, lab.step(...) a record"
+        )
         return NoAnswer(subject, to_anything=action)
     return NoAnswer(subject, to_record=_TO_RECORD.get(type(measured), NoAnswer.to_record))
 

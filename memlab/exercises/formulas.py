@@ -115,8 +115,8 @@ _ROUNDING_OF_FLOATS = 1e-12
 """A formula with a division is right within this share: floating-point numbers are rounded."""
 
 
-_UNITS = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30))
-"""Units in which a lab's text, guesses and tables give bytes."""
+_UNITS = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("MB", 10**6), ("GB", 10**9))
+"""Units in which a lab's text, guesses and tables give bytes, or a reader does."""
 
 
 def _number(value: float) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Self
 
 from memlab.analysis.loss_tolerance import loss_tolerance
@@ -331,7 +332,8 @@ class Check(Goals):
             texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
             return self.goal(True, f"{what} is {texts[0]}, below {texts[1]}")
-        return self.goal(False, f"{what} is {texts[0]}, must be below {texts[1]}", hint)
+        limit = f"must be below {texts[1]}" + ": it is as much" * (now == goal)
+        return self.goal(False, f"{what} is {texts[0]}, {limit}", hint)
 
     @property
     def _leaving(self) -> list[str]:
@@ -422,6 +424,10 @@ class Attempt:
             self.refusal = f"{type(error).__name__}: {error}"
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
+            if unknown := re.search(r"MemorySettings\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal):
+                names = [field.name for field in fields(MemorySettings)]
+                near = [name for name in names if unknown[1] in name] or get_close_matches(unknown[1], names, n=1)
+                actions = [f"write {' or '.join(f'{name}=...' for name in near[:3])}"] if near else [_TO_SETTINGS]
             if option and option[1] in {field.name for field in fields(MemorySettings)}:
                 actions = [f"write lab.step(MemorySettings({option[1]}=...))"]
             if actions:
@@ -437,7 +443,9 @@ class Attempt:
 
 
 _TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=4, or write Layout.from_text('TP4')"
+_TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
 _TO_PYTHON = {
+    "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
     "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",

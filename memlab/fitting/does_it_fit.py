@@ -264,11 +264,19 @@ def judge_fit(
 
 def _certain_bytes(record: StepRecord, peak: PeakRange, limit_bytes: int) -> int | None:
     """Returns with which limit the step is sure to complete; None unless that is what decides within this limit."""
-    if not (peak.is_predicted and needs_whole_reserve(record.scenario)) or peak.may_be_higher or peak.may_be_lower:
+    if not (peak.is_predicted and _needs_whole_reserve(record)) or peak.may_be_higher or peak.may_be_lower:
         return None
-    reserved = (record.peak_reserved_bytes or 0) + peak.more_bytes
+    reserved = _most_reserved_bytes(record) + peak.more_bytes
     certain = round(reserved * (1 + measured_margin(record.scenario).share))
     return certain if peak.upper_bytes <= limit_bytes < certain else None
+
+
+def _needs_whole_reserve(record: StepRecord) -> bool:
+    return needs_whole_reserve(record.scenario) or record.late_free_bytes > 0
+
+
+def _most_reserved_bytes(record: StepRecord) -> int:
+    return (record.peak_reserved_bytes or 0) + record.late_free_bytes
 
 
 def _by_cost(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
@@ -312,8 +320,8 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     peak = peak or PeakRange.of(record)
     least_bytes = limit_with_margin(limit_bytes, record.scenario) if peak.is_predicted else limit_bytes
     least_bytes -= peak.more_bytes
-    reserved_bytes = record.peak_reserved_bytes or 0
-    is_certain = not (peak.is_predicted and needs_whole_reserve(record.scenario)) or reserved_bytes <= least_bytes
+    is_doubtful = peak.is_predicted and _needs_whole_reserve(record)
+    is_certain = not is_doubtful or _most_reserved_bytes(record) <= least_bytes
     if not peak.may_be_higher and is_certain and fits(record, steps, least_bytes):
         return "fits"
     if peak.may_be_lower:
@@ -334,7 +342,8 @@ def judge_phases(phases: JobPhases, peak: PeakRange) -> Verdict:
     least_left = min((num_bytes for num_bytes in left if num_bytes is not None), default=0)
     if least_left < 0:
         return "may fit" if peak.may_be_lower or least_left + peak.less_bytes >= 0 else "does not fit"
-    is_certain = phases.fits is True and not peak.may_be_higher and least_left >= peak.more_bytes
+    most = peak.more_bytes + phases.late_free_bytes
+    is_certain = phases.fits is True and not peak.may_be_higher and least_left >= most
     return "fits" if is_certain else "may fit"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from memlab.config.parameters import bytes_of_shard, kept_bytes
+from memlab.config.parameters import bytes_of_shard, bytes_of_trained_shard, kept_bytes, trained_of_rank
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.transformers_linears import state_dict_sizes
@@ -50,7 +50,7 @@ def bytes_of_sync(scenario: Scenario, rollout: Rollout, bucket_bytes: int) -> in
     # verl/workers/engine/fsdp/transformer_impl.py, 0.9.1).
     loaded = kept_bytes(scenario).parameters if rollout.syncs_from_host else 0
     if rollout.sends_adapters:
-        return max(_gathered_for_adapters(scenario, rollout) + loaded, bucket_bytes)
+        return max(_for_adapters(scenario, rollout) + loaded, bucket_bytes)
     named = [*_weights(scenario, rollout)]
     if rollout.sender == "skyrl":
         modules: dict[str, list[_Weight]] = {}
@@ -64,15 +64,27 @@ def bytes_of_sync(scenario: Scenario, rollout: Rollout, bucket_bytes: int) -> in
     return max(loaded + copies + gathered, copies + sent)
 
 
-def _gathered_for_adapters(scenario: Scenario, rollout: Rollout) -> int:
-    """Returns what FSDP1's ``summon_full_params`` gathers for adapters, which FSDP2 gathers one by one.
+def _for_adapters(scenario: Scenario, rollout: Rollout) -> int:
+    """Returns what FSDP1 has on the device while verl collects adapters, which FSDP2 gathers one by one.
 
-    It is the whole model in the shards' type, or a layer (``collect_lora_params`` in verl/utils/fsdp_utils.py, 0.9.1).
+    All units are gathered in the shards' type, or with `layered_summon` one after the other (``collect_lora_params`` in
+    verl/utils/fsdp_utils.py, 0.9.1: no unit of its own has a parameter whose name says that it is an adapter's, so that
+    verl gathers each unit and moves it to the host). Then PEFT asks for a state dict, of which only adapters are taken:
+    it copies the shards of all units but the root, and cuts each from a copy of the whole weight
+    (``_sharded_post_state_dict_hook`` in ``_state_dict_utils.py`` of torch 2.11).
     """
-    if scenario.state.fsdp_version == 2 or scenario.ranks_of_shards == 1:
+    if scenario.state.fsdp_version == 2:
         return 0
-    whole, outside, layer = _parameters(scenario)
-    return bytes_of_shard(scenario) * (whole if rollout.gathers_model_at_once else max(outside, layer))
+    (whole, outside, layer), width, ranks = _parameters(scenario), bytes_of_shard(scenario), scenario.ranks_of_shards
+    adapters = bytes_of_trained_shard(scenario) * sum(trained_of_rank(scenario)) * ranks
+    copied = width * (whole - outside) + adapters
+    if ranks == 1:
+        return copied
+    sizes = state_dict_sizes(scenario.architecture, scenario.num_layers)
+    copied = copied // ranks + width * max(size for name, size in sizes if ".layers." in name)
+    if rollout.gathers_model_at_once:
+        return width * whole + adapters + copied
+    return max(width * max(outside, layer), copied)
 
 
 def _of_state_dict(scenario: Scenario) -> tuple[int, int]:

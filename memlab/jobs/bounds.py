@@ -64,6 +64,15 @@ def _entropy_bytes(scenario: Scenario) -> int:
     return 4 * 4 * _logits(scenario)
 
 
+def _entropy_of_chunk_bytes(scenario: Scenario, chunk: int = 1024) -> int:
+    """Returns what SkyRL's entropy without a gradient takes, a chunk of tokens at a time.
+
+    Log-probabilities, probabilities and their product, in fp32 (``chunked_entropy_from_logits`` in
+    skyrl/backends/skyrl_train/utils/torch_utils.py, a9564572).
+    """
+    return 3 * 4 * min(chunk * scenario.outputs_of_a_token, _logits(scenario))
+
+
 def _entropy_of_skyrl_bytes(scenario: Scenario) -> int:
     """Returns what SkyRL's entropy takes at most beside the log-probabilities.
 
@@ -361,6 +370,7 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "enable_rollout_routing_replay": _bytes_of_a_row_s_experts,
     **dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay"), _taken_routing_bytes),
     "entropy_coef": _entropy_of_slime_bytes,
+    "logprobs_chunk_size": _entropy_of_chunk_bytes,
     **dict.fromkeys(("remove_microbatch_padding", "use_sample_packing"), _padded_logits_bytes),
     "sequence_packing.enabled": _causal_mask_bytes,
     "freeze_moe_router": _router_bytes,
@@ -491,6 +501,8 @@ def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) 
     bound = _of_end(BOUNDS, one.key)
     if bound is _layer_graphs_bytes and one.value in ("local", "full_iteration"):
         return None  # Megatron's own graphs of layers, and graphs of experts
+    if bound is _entropy_of_chunk_bytes:
+        return _entropy_of_chunk_bytes(scenario, one.value or 1024)
     if bound is _replayed_routing_bytes:
         if one.most_micro_batches is None:
             return None

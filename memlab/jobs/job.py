@@ -62,6 +62,8 @@ class Job:
     """Why memlab cannot predict the job, in one line."""
     lacks: tuple[str, ...] = ()
     """What memlab does not have, where it refuses the job for that: its model, a kind of layer, or an engine."""
+    as_read: dict[str, Any] = None  # type: ignore[assignment]  # always given by `read`
+    """Values by memlab's fields of a job that memlab cannot predict, as far as they were derived."""
     model: OtherModel | None = None
     """What is known of the model of a job that memlab cannot predict."""
     precision: str = ""
@@ -180,6 +182,7 @@ class Job:
             "rollout": None if self.rollout is None else self.rollout.to_dict(),
             "cannot_start": self.cannot_start,
             "not_supported": self.not_supported,
+            "as_read": {name: _plain(value) for name, value in self.as_read.items()},
             "at_least": self.at_least,
             "taken": [
                 {
@@ -259,6 +262,7 @@ def _built(
 ) -> Job:
     scenario, settings, cannot_start, not_supported = None, None, None, None
     refused_fields: tuple[str, ...] = ()
+    as_read: dict[str, Any] = {}
     model = _other_model(reading) if architecture is None else None
     precisions = [] if fields_only else reading.blocked["precision"]
     try:
@@ -289,6 +293,8 @@ def _built(
             cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:
         not_supported, scenario = str(error), None
+        framework.complete_refused(reading)
+        as_read = dict(reading.values)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     refuses = cannot_start is None and not_supported is not None and not reading.questions
@@ -322,6 +328,7 @@ def _built(
         refused_fields=refused_fields,
         not_supported=not_supported,
         lacks=tuple(dict.fromkeys(reading.lacks)),
+        as_read=as_read,
         model=model if scenario is None else None,
         precision="; ".join(precisions),
         at_least=_least_kept(reading, architecture) if refuses else {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, islice
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -122,6 +123,7 @@ def phases_of(
     phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
     host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
     host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category.get("parameters", 0)
+    most = _most_with_cached(rollout, trained, passed, frozen, generating + left) if rollout.keeps_cache else {}
     return JobPhases(
         rank=scenario.layout.rank,
         is_colocated=rollout.is_colocated,
@@ -139,12 +141,14 @@ def phases_of(
                 allocated_bytes=phase.peaks[0],
                 active_bytes=phase.peaks[1],
                 reserved_bytes=phase.peaks[2],
+                most_reserved_bytes=most.get(phase.name),
             )
             for phase in phases
         ),
         host_bytes_of_rank=host + reference - reference_between,
         ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
         reference_bytes=reference,
+        late_free_bytes=max(0 if passed is None else passed.late_free_bytes, trained.late_free_bytes),
         kept_buffer_bytes=kept,
         teacher_left_bytes=None if teacher is None else left,
     )
@@ -176,6 +180,34 @@ class _Phase(NamedTuple):
 def _peaks(record: StepRecord, at_least: int = 0) -> tuple[int | None, int | None, int | None]:
     peaks = (record.peak_allocated_bytes, record.peak_active_bytes, record.peak_reserved_bytes)
     return tuple(None if peak is None else max(peak, at_least) for peak in peaks)  # type: ignore[return-value]
+
+
+def _most_with_cached(
+    rollout: Rollout, trained: StepRecord, passed: StepRecord | None, frozen: ReferencePeaks, start: int
+) -> dict[str, int]:
+    """Returns what torch holds at most in each pass, by name, if nothing that is cached serves a later one.
+
+    What is not in memlab's pass, such as an entropy, finds no block there either.
+
+    Args:
+        rollout: Of the job.
+        trained: A training step.
+        passed: The policy's pass, if there is one.
+        frozen: The pass of a reference model.
+        start: What is allocated before the first pass and after each.
+    """
+    own = {}
+    if passed is not None:
+        own["log-probabilities"] = _most_reserved(passed) + _beside_a_pass(passed.scenario, rollout)
+    if frozen.peaks[2] is not None:
+        own["reference model"] = frozen.peaks[2]
+    own["training step"] = _most_reserved(trained)
+    held = accumulate((max(0, reserved - start) for reserved in own.values()), initial=start)
+    return dict(zip(own, islice(held, 1, None), strict=True))
+
+
+def _most_reserved(record: StepRecord) -> int:
+    return (record.peak_reserved_bytes or record.peak_allocated_bytes) + record.late_free_bytes
 
 
 def _beside_a_pass(scenario: Scenario, rollout: Rollout) -> int:

@@ -63,6 +63,7 @@ class StepRecords:
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
             kept_gather_bytes=meter.kept_gather_bytes if model.scenario.versions.keeps_freed_gathers else 0,
+            late_free_bytes=meter.late_free_bytes,
             uncollected_bytes=self._uncollected_bytes(timeline),
             tokens_per_second=self._tokens_per_second(measured),
             **measured,

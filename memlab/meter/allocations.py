@@ -40,6 +40,8 @@ class Allocation:
     """The part of `num_bytes` that the allocator added to the request."""
     stream: int = 0
     """The stream that was current when it was requested, 0 for the default one."""
+    other_streams: frozenset[int] = frozenset()
+    """Those that use it, too, as ``record_stream`` says."""
     pinned_bytes: int = 0
     """Of the simulated block of pinned host memory that it has, 0 if it has none."""
 

@@ -19,6 +19,7 @@ from memlab.meter.allocations import Allocation, Opening, StorageAllocation
 from memlab.meter.events import EventLog
 from memlab.meter.kept_gathers import KeptGathers
 from memlab.meter.labels import Labels
+from memlab.meter.late_frees import LateFrees
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -42,6 +43,9 @@ class CachingMemory:
         self.reserved = _reserved_allocation()
         """Stands for the reserved bytes in the step's events."""
         self._labels, self._log = labels, log
+        self._late: LateFrees | None = None
+        """From the first block on that another stream uses, where there is no limit: at one, torch waits for all
+        streams before it gives up (``synchronize_and_free_events`` in c10/cuda/CUDACachingAllocator.cpp, 2.11)."""
         self._kept_in_graph: set[int] = set()
         """Identities of allocations whose blocks are freed only when the capture ends."""
         self._waiting_blocks: list[int] = []
@@ -60,6 +64,7 @@ class CachingMemory:
     def limit_bytes(self, num_bytes: int | None) -> None:
         if num_bytes != self._limit_bytes:
             self.allocator.empty_cache()  # the limit applies to new segments only
+            self._late = None
         self._limit_bytes = num_bytes
 
     def use_allocator(self, settings: AllocatorSettings) -> None:
@@ -85,6 +90,8 @@ class CachingMemory:
             return num_bytes
         self.is_special = self.is_special or stream != 0
         block = allocation.block = self.allocator.allocate(num_bytes, stream)
+        if self._late is not None:
+            self._late.take(block, num_bytes, stream)
         self._update_reserved()
         block_bytes = self.allocator.num_bytes(block)
         allocation.rounding_bytes = block_bytes - num_bytes
@@ -93,6 +100,8 @@ class CachingMemory:
     def give_back(self, allocation: StorageAllocation) -> None:
         if allocation.block != NO_BLOCK:
             self.gathers.freed(allocation)
+            if self._late is not None:
+                self._late.give_back(allocation.block, allocation.other_streams)
             if id(allocation) in self._kept_in_graph:
                 self._kept_in_graph.remove(id(allocation))
                 self._waiting_blocks.append(allocation.block)
@@ -102,7 +111,7 @@ class CachingMemory:
 
     def forget(self, allocation: StorageAllocation) -> None:
         """Frees what a storage has, but for its block: that has been freed."""
-        allocation.block = NO_BLOCK
+        allocation.block, allocation.other_streams = NO_BLOCK, frozenset()
         if allocation.pinned_bytes:
             self.is_special = True
             self._pinned.free(allocation.pinned_bytes)
@@ -137,12 +146,20 @@ class CachingMemory:
     def opening(self, live: list[StorageAllocation]) -> Opening:
         self.is_special = False
         self.gathers.begin()
+        if self._late is not None:
+            self._late.begin()
         self.reserved = _reserved_allocation()
         self.reserved.num_bytes = self.allocator.reserved_bytes
         return Opening([*(allocation for allocation in live if allocation.num_bytes), self.reserved])
 
     def kept_gather_bytes(self, columns: npt.NDArray[np.int64]) -> int:
         return self.gathers.most_bytes(columns)
+
+    def late_free_bytes(self, columns: npt.NDArray[np.int64]) -> int:
+        if self._late is None:
+            return 0
+        reserved = np.cumsum(columns[1][columns[2] == _RESERVED])
+        return max(0, self._late.most_reserved_bytes - int(reserved.max(initial=0)))
 
     @contextmanager
     def logging_requests(self) -> Iterator[RequestLog]:
@@ -162,6 +179,7 @@ class CachingMemory:
         now = remembered.among(live)
         if now is None or any(each.pinned_bytes for each in live):
             return False
+        self._late = None
         self.allocator, self._pinned = remembered.allocator.copy(), PinnedMemory()
         births = sorted(each.birth for each in now)
         for birth, former, allocation, block in zip(births, remembered.live, now, remembered.blocks, strict=True):
@@ -183,6 +201,8 @@ class CachingMemory:
     def _empty_cache(self) -> None:
         self.is_special = True
         self.allocator.empty_cache()
+        if self._late is not None:
+            self._late.empty_cache()
         self._update_reserved()
 
     @contextmanager
@@ -200,6 +220,14 @@ class CachingMemory:
             self._waiting_blocks.clear()
             python.exchange_pools()
             self.is_special = True
+
+    def record_stream(self, allocation: StorageAllocation | None, stream: int) -> None:
+        """Lets a block, once it is freed, wait for a stream that uses it, where the GPU is behind."""
+        if allocation is None or allocation.block == NO_BLOCK or stream == allocation.stream:
+            return
+        allocation.other_streams |= {stream}
+        if self._late is None and self._limit_bytes is None:
+            self._late = LateFrees(self.allocator, self._labels.stream_order)
 
     def keep_in_graph(self, allocation: StorageAllocation | None) -> None:
         """Lets the block of a storage be used again only when the graph that is captured now is complete."""

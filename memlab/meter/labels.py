@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from memlab.meter.module_tracker import ModuleTracker
+from memlab.meter.stream_order import StreamOrder
 from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
 
 
@@ -44,6 +45,7 @@ class Labels:
         """Above 0 while new storages are pinned host memory, which torch's host allocator rounds."""
         self.stream = 0
         """The number of the current CUDA stream, 0 for the default one: torch's allocator has pools for each."""
+        self.stream_order = StreamOrder()
         self.known_category: int | None = None
         """The category of new storages, if the code that makes them knows it, such as activations copied back from
         the host."""
@@ -54,6 +56,8 @@ class Labels:
         """Called with the tensors that `kept_by_collective` reports."""
         self.on_other_user: Callable[[torch.Tensor], None] | None = None
         """Called with the tensors that `used_by_another_stream` reports."""
+        self.on_record_stream: Callable[[torch.Tensor, int], None] | None = None
+        """Called with the tensors and streams that `record_stream` reports."""
         self.is_followed: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether the meter has nothing to learn from a view of a tensor."""
         self.on_change: Callable[[], None] | None = None
@@ -306,6 +310,19 @@ def used_by_another_stream(tensor: torch.Tensor) -> None:
     labels = _active()
     if labels is not None and labels.on_other_user is not None:
         labels.on_other_user(tensor)
+
+
+def record_stream(tensor: torch.Tensor, stream: int) -> None:
+    """Reports that a stream uses a tensor, as ``Tensor.record_stream`` tells torch's allocator."""
+    labels = _active()
+    if labels is not None and labels.on_record_stream is not None:
+        labels.on_record_stream(tensor, stream)
+
+
+def stream_order() -> StreamOrder:
+    """Returns what is known of the order of the streams' work."""
+    labels = _active()
+    return StreamOrder() if labels is None else labels.stream_order
 
 
 def current_stream() -> int:

@@ -60,6 +60,10 @@ class PlainMemory:
         """Returns `StepRecord.kept_gather_bytes` of the step with these columns."""
         return 0
 
+    def late_free_bytes(self, columns: npt.NDArray[np.int64]) -> int:
+        """Returns `StepRecord.late_free_bytes` of the step with these columns."""
+        return 0
+
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
         """Implements `Meter.remember`.
 

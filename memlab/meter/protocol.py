@@ -41,6 +41,10 @@ class Meter(Protocol):
     def kept_gather_bytes(self) -> int:
         """Of the last step; see `StepRecord.kept_gather_bytes`."""
 
+    @property
+    def late_free_bytes(self) -> int:
+        """Of the last step; see `StepRecord.late_free_bytes`."""
+
     def use_allocator(self, settings: AllocatorSettings) -> None:
         """Gives a simulated allocator its options, before the first allocation."""
 

@@ -41,7 +41,7 @@ class StorageMeter:
         observed: Callable[[], AbstractContextManager[object]],
         repeater: Repeater | None = None,
     ) -> None:
-        self.kept_gather_bytes = 0
+        self.kept_gather_bytes = self.late_free_bytes = 0
         self.storages, self.repeater = storages, repeater
         self._log, self._memory = storages.log, storages.memory
         self._labels, self._observed = labels, observed
@@ -93,6 +93,7 @@ class StorageMeter:
         columns, numbers, _ = self._log.columns()
         columns[0] -= self._log.started
         self.kept_gather_bytes = self._memory.kept_gather_bytes(columns)
+        self.late_free_bytes = self._memory.late_free_bytes(columns)
         if self.repeater is not None:
             self.repeater.step_ended(columns, numbers)
         timeline = timeline_of_columns(columns, len(self._log.opening), self._labels.modules)
@@ -164,6 +165,7 @@ def simulated_meter(labels: Labels, answer: Answer = computed) -> StorageMeter:
     memory = CachingMemory(labels, log)
     storages = Storages(labels, log, memory)
     labels.on_kept = lambda tensors: memory.gathers.note(map(storages.allocation_of, tensors))
+    labels.on_record_stream = lambda tensor, stream: memory.record_stream(storages.allocation_of(tensor), stream)
     labels.on_other_user = lambda tensor: memory.keep_in_graph(storages.allocation_of(tensor))
     repeater = Repeater(labels, log, memory, storages)
     return StorageMeter(labels, storages, lambda: ObserveResults(storages.after_operation, answer), repeater)

@@ -21,6 +21,9 @@ class JobPhase:
     """Of a pass, at the peak of the process that computes it, as the next two; None between passes."""
     active_bytes: int | None = None
     reserved_bytes: int | None = None
+    most_reserved_bytes: int | None = None
+    """What torch may hold at most, of a pass of a framework that does not empty torch's cache between passes: with what
+    is left of those before, which torch returns before a request fails. None for other passes."""
 
     @property
     def left_bytes(self) -> int | None:
@@ -56,6 +59,8 @@ class JobPhases:
     ranks_per_node: int
     reference_bytes: int = 0
     """Of a reference model, which every phase counts in which it is on the device."""
+    late_free_bytes: int = 0
+    """As `StepRecord.late_free_bytes`, of the passes that have most of it."""
     kept_buffer_bytes: int = 0
     """Of the weight sync's buffers that every phase counts."""
     teacher_left_bytes: int | None = None

@@ -60,6 +60,9 @@ class StepRecord:
     """The most bytes that torch's allocator had reserved, used or not."""
     unused_reserved_bytes: int | None = None
     """Reserved bytes that nothing used when the allocated bytes peaked: cached, or fragmented."""
+    late_free_bytes: int = 0
+    """By how much torch may reserve more than `peak_reserved_bytes`, if the GPU is behind the program, because blocks
+    that FSDP1 has freed wait for other streams (`memlab.meter.late_frees`). Only predictions have it."""
     host_reserved_bytes: int | None = None
     """Pinned host memory that is reserved when the step ends: torch rounds each request up to a power of two, and
     keeps what is freed. Predictions have it too. `host_bytes` counts what tensors requested, pinned or pageable,

@@ -121,11 +121,13 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
 
 
 def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
-    text = "## Results\n\nLook at these columns.\n\n| peak | start |\n| --- | --- |\n| high | low |"
+    text = "## Results\n\nLook at these columns. One is of your job (simulated):\n\n| peak | start |\n| --- | --- |\n| high | low |"
     text += "\n\n<details><summary>more</summary>\n\n| folded | |\n| --- | --- |\n\n</details>"
     cells = [nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]}), nbformat.v4.new_markdown_cell(text)]
     page = slides_of(nbformat.v4.new_notebook(cells=cells))
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
+    *_, of_table = page.partition("<table")[0].split("<section")
+    assert "One is of your job (simulated):" in of_table and "Look at" not in of_table
 
 
 @every_lab

@@ -521,3 +521,17 @@ def test_a_selective_checkpoint_is_written_and_read_again(tmp_path: Path) -> Non
     again = written("automodel", scenario, settings)
     (tmp_path / "again.yaml").write_text("\n".join(again.lines))
     assert not again.unsaid and Job.read(tmp_path / "again.yaml").required() == (scenario, settings)
+
+
+def test_a_recipe_that_is_refused_shows_all_that_was_read(tmp_path: Path) -> None:
+    """Images, and pipeline stages: the values, and the keys of a class that memlab does not have, by name."""
+    own = "model.backend.attn: te, model.text_config.use_cache: true, distributed.multimodal.frozen_sharding: root"
+    stages = "distributed.pp_size: 4, distributed.pipeline.round_virtual_stages_to_pp_multiple: up"
+    job = read(tmp_path, f"{{recipe: FinetuneRecipeForVLM, {stages}, {own}, model.backend.rope_fusion: false}}")
+    words = job_table(job)
+    assert job.to_dict()["as_read"]["world_size"] == 32 and "up" in {one.memlab_value for one in job.taken}
+    said = ("world_size 32", "pipeline_model_parallel_size 4", "recompute_granularity full", "micro_batch_size 4")
+    assert all(word in words for word in said), words
+    noted = {one.key for one in job.not_modelled}
+    assert {part.partition(":")[0] for part in own.split(", ")} <= noted and "model.backend.rope_fusion" not in noted
+    assert "as far as memlab read it" not in job_table(read(tmp_path))

@@ -126,7 +126,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, recomputed_bytes=2),
             ("recomputes_less_than", 2),
-            "what backward recomputes is 2 B, must be below 2 B",
+            "what backward recomputes is 2 B, must be below 2 B: it is as much",
         ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
@@ -455,6 +455,7 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
     [
         ([2, 3], "2 for case 1, which is right per token, must give the bytes of all tokens of a case"),
         ([8 / 2**10, 24 / 2**10], "0.01 for case 1, which is right in KiB, must give bytes"),
+        ([8 / 10**9, 24 / 10**9], "8e-09 for case 1, which is right in GB, must give bytes"),
         ([8 / 2**30, 24 / 2**30], "7e-09 for case 1, which is right in GiB, must give bytes"),
         ([-8, -24], "-8 for case 1, which is right but for its sign, must have the other one"),
         # Right in another unit for one case only.
@@ -507,6 +508,8 @@ GIVEN = {"manual_gc": True}
             "write dataclasses.replace(settings, option=value)",
         ),
         (lambda: setattr(MemorySettings(), "offload_parameters", True), "write dataclasses.replace(settings, option="),
+        (lambda: MemorySettings(granularity="full"), "write recompute_granularity=..."),  # type: ignore[call-arg]
+        (lambda: MemorySettings("full"), "name its fields, such as"),  # type: ignore[call-arg]
         (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
         (lambda: Layout(pp=4), "write Layout.from_text('TP4')"),  # type: ignore[call-arg]
         (lambda: "TP4".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]

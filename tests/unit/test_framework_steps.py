@@ -38,6 +38,5 @@ def test_phases_are_predicted_as_verl_s_actor_was_measured(row: dict, tmp_path: 
     assert job.name == row["name"]
     predicted = benchmark.predicted_phases(job, benchmark.write_job(job, tmp_path), has_flash_attn=row["flash_attn"])
     measured = {name: row["phases"][name]["peak"] for name in predicted}
-    if "lora_rank" in job.name and "strategy=fsdp," in job.name:  # 0.43 GiB of this weight sync are not explained
-        del measured["weight sync"], predicted["weight sync"]
-    assert predicted == pytest.approx(measured, rel=0.005, abs=4 * 2**20)
+    # Of adapters of many units, each block that is not split holds up to 1 MiB more.
+    assert predicted == pytest.approx(measured, rel=0.0051, abs=4 * 2**20)

@@ -211,7 +211,7 @@ def test_what_is_to_be_changed_makes_a_job_of_fsdp_the_other_one(name: str, shar
 
 @pytest.mark.parametrize("name", OF_FSDP)
 def test_adapters_of_megatron_s_linears_are_written_by_the_names_of_transformers(name: str, tmp_path: Path) -> None:
-    of_peft = name in ("skyrl", "verl", "verl-sft")
+    of_peft = name in ("skyrl", "skyrl-sft", "verl", "verl-sft")
     lora = LoRA(
         rank=8,
         target_modules=LINEARS,

@@ -109,7 +109,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
         {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3, "micro_batch_size": 2, "num_microbatches": 8, "cross_entropy_loss_fusion": True},
     ),
     (
-        "bridge", "run_config.yaml", BRIDGE.replace("num_layers: 48", "num_layers: 4") + "  cross_entropy_loss_fusion: true\n  cross_entropy_fusion_impl: te\n  fp8: e4m3\n  fp8_recipe: tensorwise\ntrain:\n  manual_gc: true\nmixed_precision:\n  grad_reduce_in_fp32: false\noptimizer:\n  optimizer_cpu_offload: true\n  optimizer_offload_fraction: 1.0\nddp: {bucket_size: 40000000, overlap_grad_reduce: true}\nworld_size: 1\n",
+        "bridge", "run_config.yaml", BRIDGE.replace("num_layers: 48", "num_layers: 4") + "  cross_entropy_loss_fusion: true\n  cross_entropy_fusion_impl: te\ntrain:\n  manual_gc: true\nmixed_precision:\n  grad_reduce_in_fp32: false\n  fp8: e4m3\n  fp8_recipe: tensorwise\noptimizer:\n  optimizer_cpu_offload: true\n  optimizer_offload_fraction: 1.0\nddp: {bucket_size: 40000000, overlap_grad_reduce: true}\nworld_size: 1\n",
         {"architecture": "qwen3-30b-a3b", "num_layers": 4, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "manual_gc": True, "grad_reduce_in_bf16": True, "optimizer_cpu_offload": True, "ddp_bucket_size": 40000000, "overlap_grad_reduce": True},
     ),
     (

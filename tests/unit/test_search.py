@@ -427,6 +427,16 @@ def test_a_step_fits_only_with_all_fp8_gathers_that_torch_may_keep() -> None:
     assert verdicts == ["does not fit", "may fit", "may fit", "fits"]
 
 
+def test_a_step_fits_only_with_all_that_waiting_blocks_may_add() -> None:
+    record = record_of(
+        None, scenario=Scenario.of("phi-4-tiny"), peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, late_free_bytes=MIB
+    )
+    needed = int((GIB + MIB) * (1 + MARGIN_WITHOUT_EXPERTS.share)) + 2
+    steps = AnsweredSteps(lambda _: pytest.fail("no other step is needed"), lambda *_: True)
+    verdicts = [judge(record, steps, limit) for limit in (GIB - 1, GIB, needed - 4, needed)]
+    assert verdicts == ["does not fit", "may fit", "may fit", "fits"]
+
+
 def test_a_verdict_names_the_reserved_bytes_where_they_decide() -> None:
     """With several micro-batches the step is sure to complete only with all that torch reserves without a limit."""
     job = Scenario.of("phi-4-tiny", num_microbatches=2)

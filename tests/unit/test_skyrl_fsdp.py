@@ -17,6 +17,8 @@ from memlab.jobs.job import Job
 
 POLICY = "trainer.policy"
 FSDP = f"{POLICY}.fsdp_config"
+CHUNK = "trainer.logprobs_chunk_size"
+"""Named in every job: the entropy is computed in each."""
 START = (
     f"python -m skyrl.train.entrypoints.main_base {POLICY}.model.path=Qwen/Qwen2.5-7B-Instruct "
     "trainer.placement.policy_num_gpus_per_node=8 trainer.policy_mini_batch_size=64 generator.n_samples_per_prompt=2 "
@@ -55,14 +57,14 @@ def test_a_job_is_read_with_the_defaults_of_skyrl(tmp_path: Path) -> None:
         MemorySettings(**WHOLE_LAYERS, **ON_HOST),  # type: ignore[arg-type]
     )
     assert job.framework == "skyrl-fsdp" and not job.guesses
-    assert not job.not_modelled
+    assert [one.key for one in job.not_modelled] == [CHUNK]
 
 
 def test_the_section_of_megatron_is_read_with_megatron_only(tmp_path: Path) -> None:
     section = f"{POLICY}.megatron_config"
     keys = [f"{section}.{each}" for each in ("tensor_model_parallel_size=2", "moe_token_dispatcher_type=flex")]
     job = read(tmp_path, " ".join(keys))
-    assert {key.partition("=")[0] for key in keys} <= job.without_effect.keys() and not job.not_modelled
+    assert {key.partition("=")[0] for key in keys} <= job.without_effect.keys()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_types_shards_and_what_leaves_the_device(
 def test_what_is_not_modelled_has_a_bound(keys: str, missing: dict[str, str], tmp_path: Path) -> None:
     job = read(tmp_path, keys)
     found = {one.key: one.effect for one in job.not_modelled}
-    assert found == missing and all(one.bound_bytes for one in job.not_modelled)
+    assert found == missing | {CHUNK: "more"} and all(one.bound_bytes for one in job.not_modelled)
 
 
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
@@ -135,3 +137,52 @@ def test_ranks_that_share_rows_exchange_heads(tmp_path: Path) -> None:
     scenario, _ = read(tmp_path, f"{POLICY}.sequence_parallel_size=2").required()
     assert (scenario.layout.context_parallel_size, scenario.state.cp_comm_type) == (2, "a2a")
     assert scenario.ranks_of_shards == 8
+
+
+SFT = "python -m skyrl.train.main_sft strategy=fsdp model.path=Qwen/Qwen2.5-7B-Instruct max_length=512 batch_size=64 "
+
+
+def read_sft(folder: Path, keys: str = "") -> Job:
+    (folder / "run.sh").write_text(SFT + "placement.num_gpus_per_node=8 " + keys)
+    return Job.read(folder / "run.sh")
+
+
+def test_supervised_fine_tuning_is_read_with_its_own_defaults(tmp_path: Path) -> None:
+    """A micro-batch of two sequences is one row, and nothing leaves the device, as no engine needs it."""
+    job = read_sft(tmp_path)
+    assert job.required() == (
+        Scenario.of(
+            "qwen2.5-7b",
+            seq_length=1024,
+            packed_sequences=2,
+            num_microbatches=4,
+            engine="fsdp2",
+            layout=Layout(data_parallel_size=8),
+            state=TrainingState(**STATE),  # type: ignore[arg-type]
+            allocator=AllocatorSettings(expandable_segments=True),
+        ),
+        MemorySettings(**WHOLE_LAYERS),  # type: ignore[arg-type]
+    )
+    (entropy,) = job.not_modelled
+    assert job.framework == "skyrl-sft-fsdp" and job.rollout is None
+    assert (entropy.key, entropy.bound_bytes) == ("logprobs_chunk_size", 12 * 1024 * 152_064)
+    other = read_sft(tmp_path, "fsdp_config.cpu_offload=true model.lora.rank=16 micro_train_batch_size_per_gpu=1")
+    scenario = other.required()[0]
+    assert scenario.state.fsdp_cpu_offload and scenario.state.lora == LoRA(
+        rank=16, alpha=16, target_modules=(), exclude_modules=("lm_head",), enable_input_require_grads=True
+    )
+    assert (scenario.seq_length, scenario.packed_sequences, scenario.num_microbatches) == (512, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("use_sequence_packing=true", "use_sequence_packing is true, must be false unless strategy is megatron"),
+        ("max_length=null", "give --set max_length=TOKENS"),
+        ("megatron_config.tensor_model_parallel_size=2", ""),
+    ],
+)
+def test_what_supervised_fine_tuning_cannot_be_is_named(keys: str, words: str, tmp_path: Path) -> None:
+    job = read_sft(tmp_path, keys)
+    assert words in str(job.cannot_start or job.not_supported)
+    assert words or (job.scenario is not None and keys.partition("=")[0] in job.without_effect)

@@ -196,7 +196,7 @@ def test_a_job_is_not_written_for_another_engine(tmp_path: Path, capsys: pytest.
     assert "engine" in written("slime", scenario, settings).unsaid
     assert "engine" not in written("automodel", scenario, settings).unsaid
     assert main(["job", str(tmp_path / "run.sh"), "--as", "slime"]) == 2
-    others = "automodel, verl, verl-sft, nemo-rl, skyrl, or"
+    others = "automodel, verl, verl-sft, nemo-rl, skyrl, skyrl-sft, or"
     assert f"for engine 'megatron', and engine is 'fsdp2': choose one of {others}" in capsys.readouterr().err
     assert main(["job", str(tmp_path / "run.sh"), "--as", "verl"]) == 0
     assert main(["job", str(tmp_path / "run.sh"), "--as", "automodel"]) == 0

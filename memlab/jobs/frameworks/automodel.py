@@ -61,25 +61,29 @@ _SECTIONS = {
     "teacher_model": ("teacher_", "offload_teacher_model", "separate_meshes", "kd_"),
     "recipe_args": ("recipe_args.",),
     "quantization": ("quantization.",),
+    "flow_matching": (),
 }
-"""Sections of what memlab does not have, with how the keys begin that only such a recipe reads."""
+"""Sections of what memlab does not have, with how the keys begin that only such a recipe reads, and memlab knows."""
 _OF_RANKS = {
     "sequence_parallel": ("tensor_model_parallel_size", "one tensor parallel rank has no other to share norms with"),
     **dict.fromkeys(
-        ("schedule", "layers_of_chunk", "rows_of_stage"),
+        ("schedule", "layers_of_chunk", "rounding_of_chunks", "rows_of_stage"),
         ("pipeline_model_parallel_size", "the model has one pipeline stage"),
     ),
 }
 """Fields that only ranks read which share a model otherwise than FSDP2 does, each with their number."""
-_OF_EXPERTS = (
+_OF_OWN_CLASSES = (
     "distributed.moe.",
+    "distributed.multimodal.",
     "peft.moe_rank_scaling",
-    *(
-        f"model.backend.{name}"
-        for name in ("attn", "linear", "rms_norm", "experts", "dispatcher", "fake_", "gate_precision", "enable_fsdp")
-    ),
+    "model.backend.",
+    "model.attn_implementation",
 )
-"""How the keys begin that decide what its own class of a model with experts computes and gathers."""
+"""How the keys begin that decide what Automodel's class of a model computes, keeps and gathers."""
+_SWITCHES_OF_CLASSES = ("model.use_liger_kernel", "model.config.use_cache", "model.text_config.use_cache")
+"""Keys that decide it too, where they are on."""
+_NOT_OF_CLASSES = ("_target_", "enable_hf_state_dict_adapter", "rope_fusion", "enable_deepep")
+"""How those of them end that change no memory: 36044ad3 switches the fused rotation off."""
 _RELEASE = "0.7.0"
 _STAYS = "Automodel keeps it on the device between steps"
 _RANKS_OF_A_NODE = 8
@@ -158,6 +162,7 @@ KEYS = (
     Key("distributed.sequence_parallel", "sequence_parallel", SWITCH),
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
     Key("distributed.pipeline.layers_per_stage", "layers_of_chunk", COUNT),
+    Key("distributed.pipeline.round_virtual_stages_to_pp_multiple", "rounding_of_chunks", TEXT),
     Key("distributed.pipeline.pp_microbatch_size", "rows_of_stage", COUNT),
     Key("peft", "has_no_adapters", _SECTION, False),
     Key("peft._target_", "class_of_adapters", TEXT),
@@ -180,6 +185,10 @@ FRAMEWORK_MISSING = (
             lambda value: "32" in str(value)),
     Missing("distributed.autocast_dtype", "either", "autocast chooses types operation by operation", is_given),
     Missing("distributed.enable_compile", "either", "compiled layers keep other tensors"),
+    Missing("distributed.enable_async_tensor_parallel", "either", "products and collectives become one kernel, which "
+            "has buffers of its own"),
+    Missing("packed_sequence.packing_strategy", "more", "attention has a mask of packed sequences",
+            lambda value: value != "thd"),
     Missing("compile.enabled", "either", "compiled layers keep other tensors"),
     Missing("fp8.enabled", "either", "matrices are multiplied in FP8"),
     Missing("qat.enabled", "more", "fake quantization adds tensors to each matrix"),
@@ -224,10 +233,6 @@ def complete(reading: Reading) -> None:
         is_known = key in reading.known or AUTOMODEL.ignores(key)
         if key.startswith("model.") and entry.value not in (None, {}) and not is_known:
             reading.miss(key, "either", "it replaces a value of the published model")
-    if (values["expert_model_parallel_size"] or 1) > 1 and not values["is_of_transformers"]:
-        noted = {one.key for one in reading.not_modelled}
-        for key in [key for key in reading.entries.by_key if key.startswith(_OF_EXPERTS) and key not in noted]:
-            reading.miss(key, "either", "it is of Automodel's own experts, which memlab does not have")
     loss = str(reading.get("loss_fn._target_", default="MaskedCrossEntropy")).rpartition(".")[2]
     if loss != "MaskedCrossEntropy":
         reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
@@ -413,6 +418,16 @@ def _take_optimizer(reading: Reading) -> None:
     reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW under FSDP2, not {name}")
 
 
+def complete_refused(reading: Reading) -> None:
+    """Names what decides how Automodel's class of a model computes, of a recipe whose class memlab does not have."""
+    noted = {one.key for one in reading.not_modelled} | {one.key for one in reading.taken}
+    for key, entry in reading.entries.by_key.items():
+        is_of_class = key.startswith(_OF_OWN_CLASSES) and not key.endswith(_NOT_OF_CLASSES)
+        is_on = entry.value if key in _SWITCHES_OF_CLASSES else is_of_class and entry.value not in (None, {})
+        if is_on and key not in noted:
+            reading.miss(key, "either", "it is of Automodel's class of this model, which memlab does not have")
+
+
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
@@ -511,6 +526,7 @@ AUTOMODEL = Framework(
     without_effect=keys_without_effect("automodel"),
     complete=complete,
     complete_of_model=complete_of_model,
+    complete_refused=complete_refused,
     compose=compose,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     versions=(_RELEASE, "36044ad3"),

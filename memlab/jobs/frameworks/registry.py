@@ -7,7 +7,7 @@ from typing import Any
 
 from memlab.config.option import EngineName
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, verl_fsdp, verl_sft_fsdp
+from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, skyrl_sft_fsdp, verl_fsdp, verl_sft_fsdp
 from memlab.jobs.frameworks.automodel import AUTOMODEL
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
@@ -31,6 +31,7 @@ FRAMEWORKS: dict[str, Framework] = {
 _OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]] = {
     "nemo-rl": (nemo_rl_dtensor.chooses_dtensor, nemo_rl_dtensor.NEMO_RL_DTENSOR),
     "skyrl": (skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),
+    "skyrl-sft": (skyrl_sft_fsdp.chooses_fsdp, skyrl_sft_fsdp.SKYRL_SFT_FSDP),
     "verl": (verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP),
     "verl-sft": (verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP),
 }

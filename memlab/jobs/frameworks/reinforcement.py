@@ -309,6 +309,7 @@ def take_rollout(
         reference_pass=reference_pass,
         sender=sender,
         gathers_model_at_once=values.pop("gathers_model_at_once", False),
+        keeps_cache=values.pop("keeps_cache", False),
         gathers_model_for_passes=values.pop("gathers_model_for_passes", False),
         entropy_bytes_of_logit=values.pop("entropy_bytes_of_logit", 0),
         entropy_tokens=values.pop("entropy_tokens", None),

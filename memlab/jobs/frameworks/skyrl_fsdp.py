@@ -81,19 +81,32 @@ _TRAINER = (
     *("engine_share", "engine_ranks", "engine_stages", "engine_data_ranks", "bucket"),
 )
 
+
+def engine_keys(policy: str) -> tuple[Key, ...]:
+    """Returns the keys of a worker of FSDP2.
+
+    Args:
+        policy: How they begin, with the dot.
+    """
+    fsdp, kwargs = f"{policy}fsdp_config", f"{policy}model_config_kwargs"
+    return (
+        Key(f"{kwargs}.num_hidden_layers", "num_layers", WHOLE),
+        attention_key(f"{kwargs}.attn_implementation"),
+        Key(f"{fsdp}.cpu_offload", "fsdp_cpu_offload", SWITCH, False),
+        Key(f"{fsdp}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
+        Key(f"{fsdp}.fsdp_size", "ranks_of_shards", WHOLE, -1),
+        Key(f"{fsdp}.mixed_precision.param_dtype", "compute", LONG_DTYPE, "bf16"),
+        Key(f"{fsdp}.mixed_precision.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
+        Key(f"{policy}sequence_parallel_size", "ulysses", COUNT, 1),
+        *peft_keys(f"{policy}model.lora"),
+        Key(f"{policy}model.lora.dropout", "lora_dropout", NUMBER, 0.0),
+    )
+
+
 KEYS = (
     *(key for key in SKYRL.keys if key.field in _TRAINER),
-    Key(f"{_POLICY}.model_config_kwargs.num_hidden_layers", "num_layers", WHOLE),
-    attention_key(f"{_POLICY}.model_config_kwargs.attn_implementation"),
-    Key(f"{_FSDP}.cpu_offload", "fsdp_cpu_offload", SWITCH, False),
-    Key(f"{_FSDP}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
-    Key(f"{_FSDP}.fsdp_size", "ranks_of_shards", WHOLE, -1),
-    Key(f"{_FSDP}.mixed_precision.param_dtype", "compute", LONG_DTYPE, "bf16"),
-    Key(f"{_FSDP}.mixed_precision.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
-    Key(f"{_POLICY}.sequence_parallel_size", "ulysses", COUNT, 1),
+    *engine_keys(f"{_POLICY}."),
     Key(f"{_POLICY}.optimizer_config.offload_after_step", "leaves_after_step", SWITCH, True),
-    *peft_keys(f"{_POLICY}.model.lora"),
-    Key(f"{_POLICY}.model.lora.dropout", "lora_dropout", NUMBER, 0.0),
 )
 FRAMEWORK_MISSING = (
     *(row for row in SKYRL.missing if row.name.startswith("generator.")),
@@ -121,15 +134,7 @@ def complete(reading: Reading) -> None:
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     per_node = values.pop("ranks_per_node")
     del values["nodes"]
-    note_replaced_values(reading, f"{_POLICY}.model_config_kwargs")
-    # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
-    take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
-    if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
-    take_peft(reading, f"{_POLICY}.model.lora.rank")
-    take_shards(reading, f"{_FSDP}.fsdp_size")
-    take_resharding(reading)
-    take_ulysses(reading)
+    complete_engine(reading, f"{_POLICY}.", "trainer.algorithm.policy_loss_type", "trainer.logprobs_chunk_size")
     is_colocated = values.pop("is_colocated")
     moves = is_colocated and not values["fsdp_cpu_offload"]
     values["offload_parameters"] = values["offload_gradients"] = moves
@@ -138,11 +143,34 @@ def complete(reading: Reading) -> None:
         note_segments(reading, "trainer.use_expandable_segments")
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
-    take_attention(reading, f"{_POLICY}.model_config_kwargs.attn_implementation")
-    take_logprobs(reading, "trainer.algorithm.policy_loss_type", "cross_entropy")  # of whole rows of the batch
-    take_units(reading, "input")
     _take_phases(reading, per_node, is_colocated=is_colocated)
     _take_rows(reading)
+
+
+def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:
+    """Derives types, shards, adapters, attention and what log-probabilities need, from the keys of `engine_keys`.
+
+    Args:
+        reading: Of the job.
+        policy: How the keys begin.
+        loss: By which key a difference of the loss is named.
+        chunk: The key of how many tokens an entropy has at a time, by which it is named.
+    """
+    values, kwargs = reading.values, f"{policy}model_config_kwargs"
+    note_replaced_values(reading, kwargs)
+    # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
+    take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
+    if not values["fsdp_cpu_offload"]:
+        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
+    take_peft(reading, f"{policy}model.lora.rank")
+    take_shards(reading, f"{policy}fsdp_config.fsdp_size")
+    take_resharding(reading)
+    take_ulysses(reading)
+    take_attention(reading, f"{kwargs}.attn_implementation")
+    take_logprobs(reading, loss, "cross_entropy")  # of whole rows of the batch
+    # ``_forward_backward_micro`` in workers/worker.py, whatever the loss is.
+    reading.miss(chunk, "more", "the entropy of each micro-batch is computed too, a chunk of tokens at a time")
+    take_units(reading, "input")
 
 
 def check(reading: Reading) -> None:
@@ -238,10 +266,24 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what SkyRL cannot express of a job."""
-    state, title = scenario.state, "SkyRL"
-    moves = settings.offload_parameters and not state.fsdp_cpu_offload
-    frees = state.reshard_after_forward != "none"
+    moves = settings.offload_parameters and not scenario.state.fsdp_cpu_offload
     segments = AllocatorSettings(expandable_segments=scenario.allocator.expandable_segments)
+    own: Own = {
+        "offload_parameters": (moves, "its cpu_offload keeps parameters and optimizer state on the host in any case"),
+        "offload_gradients": (moves, "SkyRL offloads gradients where it offloads parameters"),
+        "offload_optimizer": (
+            settings.offload_optimizer and moves,
+            "SkyRL offloads the optimizer state only where it offloads parameters",
+        ),
+        "allocator": (segments, "set the environment variable PYTORCH_CUDA_ALLOC_CONF"),
+    }
+    return of_other_values(scenario, settings, own | own_checkpoints(settings, "SkyRL") | own_engine(scenario))
+
+
+def own_engine(scenario: Scenario) -> Own:
+    """Returns what a worker of FSDP2 can have of a job."""
+    state = scenario.state
+    frees = state.reshard_after_forward != "none"
     loss = "logprobs_flash_attn" if state.attn_implementation == FLASH else "cross_entropy"
     own: Own = {
         "tensor_model_parallel_size": (1, "SkyRL has no tensor parallelism with FSDP2"),
@@ -258,19 +300,28 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         "separate_embeddings": ("input", "SkyRL shards the embedding by itself"),
         "reshard_root_after_forward": (frees, "SkyRL's reshard_after_forward decides it"),
         "loss_of_transformers": (loss, "SkyRL computes log-probabilities, with flash-attn's kernel where it attends"),
-        "offload_parameters": (moves, "its cpu_offload keeps parameters and optimizer state on the host in any case"),
-        "offload_gradients": (moves, "SkyRL offloads gradients where it offloads parameters"),
-        "offload_optimizer": (
-            settings.offload_optimizer and moves,
-            "SkyRL offloads the optimizer state only where it offloads parameters",
-        ),
-        "allocator": (segments, "set the environment variable PYTORCH_CUDA_ALLOC_CONF"),
     }
-    return of_other_values(scenario, settings, own | own_checkpoints(settings, title) | own_peft(scenario, title))
+    return own | own_peft(scenario, "SkyRL")
 
 
 _NO_KEY = ("fsdp_version", "use_orig_params", "defer_fsdp_grad_sync", "adam_implementation")
 _NONE_AHEAD = ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
+CANNOT_WRITE = (
+    dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    | {"model_classes": "SkyRL builds transformers' classes"}
+    | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
+    | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead")
+)
+WITHOUT_OWN_KEY = frozenset(
+    (
+        *("dtype", "fp32_sharded_params", "grad_reduce_in_bf16", "cp_comm_type", "allocator"),
+        *("reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
+        *("reshard_root_after_forward", "loss_of_transformers"),
+        *("offload_parameters", "offload_gradients", "offload_optimizer"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
+        *("lora_dropout_position", "lora_fsdp2_library", "lora_enable_input_require_grads"),
+    )
+)
 SKYRL_FSDP = Framework(
     name="skyrl-fsdp",
     title="SkyRL with FSDP2",
@@ -286,22 +337,9 @@ SKYRL_FSDP = Framework(
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=is_packed,
-    cannot_write={"offload_optimizer_except_update": "SkyRL loads the optimizer state before the step"}
-    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
-    | {"model_classes": "SkyRL builds transformers' classes"}
-    | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
-    | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead"),
+    cannot_write=CANNOT_WRITE | {"offload_optimizer_except_update": "SkyRL loads the optimizer state before the step"},
     cannot_write_of=cannot_write,
-    without_own_key=frozenset(
-        (
-            *("dtype", "fp32_sharded_params", "grad_reduce_in_bf16", "cp_comm_type", "allocator"),
-            *("reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
-            *("reshard_root_after_forward", "loss_of_transformers"),
-            *("offload_parameters", "offload_gradients", "offload_optimizer"),
-            *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
-            *("lora_dropout_position", "lora_fsdp2_library", "lora_enable_input_require_grads"),
-        )
-    ),
+    without_own_key=WITHOUT_OWN_KEY,
     render=plain_lines,
 )
 """`memlab.jobs.frameworks.registry` says which jobs are its."""

@@ -38,6 +38,9 @@ from memlab.jobs.frameworks.skyrl_megatron import (
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "megatron_config"
+ASK_LENGTH = (
+    "max_length is not in the file, so sequences are as long as the data has them: give --set max_length=TOKENS"
+)
 _CHUNK = 1024
 """``TrainerConfig.logprobs_chunk_size``, which SFT leaves as it is."""
 KEYS = (
@@ -69,7 +72,7 @@ def complete(reading: Reading) -> None:
     complete_skyrl_adapters(reading, "model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
-        reading.blocked["job"].append(f"strategy {strategy}: memlab predicts this framework's jobs with Megatron only")
+        reading.blocked["job"].append(f"strategy {strategy}: this framework has megatron and fsdp")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     if not any(key.startswith(f"{_MEGATRON}.") for key in reading.entries.by_key):
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
@@ -79,9 +82,7 @@ def complete(reading: Reading) -> None:
     note_segments(reading, "use_expandable_segments")
     longest, sequences, tokens = (values.pop(name) for name in ("longest", "sequences", "tokens"))
     if longest is None:
-        reading.questions.append(
-            "max_length is not in the file, so sequences are as long as the data has them: give --set max_length=TOKENS"
-        )
+        reading.questions.append(ASK_LENGTH)
     removes_padding = values.pop("removes_padding")
     if values.pop("is_packed") and longest:
         if not removes_padding:

@@ -300,6 +300,7 @@ def _take_phases(reading: Reading, per_node: int) -> None:
     _take_entropy_of_pass(reading)
     values["sends_adapters"] = has_adapters and reading.get(f"{_MODEL}.lora.merge") is not True
     values["gathers_model_at_once"] = not values.pop("is_layered")
+    values["keeps_cache"] = not values["offload_parameters"]
     take_rollout(
         reading,
         is_colocated=is_colocated,

@@ -78,6 +78,10 @@ class AllocatorMeter:
     def kept_gather_bytes(self) -> int:
         return 0  # what a GPU keeps is allocated
 
+    @property
+    def late_free_bytes(self) -> int:
+        return 0  # what waits is reserved
+
     def remember(self) -> Callable[[], bool]:
         return lambda: False  # a process has one allocator
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
+from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -21,6 +22,8 @@ from memlab.jobs.writing import written
 from memlab.units import format_bytes
 
 _WIDTH = 118
+_OF_WORKLOAD = ("global_batch_size", "world_size")
+"""What a job says beside the options of a scenario."""
 _OWN_DEFAULTS: dict[str, Any] = {
     field.name: field.default for cls in (Layout, TrainingState, MemorySettings) for field in fields(cls)
 } | {"micro_batch_size": 1, "dtype": "bf16", "recompute_modules": ("core_attn",)}
@@ -39,7 +42,7 @@ def job_table(job: Job, common: OfAnyModel | None = None) -> str:
         causes,
         [f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"],
         _summary(job),
-        [] if common is None else _of_any_model(common),
+        _as_read(job.as_read) if common is None else _of_any_model(common),
     ]
     given = [taken for taken in job.taken if taken.place != "default"]
     defaults = [taken for taken in job.taken if taken.place == "default" and _says_something(taken)]
@@ -111,6 +114,20 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
         lines += _wrapped(f"depends on the model: {', '.join(common.depends_on_model)}")
     lines += [f"  not modelled: {_named(one)}: {one.effect}: {one.reason}" for one in common.not_modelled]
     return lines + [f"  {warning}" for warning in common.warnings]
+
+
+def _as_read(values: dict[str, Any]) -> list[str]:
+    """Returns the fields of a job that memlab cannot predict, by the part that has them."""
+    parts = {"workload": Scenario, "layout": Layout, "state": TrainingState, "allocator": AllocatorSettings}
+    lines: list[str] = []
+    for part, cls in {**parts, "settings": MemorySettings}.items():
+        said = {
+            name: values[name] for name in options_of(cls) if values.get(name) not in (None, _OWN_DEFAULTS.get(name))
+        }
+        said |= {name: values[name] for name in _OF_WORKLOAD if part == "workload" and name in values}
+        words = ", ".join(name if value is True else f"{name} {_short(value)}" for name, value in said.items())
+        lines += _wrapped(f"{part:10} {words}") if words else []
+    return ["as far as memlab read it", *lines] if lines else []
 
 
 def _own_model(model: dict[str, Any]) -> list[str]:

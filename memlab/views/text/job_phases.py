@@ -35,7 +35,7 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         lines.append(f"the reference model takes {format_bytes(job.reference_bytes)}, which is counted above")
     if job.kept_buffer_bytes:
         lines.append(f"every phase counts {format_bytes(job.kept_buffer_bytes)} that the weight sync keeps")
-    lines += _of_teacher(job)
+    lines += [*_of_teacher(job), *_of_cache(job)]
     for phase in job.phases:
         short = _short(phase)
         is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)
@@ -57,6 +57,18 @@ def _of_teacher(job: JobPhases) -> list[str]:
         f"the teacher's process at the peak of its passes: {words}",
         f"every other phase counts {left} that it keeps, and what is outside torch counts both processes",
     ]
+
+
+def _of_cache(job: JobPhases) -> list[str]:
+    most = ", ".join(
+        f"{phase.name} {format_bytes(phase.most_reserved_bytes)}" for phase in job.phases if phase.most_reserved_bytes
+    )
+    late = format_bytes(job.late_free_bytes)
+    lines = [f"blocks that wait for other streams may add {late} to a pass"] if job.late_free_bytes else []
+    if most:
+        lines.append(f"torch may hold this at most with what passes have cached since the weight sync: {most}")
+        lines.append("it returns what is cached before a request fails")
+    return lines
 
 
 def _short(phase: JobPhase) -> int:

@@ -194,6 +194,7 @@ def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
     """What only a real allocator has."""
     entries = (
         ("device, the most that torch reserved", record.peak_reserved_bytes),
+        ("device, what blocks that wait for other streams may add", record.late_free_bytes or None),
         ("device, reserved and unused at the peak", record.unused_reserved_bytes),
         ("host, pinned memory that torch reserved", record.host_reserved_bytes),
     )

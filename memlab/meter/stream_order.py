@@ -1,0 +1,44 @@
+"""Which work on a GPU's streams is known to have ended, if the GPU is behind: what a program has waited for.
+
+A block that ``record_stream`` has marked is free again when the other stream's work of that moment has ended
+(``insert_events`` and ``process_events`` in c10/cuda/CUDACachingAllocator.cpp, torch 2.11). How far a GPU is behind
+depends on the job; here it has done no more than what the process waited for, so that such blocks wait for longest.
+"""
+
+from __future__ import annotations
+
+Moment = dict[int, int]
+"""By stream, how much of its work: the number of the event that ends it."""
+
+
+class StreamOrder:
+    """The streams of one process by their numbers."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Moment] = {}
+        """By stream, what has ended before its next work begins."""
+        self._ended: Moment = {}
+
+    def event(self, stream: int) -> Moment:
+        """Returns the moment after all that a stream has been given so far."""
+        before = self._before.setdefault(stream, {})
+        before[stream] = before.get(stream, 0) + 1
+        return dict(before)
+
+    def wait(self, stream: int, moment: Moment) -> None:
+        """Has a stream's next work begin after a moment."""
+        _advance(self._before.setdefault(stream, {}), moment)
+
+    def synchronize(self, moment: Moment | None = None) -> None:
+        """Has the process wait for a moment; for all streams without one."""
+        for each in [self.event(stream) for stream in self._before] if moment is None else [moment]:
+            _advance(self._ended, each)
+
+    def has_ended(self, stream: int, moment: Moment) -> bool:
+        """Whether what a stream had been given at a moment of its own has ended."""
+        return self._ended.get(stream, 0) >= moment[stream]
+
+
+def _advance(known: Moment, moment: Moment) -> None:
+    for stream, number in moment.items():
+        known[stream] = max(known.get(stream, 0), number)
