@@ -97,6 +97,12 @@ class CachingMemory:
         allocation.rounding_bytes = block_bytes - num_bytes
         return block_bytes
 
+    def pass_through(self, num_bytes: int) -> None:
+        """Takes a block and gives it back at once, which leaves nothing but its segment."""
+        self.require(num_bytes)
+        self.allocator.free(self.allocator.allocate(num_bytes, self._labels.stream))
+        self._update_reserved()
+
     def give_back(self, allocation: StorageAllocation) -> None:
         if allocation.block != NO_BLOCK:
             self.gathers.freed(allocation)
