@@ -17,6 +17,7 @@ from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.lora import (
     EXTRA_LAYER,
+    EXTRA_LAYERS,
     LINEARS,
     NAMES_OF_TRANSFORMERS,
     OF_LATENT_ATTENTION,
@@ -752,6 +753,13 @@ class Scenario:
                     f"{model.moe_router_topk}, the experts of a token, by a rule of Megatron-Bridge: choose another",
                     *("lora_rank", "lora_normalize_moe_lora"),
                 )
+            if linear.num_experts and of_bridge and not lora.share_expert_adapters and self.state.fp8_format:
+                raise RuleError(
+                    f"fp8_format is {self.state.fp8_format!r} with lora_share_expert_adapters False, which memlab does "
+                    "not predict together, since Megatron-Bridge's adapters of each expert compute in FP8: leave one "
+                    "of the two out",
+                    *("fp8_format", "lora_share_expert_adapters"),
+                )
             if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:
                 raise RuleError(
                     f"expert_tensor_parallel_size is {layout.expert_tensor_size}, must be 1 with "
@@ -1120,7 +1128,9 @@ class Scenario:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
                     yield from lora.adapted(number, part.weights())
+        joining = joining_weights(self.architecture.hidden_size, self.architecture.normalization)
         for number in range(self.extra_layers_of_rank):
+            yield from lora.adapted(number, joining, EXTRA_LAYERS)
             for part in self.architecture.parts_of(self.num_layers - 1):
                 yield from lora.adapted(number, part.weights(), EXTRA_LAYER)
         if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:

@@ -784,7 +784,6 @@ class TrainingState:
         self._check_loss()
         self._check_fp8()
         self._check_lora()
-        self._check_extra_layers()
         ring = self.tp_comm_overlap_ring_exchange
         if not isinstance(ring, (tuple, list)) or any(name not in RING_EXCHANGES for name in ring):
             raise RuleError(
@@ -991,23 +990,11 @@ class TrainingState:
             raise RuleError(
                 f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
             )
-        if self.fp8_format and (self.fp8_param_gather or self.lora.library != "megatron_bridge"):
-            other = "fp8_param_gather" if self.fp8_param_gather else f"lora_library {self.lora.library!r}"
+        if self.reuse_grad_buf_for_mxfp8_param_ag:
             raise RuleError(
-                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r} and {other}, which memlab does not "
-                "predict together yet: leave one of the three out, or take Megatron-Bridge's adapters beside a bf16 "
-                "model that computes in FP8",
-                *("lora_rank", "fp8_format"),
-            )
-
-    def _check_extra_layers(self) -> None:
-        lora = self.lora
-        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
-            raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
-                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
-                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
-                *("mtp_num_layers", "lora_library", "lora_target_modules"),
+                f"lora_rank is {self.lora.rank} with fp8_param_gather and fp8_recipe 'mxfp8', which memlab does not "
+                "predict together: choose fp8_recipe 'tensorwise' or 'blockwise', or leave fp8_param_gather out",
+                *("lora_rank", "fp8_param_gather", "fp8_recipe"),
             )
 
     @classmethod

@@ -281,8 +281,6 @@ def _drop_extra_layers(reading: Reading) -> None:
             and values.get("fp8_recipe", TrainingState().fp8_recipe) == "delayed"
             and values.get("recompute_granularity") == "full"
         ),
-        "these adapters": values.get("lora_rank") is not None
-        and (values.get("lora_library") == "mcore_bridge" or values.get("lora_target_modules") in ((), [])),
         "a pipeline layout that has them on another stage than the loss": bool(re.search("m.*[|]", text or "")),
     }
     found = next((what for what, is_there in beside.items() if is_there), "")

@@ -11,7 +11,6 @@ from megatron.core.package_info import MINOR
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
-from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import parameters_of_rank
 from memlab.config.scenario import Scenario
@@ -73,7 +72,6 @@ def test_a_layer_has_two_norms_a_matrix_and_the_model_s_last_layer_by_hand() -> 
     ("values", "words"),
     [
         ({"loss": "logprobs"}, "with loss 'logprobs', must have 'cross_entropy'"),
-        ({"lora": LoRA(rank=8, library="mcore_bridge")}, "with lora_library .mcore_bridge. and lora_target_modules"),
         ({"mtp_num_layers": 0}, "mtp_num_layers is 0, must be a whole number of at least 1"),
     ],
 )
@@ -126,6 +124,7 @@ train:
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE} --fp8-recipe blockwise", 1, {}),
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE}", None, {"mtp_num_layers": "more"}),
         (f"{SWIFT} --mtp_num_layers 1 --tuner_type full", 1, {}),
+        (f"{SWIFT} --mtp_num_layers 1 --tuner_type lora", 1, {}),
         (f"{VERL} {VERL_OPTION}", None, {VERL_OPTION[1:-2]: "more"}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 1"), 1, {}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 0"), None, {}),

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.versions import Versions
-from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.layers.fake_layers import FakeGroupedLinear, FakeGroupedRowLinear, FakeProvider
 from memlab.engines.megatron.layers.fp8_parameters import Fp8Parameter
 from memlab.engines.megatron.layers.fp8_recipes import OF_BLACKWELL, RECIPES, Quantized, Recipe, Splits
 from memlab.engines.megatron.layers.norm_workspace import allocate_workspace
@@ -138,6 +138,8 @@ class _Fp8Module(torch.nn.Module):
 class Fp8Linear(_Fp8Module, TorchLinear):
     """A linear, whose bias is returned."""
 
+    outside_fp8: ClassVar[type] = TorchLinear
+
     def __init__(
         self,
         *sizes: int,
@@ -159,9 +161,13 @@ class Fp8Linear(_Fp8Module, TorchLinear):
 class Fp8ColumnLinear(Fp8Linear, TorchColumnLinear):
     """Each rank makes a part of the output's features."""
 
+    outside_fp8 = TorchColumnLinear
+
 
 class Fp8RowLinear(Fp8Linear, TorchRowLinear):
     """Each rank takes a part of the input's features."""
+
+    outside_fp8 = TorchRowLinear
 
 
 class Fp8NormLinear(_Fp8Module, TorchNormLinear):
@@ -179,6 +185,8 @@ class Fp8NormLinear(_Fp8Module, TorchNormLinear):
 
 class Fp8GroupedLinear(_Fp8Module, TorchGroupedLinear):
     """One linear for each local expert, over rows grouped by expert."""
+
+    outside_fp8: ClassVar[type] = FakeGroupedLinear
 
     def __init__(self, num_gemms: int, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         super().__init__(num_gemms, *sizes, config=config, **options)
@@ -199,6 +207,7 @@ class Fp8GroupedLinear(_Fp8Module, TorchGroupedLinear):
 class Fp8GroupedRowLinear(Fp8GroupedLinear):
     """The second linear of the experts."""
 
+    outside_fp8 = FakeGroupedRowLinear
     way = "row"
 
 
